@@ -1,0 +1,1 @@
+"""The artifact: schema, writer, reader, checksums. Knows no torch model."""

@@ -1,0 +1,154 @@
+"""Schema 1 of the artifact: what `manifest.json` says, and what the files beside it hold.
+
+A folder `NAME.skv/` holds `manifest.json`, `tokens.safetensors` (input_ids [N] int64),
+`context/layer_XXX.safetensors` (keys, values [Hk, N, D]), `queries/layer_XXX.safetensors` (tail [Hq, R, D])
+and one folder a method. The manifest names every file by its logical path and says where it lies.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENS = "tokens.safetensors"
+
+
+def layer_file(folder: str, layer: int) -> str:
+    """Logical path of one layer's file in one of the artifact's folders."""
+    return f"{folder}/layer_{layer:03d}.safetensors"
+
+
+class Record(BaseModel):
+    """Base of everything in the manifest: immutable, and a misspelt field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelIdentity(Record):
+    """Which model the keys and values came from: the parts of it that decide what they are."""
+
+    id: str
+    revision: str | None
+    kv_config: dict[str, Any] = Field(description="heads, sizes, rope, windows, soft cap: all that shapes K and V")
+    config_hash: str
+    weights_hash: str
+    adapter: str | None
+    quantisation: str | None
+
+
+class TokenizerIdentity(Record):
+    """Hashes of the tokenizer, its chat template and its special tokens."""
+
+    tokenizer_hash: str
+    chat_template_hash: str | None
+    special_tokens_hash: str
+
+
+class ChatFrame(Record):
+    """The text that the model's chat template puts around `document + question`."""
+
+    before: str
+    between: str
+    after: str
+
+
+class Prompt(Record):
+    """The fixed prompt, by its hashes. `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens."""
+
+    text_sha256: str
+    ids_sha256: str
+    block_hashes: list[str]
+    tokens: int
+    chat: ChatFrame | None
+
+
+class Split(Record):
+    """N = sinks + middle + tail tokens, in this order; an index covers the middle."""
+
+    sinks: int
+    middle: int
+    tail: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sinks + self.middle + self.tail
+
+
+class LayerFacts(Record):
+    """How one layer attends; a layer with a sliding window stays dense and is not indexed."""
+
+    softmax_scale: float
+    softcap: float | None
+    sliding_window: int | None
+    attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
+
+
+class Prefill(Record):
+    """How the context was computed: `dense`, or an approximation with its parameters."""
+
+    kind: Literal["dense"]
+    chunk_size: int
+
+
+class MethodRecord(Record):
+    """One method's build: parameters, seed, calibration, and the context files it was built from."""
+
+    revision: int
+    parameters: dict[str, Any]
+    seed: int
+    calibration: dict[str, Any]
+    built_from: dict[str, str]
+
+
+class Probe(Record):
+    """The top logits of the last prompt token, to be recomputed over the stored context."""
+
+    token_ids: list[int]
+    logits: list[float]
+
+
+class TensorRecord(Record):
+    """Shape and dtype of one tensor in a file."""
+
+    shape: list[int]
+    dtype: str
+
+
+class FileRecord(Record):
+    """Where a logical file lies, what is in it, and the hash of everything that decides its content."""
+
+    path: str
+    bytes: int
+    sha256: str
+    recipe: str
+    tensors: dict[str, TensorRecord]
+
+
+class Manifest(Record):
+    """Everything that identifies an index. `manifest_sha256` covers all other fields."""
+
+    schema_version: int = SCHEMA_VERSION
+    least_reader_version: int = SCHEMA_VERSION
+    writer_version: str
+    uuid: str
+    parent_uuid: str | None
+    created: str
+    model: ModelIdentity
+    tokenizer: TokenizerIdentity
+    prompt: Prompt
+    split: Split
+    dtype: str
+    rope: dict[str, Any]
+    layers: list[LayerFacts]
+    prefill: Prefill
+    versions: dict[str, str]
+    methods: dict[str, MethodRecord]
+    probe: Probe
+    files: dict[str, FileRecord]
+    manifest_sha256: str = ""
+
+    @property
+    def indexed_layers(self) -> list[int]:
+        """Layers that attend to everything; the others slide and stay dense."""
+        return [layer for layer, facts in enumerate(self.layers) if facts.sliding_window is None]
