@@ -1,0 +1,1 @@
+"""Attention over chosen runs and centroid lookup, each beside its plain-torch reference."""

@@ -1,0 +1,89 @@
+"""Exact attention over several segments of keys and values, as one softmax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.kernels.lookup import attention_logits
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some of the keys and values a query attends to: keys, values [Hk, T, D].
+
+    `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[queries, keys] bool for queries that are the last of the keys; a window counts the query itself."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def attend(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of grouped queries over all segments together, softmax in float32.
+
+    Args:
+        query: [Hk, G, Q, D].
+        sink_logits: [Hk, G] learned logits that take part in the softmax and carry no value (GPT-OSS).
+
+    Returns:
+        [Hk, G, Q, D] in the query's dtype. Allocates the logits: [Hk, G, Q, all T] float32, twice.
+    """
+    Hk, G, Q, _ = query.shape
+    logits = []
+    for segment in segments:
+        part = attention_logits(query, segment.keys, softmax_scale, softcap)
+        logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
+    widths = [part.shape[-1] for part in logits]
+    if sink_logits is not None:
+        logits.append(sink_logits.float()[:, :, None, None].expand(Hk, G, Q, 1))
+    weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).view(Hk, G * Q, -1)
+    output = query.new_zeros(Hk, G * Q, segments[0].values.shape[-1])
+    for segment, part in zip(segments, weights[..., : sum(widths)].split(widths, -1), strict=True):
+        output = torch.baddbmm(output, part, segment.values)
+    return output.view(Hk, G, Q, -1)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dense causal attention of queries that are the last of the keys, by the fastest form that computes it.
+
+    Args:
+        query: [Hq, Q, D].
+        keys, values: [Hk, T, D].
+        sink_logits: [Hq].
+
+    Returns:
+        [Hq, Q, D].
+    """
+    Hk, (Hq, Q, D) = keys.shape[0], query.shape
+    mask = None if Q == 1 and window is None else causal_mask(Q, keys.shape[1], window, query.device)
+    if softcap is None and sink_logits is None:
+        return scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=softmax_scale, enable_gqa=Hq != Hk
+        )[0]
+    sinks = None if sink_logits is None else sink_logits.view(Hk, Hq // Hk)
+    grouped = query.view(Hk, Hq // Hk, Q, D)
+    return attend(grouped, [Segment(keys, values, mask)], softmax_scale, softcap, sinks).view(Hq, Q, -1)

@@ -1,0 +1,75 @@
+"""Routes a model's attention to a function of ours, through transformers' own `AttentionInterface`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+IMPLEMENTATION = "sparsekv"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention as the model asks for it, for the one sequence in the batch.
+
+    query [Hq, Q, D]; keys, values [Hk, T, D] are what the cache's `update` returned; all after RoPE and norms.
+    """
+
+    layer: int
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    softmax_scale: float
+    softcap: float | None
+    window: int | None
+    sink_logits: torch.Tensor | None
+
+
+AttentionFunction = Callable[[AttentionCall], torch.Tensor]
+_active: ContextVar[AttentionFunction] = ContextVar("sparsekv_attention")
+
+
+@contextmanager
+def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+    """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
+
+    No mask is made by transformers: the function knows what each query may see. One sequence a batch.
+    """
+    previous = model.config._attn_implementation
+    token = _active.set(function)
+    model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+        _active.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    call = AttentionCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of transformers has one
+        query=query[0],
+        keys=key[0],
+        values=value[0],
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        window=kwargs.get("sliding_window"),
+        sink_logits=kwargs.get("s_aux"),
+    )
+    return _active.get()(call).transpose(0, 1)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)

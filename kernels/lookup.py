@@ -1,0 +1,48 @@
+"""Centroid lookup: how much of the attention falls on each token of a cluster, on average."""
+
+import torch
+
+
+def attention_logits(
+    query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Logits of grouped queries on keys, in float32, soft-capped where the model does so.
+
+    Args:
+        query: [Hk, G, Q, D].
+        keys: [Hk, T, D].
+
+    Returns:
+        [Hk, G, Q, T] float32.
+    """
+    Hk, G, Q, D = query.shape
+    logits = torch.bmm(query.reshape(Hk, G * Q, D), keys.transpose(1, 2)).view(Hk, G, Q, -1).float() * softmax_scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def cluster_scores(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """S_i = exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group (Squeezed Attention, equation 1).
+
+    Args:
+        query: [Hk, G, Q, D].
+        centroids: [Hk, C, D].
+        counts: [Hk, C] int; clusters of no token score 0.
+
+    Returns:
+        [Hk, Q, C] float32: the estimated attention probability of one token of the cluster.
+    """
+    logits = attention_logits(query, centroids, softmax_scale, softcap)
+    return scores_from_logits(logits, counts[:, None, None, :])
+
+
+def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """S_i in max-subtracted form from logits [Hk, G, Q, C] and counts that broadcast to it; returns [Hk, Q, C]."""
+    logits = logits.masked_fill(counts == 0, -torch.inf)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    return (weights / (counts * weights).sum(-1, keepdim=True)).mean(1)
