@@ -1,0 +1,79 @@
+"""What an indexing method is, and the registry that finds them: one file a method, named nowhere else."""
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+import sparsekv.indexing
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import LayerFacts, Split
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    facts: LayerFacts
+    split: Split
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """What a method calibrates on: what it built for a layer, and the held-out queries [Hq, R, D]."""
+
+    tensors: dict[str, torch.Tensor]
+    tail_queries: torch.Tensor
+    facts: LayerFacts
+
+
+@dataclass(frozen=True)
+class Indexer(ABC):
+    """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
+
+    revision: ClassVar[int] = 1
+    seed: int = 0
+
+    @abstractmethod
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """The artifact's tensors for one layer."""
+
+    def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
+        """Numbers that need all layers, for the manifest; `layers()` walks them anew at each call."""
+        return {}
+
+
+INDEXERS: dict[str, type[Indexer]] = {}
+T = TypeVar("T", bound=type[Indexer])
+
+
+def register(name: str) -> Callable[[T], T]:
+    """Class decorator: makes a method known to every command under this name."""
+
+    def add(indexer: T) -> T:
+        INDEXERS[name] = indexer
+        return indexer
+
+    return add
+
+
+def indexers() -> dict[str, type[Indexer]]:
+    """All registered methods by name; imports every file of this folder once."""
+    for module in pkgutil.iter_modules(sparsekv.indexing.__path__):
+        importlib.import_module(f"sparsekv.indexing.{module.name}")
+    return dict(sorted(INDEXERS.items()))
+
+
+def choose_indexers(names: list[str]) -> list[str]:
+    """Names of the methods to build: all of them for an empty list or `all`; UsageError for an unknown one."""
+    known = indexers()
+    for name in names:
+        if name not in known and name != "all":
+            raise UsageError(f"no method '{name}' can be built; there are: {', '.join(known)}")
+    return list(known) if not names or "all" in names else list(dict.fromkeys(names))

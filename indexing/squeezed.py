@@ -1,0 +1,111 @@
+"""Squeezed Attention, offline (arXiv 2411.09688): k-means of the keys, section 3.1, and its hierarchy, section 3.3.
+
+Keys are clustered by cosine, a centroid is the mean of the raw keys, and the centroids are clustered again for each
+coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries, for
+decoding and for a question's prefill apart, because averaging over a question's queries flattens the scores.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.calibration import KeepCurve
+from sparsekv.indexing.clustering import SPACES
+from sparsekv.indexing.hierarchy import build_levels, level_tensors, number_neighbours
+from sparsekv.indexing.methods import BuiltLayer, Indexer, LayerInput, register
+from sparsekv.kernels.lookup import attention_logits, scores_from_logits
+
+QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
+REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
+
+
+@register("squeezed")
+@dataclass(frozen=True)
+class SqueezedIndexer(Indexer):
+    """Clusters of keys and of centroids; `levels` are shares of the middle's tokens, finest first."""
+
+    levels: tuple[float, ...] = field(
+        default=(0.05, 0.01), metadata={"help": "Centroids per level as shares of the document's tokens, finest first."}
+    )
+    iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
+    space: str = field(default="normalised", metadata={"help": f"Space of k-means: {', '.join(SPACES)}."})
+
+    def __post_init__(self) -> None:
+        falling = all(a > b for a, b in zip(self.levels, self.levels[1:], strict=False))
+        if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
+            raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
+        if self.iterations < 1:
+            raise UsageError(f"--iterations {self.iterations}: give at least 1")
+        if self.space not in SPACES:
+            raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
+
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """Levels of centroids and the token order; allocates the keys once more in float32."""
+        sizes = [max(1, round(share * layer.split.middle)) for share in self.levels]
+        levels, labels = build_levels(layer.keys, sizes, space=self.space, iterations=self.iterations, seed=self.seed)
+        labels = number_neighbours(levels, labels)
+        return level_tensors(levels, labels, layer.split.sinks, layer.keys.dtype)
+
+    def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
+        """For `decode` and `prefill`, `flat` and (with several levels) `hierarchical`: thresholds and keep rates."""
+        return {
+            kind: {
+                lookup: _calibrate_lookup(layers, group, coarse)
+                for lookup, coarse in (("flat", 0), ("hierarchical", len(self.levels) - 1))
+                if lookup == "flat" or coarse
+            }
+            for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
+        }
+
+
+def _calibrate_lookup(layers: Callable[[], Iterator[BuiltLayer]], group: int, coarse: int) -> dict[str, Any]:
+    """Thresholds from the coarsest level down: each coarse one leaves half of the tokens, the finest a curve."""
+    thresholds: list[float] = []
+    for depth in range(1, coarse + 1):
+        curve = KeepCurve()
+        for layer in layers():
+            curve.add(*_level_scores(layer, coarse, thresholds, group, held_out=False))
+        thresholds.append(curve.threshold(0.5**depth))
+    curve, held_out = KeepCurve(), KeepCurve()
+    for layer in layers():
+        curve.add(*_level_scores(layer, coarse, thresholds, group, held_out=False))
+        held_out.add(*_level_scores(layer, coarse, thresholds, group, held_out=True))
+    threshold = curve.threshold(REPORTED_KEEP)
+    return {
+        "coarse_thresholds": thresholds,
+        "curve": curve.points(),
+        "held_out_keep": {"target": REPORTED_KEEP, "kept": held_out.share_above(threshold)},
+    }
+
+
+def _level_scores(
+    layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Scores of the level below the thresholds given so far, its counts masked to the survivors, and M."""
+    half = layer.tail_queries.shape[1] // 2
+    queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
+    level, alive = coarse, torch.ones((), device=queries.device)
+    scores, counts = _pooled(layer, queries, level, alive, group)
+    for threshold in thresholds:
+        parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
+        alive = ((scores >= threshold) & (counts > 0)).gather(2, parent)
+        level -= 1
+        scores, counts = _pooled(layer, queries, level, alive, group)
+    return scores, counts, float(layer.tensors["token_order"].shape[1])
+
+
+def _pooled(
+    layer: BuiltLayer, queries: torch.Tensor, level: int, alive: torch.Tensor, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [Hk, Q / group, C] of one level, averaged over groups of queries as a question's prefill does."""
+    centroids = layer.tensors[f"level{level}.centroids"]
+    group = min(group, queries.shape[1])
+    Hk, pools = centroids.shape[0], queries.shape[1] // group
+    grouped = queries[:, : pools * group].reshape(Hk, -1, pools * group, queries.shape[2])
+    counts = (layer.tensors[f"level{level}.counts"][:, None] * alive).expand(Hk, pools, -1)
+    logits = attention_logits(grouped, centroids, layer.facts.softmax_scale, layer.facts.softcap)
+    scores = scores_from_logits(logits, counts.repeat_interleave(group, 1)[:, None])
+    return scores.view(Hk, pools, group, -1).mean(2), counts
