@@ -1,0 +1,45 @@
+"""How much of the middle a step may attend to: a share of it, or a number of tokens."""
+
+from dataclasses import dataclass
+
+from sparsekv.formats.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more)."""
+
+    value: float | int
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """`0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a number of tokens.
+
+        Raises:
+            UsageError: not a number, not above 0, or a share above 1.
+        """
+        try:
+            percent = text.endswith("%")
+            value = float(text.removesuffix("%")) / 100 if percent else float(text)
+        except ValueError:
+            raise UsageError(f"--budget {text}: {_WANTED}") from None
+        if not percent and value >= 1 and text.lstrip("+").isdigit():
+            return cls(int(text))
+        if not 0 < value <= 1:
+            raise UsageError(f"--budget {text}: {_WANTED}")
+        return cls(value)
+
+    def tokens(self, middle: int) -> int:
+        """Tokens of a middle of M that this is; at least 1, at most all."""
+        count = self.value if isinstance(self.value, int) else round(self.value * middle)
+        return max(1, min(middle, count))
+
+    def share(self, middle: int) -> float:
+        """Share of a middle of M tokens."""
+        return self.tokens(middle) / middle
+
+    def __str__(self) -> str:
+        return str(self.value) if isinstance(self.value, int) else f"{100 * self.value:g}%"
+
+
+_WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a number of tokens such as 300"

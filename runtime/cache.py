@@ -1,0 +1,199 @@
+"""The cache of a model that decodes over a stored context: dense layers, sparse layers, and what comes after."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.kernels.attention import Segment, attend, causal_mask
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.runs import expand_runs
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Selector
+
+FIRST_NEW_ROWS = 256
+
+
+class StoredLayer(CacheLayerMixin):
+    """One layer whose first tokens are stored: `stored` of them, then the new ones in a buffer that doubles.
+
+    The buffer's first rows may be stored ones that are attended like new ones (`first_keys`, `first_values`
+    [Hk, E, D]: sinks and tail of a sparse layer); `rewind` forgets everything after them.
+    """
+
+    is_sliding = False
+
+    def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
+        rows = self.first + FIRST_NEW_ROWS
+        self.keys = first_keys.new_empty(first_keys.shape[0], rows, first_keys.shape[2])
+        self.values = first_values.new_empty(first_values.shape[0], rows, first_values.shape[2])
+        self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the rows were allocated with the stored ones."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new rows [1, Hk, Q, D]; the attention function reads the layer itself, not what is returned."""
+        assert self.keys is not None
+        assert self.values is not None
+        start, self.used = self.used, self.used + key_states.shape[2]
+        if self.used > self.keys.shape[1]:
+            self.keys, self.values = _grow(self.keys, start, self.used), _grow(self.values, start, self.used)
+        self.keys[:, start : self.used] = key_states[0]
+        self.values[:, start : self.used] = value_states[0]
+        return key_states, value_states
+
+    def rewind(self) -> None:
+        """Forget the tokens that came after the stored ones."""
+        self.used = self.first
+
+    def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, E + new, D] that are always attended."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, : self.used], self.values[:, : self.used]
+
+    def get_seq_length(self) -> int:
+        return self.stored + self.used - self.first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of the queries [Hq, Q, D] that were appended last; returns [Hq, Q, D]."""
+        raise NotImplementedError
+
+
+def _grow(rows: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    grown = rows.new_empty(rows.shape[0], max(needed, 2 * rows.shape[1]), rows.shape[2])
+    grown[:, :used] = rows[:, :used]
+    return grown
+
+
+class DenseLayer(StoredLayer):
+    """Attends to the whole stored context, or to what a sliding window leaves of it: keys, values [Hk, T, D]."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__(keys.shape[1], keys[:, :0], values[:, :0])
+        self.stored_keys, self.stored_values = keys, values
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        keys, values = self.exact_rows()
+        queries, Hk = call.query.shape[1], keys.shape[0]
+        mask = causal_mask(queries, self.stored + self.used, call.window, keys.device)
+        first = 0 if call.window is None else max(0, self.get_seq_length() - queries - call.window + 1)
+        first = min(first, self.stored)
+        segments = [
+            Segment(self.stored_keys[:, first:], self.stored_values[:, first:], mask[:, first : self.stored]),
+            Segment(keys, values, mask[:, self.stored :]),
+        ]
+        return _grouped_attend(call, Hk, segments)
+
+
+@dataclass
+class ReadRows:
+    """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read."""
+
+    sparse: torch.Tensor
+    dense: int = 0
+
+
+class SparseLayer(StoredLayer):
+    """Attends to sinks, tail and new tokens exactly, and to the rows of the middle that a selector chooses.
+
+    Allocates the middle's keys and values once more where the selector wants them cluster by cluster.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        split: Split,
+        facts: LayerFacts,
+        selector: Selector,
+        budget: Budget,
+    ):
+        middle = slice(split.sinks, split.sinks + split.middle)
+        first_keys, first_values = (
+            torch.cat([rows[:, : split.sinks], rows[:, middle.stop :]], 1) for rows in (keys, values)
+        )
+        super().__init__(split.tokens, first_keys, first_values)
+        self.facts, self.selector, self.budget = facts, selector, budget
+        self.middle_keys = lay_out(keys[:, middle], selector.token_order)
+        self.middle_values = lay_out(values[:, middle], selector.token_order)
+        heads = torch.arange(keys.shape[0], device=keys.device)
+        self.head_start = (heads * split.middle)[:, None, None]
+        self.read = ReadRows(torch.zeros((), dtype=torch.float64, device=keys.device))
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        keys, values = self.exact_rows()
+        Hk, queries = keys.shape[0], call.query.shape[1]
+        mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)
+        grouped = call.query.unflatten(0, (Hk, -1))
+
+        def exact_logsumexp() -> torch.Tensor:
+            logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
+            return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
+
+        chosen = self.selector.select(grouped, self.budget, exact_logsumexp, shared=queries > 1)
+        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        if queries == 1:
+            self._count(chosen.lengths, chosen.index_rows, Hk)
+        flat = (rows + self.head_start).flatten()
+        segments = [
+            Segment(self._take(self.middle_keys, flat, Hk), self._take(self.middle_values, flat, Hk), valid[:, None]),
+            Segment(keys, values, mask),
+        ]
+        return _grouped_attend(call, Hk, segments)
+
+    def _take(self, rows: torch.Tensor, flat: torch.Tensor, Hk: int) -> torch.Tensor:
+        return rows.reshape(-1, rows.shape[-1]).index_select(0, flat).view(Hk, -1, rows.shape[-1])
+
+    def _count(self, lengths: torch.Tensor, index_rows: torch.Tensor | float, Hk: int) -> None:
+        read = torch.as_tensor(index_rows, dtype=torch.float64, device=lengths.device).expand(Hk, 1).sum()
+        self.read.sparse += 2 * lengths.sum() + read
+        self.read.dense += 2 * Hk * self.middle_keys.shape[1]
+
+
+def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Rows [Hk, M, D] in the order [Hk, M] that makes each cluster a run; contiguous."""
+    return (rows if order is None else rows.gather(1, order[..., None].expand_as(rows))).contiguous()
+
+
+def _grouped_attend(call: AttentionCall, Hk: int, segments: list[Segment]) -> torch.Tensor:
+    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    grouped = call.query.unflatten(0, (Hk, -1))
+    return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+
+class IndexCache(Cache):
+    """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to."""
+
+    def __init__(self, layers: list[StoredLayer]):
+        super().__init__(layers=list(layers))
+        self.stored_layers = layers
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.stored_layers[call.layer].attend(call)
+
+    def rewind(self) -> None:
+        """Back to the stored context, ready for the next question."""
+        for layer in self.stored_layers:
+            layer.rewind()
+
+    def kv_fraction(self) -> float:
+        """Rows read for the middle over those dense attention reads, over all decode steps so far; one sync."""
+        counts = [layer.read for layer in self.stored_layers if isinstance(layer, SparseLayer)]
+        dense = sum(count.dense for count in counts)
+        return float(sum(count.sparse.item() for count in counts)) / dense if dense else 0.0

@@ -1,0 +1,143 @@
+"""Answering questions over an index: transformers' own `generate`, with our cache and attention underneath."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, TextStreamer
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.hook import route_attention
+from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.open import OpenIndex
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+        if self.temperature < 0:
+            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k {self.top_k}: give at least 1")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text and what it took; seconds are wall time, `kv_fraction` a mean over decode steps."""
+
+    text: str
+    prompt_tokens: int
+    generated_tokens: int
+    tokens_per_second: float
+    time_to_first_token: float
+    kv_fraction: float
+
+
+class _Streamer(TextStreamer):
+    """Passes text on as it is decoded, and notes when the first and the last token came."""
+
+    def __init__(self, index: OpenIndex, on_text: Callable[[str], None]):
+        super().__init__(index.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.first = self.last = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
+
+
+def question_ids(index: OpenIndex, question: str, *, raw: bool = False) -> torch.Tensor:
+    """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is."""
+    chat = None if raw else index.artifact.manifest.prompt.chat
+    text = question if chat is None else f"{chat.between}{question}{chat.after}"
+    ids = index.tokenizer(text, add_special_tokens=False).input_ids
+    if not ids:
+        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
+    return torch.tensor(ids)
+
+
+@torch.inference_mode()
+def generate(
+    index: OpenIndex,
+    cache: IndexCache,
+    question: torch.Tensor,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Answer one question; the cache is rewound first, so one cache serves many questions.
+
+    Args:
+        question: [Q] token ids after the stored prompt; only these are prefilled.
+        on_text: called with each piece of text as it is decoded.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+    """
+    cache.rewind()
+    prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
+    config = _generation_config(index, sampling, _room(index, prompt.shape[1]))
+    streamer = _Streamer(index, on_text)
+    torch.manual_seed(sampling.seed)
+    start = time.perf_counter()
+    with route_attention(index.model, cache.attend):
+        output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            generation_config=config,
+            streamer=streamer,
+        )
+    generated = output[0, prompt.shape[1] :]
+    steps, seconds = len(generated) - 1, streamer.last - streamer.first
+    return Answer(
+        text=str(index.tokenizer.decode(generated, skip_special_tokens=True)),
+        prompt_tokens=prompt.shape[1],
+        generated_tokens=len(generated),
+        tokens_per_second=steps / seconds if steps and seconds else 0.0,
+        time_to_first_token=streamer.first - start,
+        kv_fraction=cache.kv_fraction(),
+    )
+
+
+def _room(index: OpenIndex, prompt_tokens: int) -> int | None:
+    positions = getattr(index.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if prompt_tokens >= positions:
+        raise UsageError(
+            f"document and question have {prompt_tokens} tokens and the model has {positions} positions; ask a shorter "
+            "question, or build the index with --rope-scaling"
+        )
+    return int(positions) - prompt_tokens
+
+
+def _generation_config(index: OpenIndex, sampling: Sampling, room: int | None) -> GenerationConfig:
+    own = index.model.generation_config
+    sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens if room is None else min(room, sampling.max_new_tokens),
+        do_sample=sampling.temperature > 0,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id if own.pad_token_id is not None else index.tokenizer.pad_token_id,
+        **(sampled if sampling.temperature > 0 else {}),
+    )

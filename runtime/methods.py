@@ -1,0 +1,120 @@
+"""What a decoding method is, and the registry that finds them: one file a method, named nowhere else."""
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+
+import sparsekv.runtime
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.runtime.budget import Budget
+
+ExactLogsumexp = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MiddleContext:
+    """What a method selects from: one layer's middle keys [Hk, M, D] in order of position, how the layer attends,
+    the tensors that the method's indexer built (token positions counted from the first middle token), and its
+    calibration."""
+
+    keys: torch.Tensor
+    facts: LayerFacts
+    tensors: dict[str, torch.Tensor]
+    calibration: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen rows of the middle, as runs in the selector's layout: starts, lengths [Hk, Q or 1, R].
+
+    `index_rows` is the number of D-sized rows read to choose them, beside keys and values: a number, or [Hk, Q or 1].
+    `capacity` bounds the sum of the lengths of any one query.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    capacity: int
+    index_rows: torch.Tensor | float
+
+
+class Selector(ABC):
+    """One method, ready for one layer."""
+
+    token_order: torch.Tensor | None = None
+    """[Hk, M] int64: the layout in which the runs are runs, as middle positions; None for order of position."""
+
+    @abstractmethod
+    def select(
+        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
+    ) -> Selection:
+        """Choose rows for queries.
+
+        Args:
+            query: [Hk, G, Q, D], after RoPE.
+            budget: how much of the middle to choose.
+            exact_logsumexp: gives [Hk, G, Q], the log of the sum of exponents over all that is attended exactly
+                anyway (sinks, tail, new tokens); computed when a method asks for it.
+            shared: one choice for all Q queries together (a question's prefill), not one for each.
+        """
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
+
+    needs_index: ClassVar[bool] = False
+
+    @abstractmethod
+    def prepare(self, context: MiddleContext) -> Selector:
+        """Make ready for one layer; says in its docstring what it allocates."""
+
+    @classmethod
+    def variants(cls, calibration: dict[str, Any]) -> dict[str, Self]:
+        """The forms that a recall report compares, by name; the first is the default."""
+        return {"": cls()}
+
+
+METHODS: dict[str, type[Method]] = {}
+T = TypeVar("T", bound=type[Method])
+
+
+def register(name: str) -> Callable[[T], T]:
+    """Class decorator: makes a method known to every command under this name."""
+
+    def add(method: T) -> T:
+        METHODS[name] = method
+        return method
+
+    return add
+
+
+def methods() -> dict[str, type[Method]]:
+    """All registered methods by name; imports every file of this folder once."""
+    for module in pkgutil.iter_modules(sparsekv.runtime.__path__):
+        importlib.import_module(f"sparsekv.runtime.{module.name}")
+    return dict(sorted(METHODS.items()))
+
+
+def choose_methods(names: list[str], indexed: list[str]) -> list[str]:
+    """Names of the methods to run on an index that holds `indexed`: all that can for an empty list or `all`.
+
+    Raises:
+        UsageError: a method that does not exist, or that this index was not built with.
+    """
+    known = methods()
+    usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
+    for name in names:
+        if name not in known and name != "all":
+            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}")
+        if name != "all" and name not in usable:
+            raise UsageError(
+                f"the index was not built with '{name}'; add it with `sparsekv build-index --method {name}` "
+                f"or choose one of: {', '.join(usable)}"
+            )
+    return usable if not names or "all" in names else list(dict.fromkeys(names))

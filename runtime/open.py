@@ -1,0 +1,129 @@
+"""Opening an index with its model: the identity checks, the probe, and the caches to decode with."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.identity import check_model, check_tokenizer
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.kernels.hook import route_attention
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cache import DenseLayer, IndexCache, SparseLayer, StoredLayer
+from sparsekv.runtime.methods import Method, MiddleContext, Selector, methods
+
+# Largest difference of a probe's logits, relative to the largest of them, that rounding explains.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def middle_context(artifact: Artifact, layer: int, name: str, device: torch.device | str = "cpu") -> MiddleContext:
+    """What the method called `name` selects from in one layer of an index; reads the method's tensors."""
+    manifest = artifact.manifest
+    keys, _ = artifact.context(layer)
+    record = manifest.methods.get(name) if methods()[name].needs_index else None
+    tensors = {} if record is None else artifact.method_tensors(name, layer)
+    tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+    if "token_order" in tensors:
+        tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
+    split = manifest.split
+    return MiddleContext(
+        keys=keys[:, split.sinks : split.sinks + split.middle].to(device),
+        facts=manifest.layers[layer],
+        tensors=tensors,
+        calibration={} if record is None else record.calibration,
+    )
+
+
+def prepare_layer(artifact: Artifact, layer: int, name: str, method: Method, device: torch.device | str) -> Selector:
+    """A method made ready for one layer of an index."""
+    return method.prepare(middle_context(artifact, layer, name, device))
+
+
+@dataclass
+class OpenIndex:
+    """An index together with the model it was built from."""
+
+    artifact: Artifact
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def __post_init__(self) -> None:
+        self.input_ids = self.artifact.input_ids().clone()
+
+    @property
+    def split(self) -> Split:
+        return self.artifact.manifest.split
+
+    def sparse_cache(self, name: str, method: Method, budget: Budget) -> IndexCache:
+        """Decode with one method; layers with a sliding window stay dense. Allocates the context in the model's
+        dtype on its device, once as stored where the method does not lay it out, once laid out where it does."""
+        manifest = self.artifact.manifest
+        layers: list[StoredLayer] = []
+        for layer, facts in enumerate(manifest.layers):
+            keys, values = self._rows(layer)
+            if facts.sliding_window is not None:
+                layers.append(DenseLayer(keys, values))
+                continue
+            selector = prepare_layer(self.artifact, layer, name, method, self.model.device)
+            layers.append(SparseLayer(keys, values, self.split, facts, selector, budget))
+        return IndexCache(layers)
+
+    def dense_cache(self, tokens: int | None = None) -> IndexCache:
+        """Dense attention over the first `tokens` of the stored context (all by default), as views of the files."""
+        rows = [self._rows(layer) for layer in range(len(self.artifact.manifest.layers))]
+        return IndexCache([DenseLayer(keys[:, :tokens], values[:, :tokens]) for keys, values in rows])
+
+    def _rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.artifact.context(layer)
+        device, dtype = self.model.device, self.model.dtype
+        return keys.to(device, dtype), values.to(device, dtype)
+
+    @torch.inference_mode()
+    def check_probe(self) -> None:
+        """Recompute the last prompt token over the stored context.
+
+        Raises:
+            IdentityError: its logits differ beyond rounding, so the model is not the one that filled the index.
+        """
+        probe = self.artifact.manifest.probe
+        cache = self.dense_cache(self.split.tokens - 1)
+        with route_attention(self.model, cache.attend):
+            last = self.input_ids[None, -1:].to(self.model.device)
+            logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+        stored = torch.tensor(probe.logits)
+        difference = float((logits[probe.token_ids] - stored).abs().max() / stored.abs().max())
+        tolerance = max(PROBE_TOLERANCE[self.model.dtype], PROBE_TOLERANCE[_dtype(self.artifact.manifest.dtype)])
+        if not difference <= tolerance:
+            raise IdentityError(
+                "the probe (logits of the last prompt token over the stored context)",
+                f"{probe.logits[0]:.4f} at its top",
+                f"{logits[probe.token_ids[0]]:.4f}, {difference:.1%} away",
+                "these are other weights: use the model it was built with "
+                f"(--model {self.artifact.manifest.model.id}) or build the index again for this one",
+            )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def open_index(
+    artifact: Artifact,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    identity: tuple[ModelIdentity, TokenizerIdentity],
+) -> OpenIndex:
+    """Check that an index belongs to a model and tokenizer, by their hashes and then by the probe.
+
+    Raises:
+        IdentityError: names the field, both values and the way out.
+    """
+    check_model(artifact.manifest, identity[0])
+    check_tokenizer(artifact.manifest, identity[1])
+    index = OpenIndex(artifact, model, tokenizer)
+    index.check_probe()
+    return index

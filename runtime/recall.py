@@ -1,0 +1,160 @@
+"""What a method keeps of a model's attention: recall, mass and output error against dense attention, per KV head.
+
+Definitions: the oracle's top-K are the K middle tokens of highest probability, averaged over the query group after
+the softmax over everything the query sees; recall is the share of them that is chosen; attention mass is the share
+of the middle's probability that is chosen; output error is |o_sparse - o_dense| / |o_dense| per query head with sinks,
+tail and new tokens exact in both; KV fraction is bytes read for the middle, index included, over those dense reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.runs import expand_runs
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Method, Selection, Selector
+from sparsekv.runtime.open import prepare_layer
+from sparsekv.runtime.queries import QueryBlock
+
+LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A method at a budget; `variant` is empty for a method that has one form only."""
+
+    name: str
+    variant: str
+    method: Method
+    budget: Budget
+
+
+@dataclass
+class Measures:
+    """Sums over queries, per KV head [Hk] float64."""
+
+    queries: int = 0
+    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, **per_query: torch.Tensor) -> None:
+        """Add values [Hk, Q] of each measure."""
+        self.queries += next(iter(per_query.values())).shape[1]
+        for name, values in per_query.items():
+            setattr(self, name, getattr(self, name) + values.double().sum(1))
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Mean over queries of each measure, [Hk]."""
+        names = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction")
+        return {name: getattr(self, name) / self.queries for name in names}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Dense attention of some queries: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp [Hk, G, Q]
+    and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's mean."""
+
+    logits: torch.Tensor
+    exact_logsumexp: torch.Tensor
+    exact_output: torch.Tensor
+    probability: torch.Tensor
+    output: torch.Tensor
+    values: torch.Tensor
+
+
+def measure_layer(
+    artifact: Artifact, layer: int, measured: list[Measured], blocks: Iterable[QueryBlock]
+) -> dict[Measured, Measures]:
+    """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over."""
+    results = {one: Measures() for one in measured}
+    selectors: dict[tuple[str, Method], Selector] = {}
+    for one in measured:
+        if (one.name, one.method) not in selectors:
+            selectors[one.name, one.method] = prepare_layer(artifact, layer, one.name, one.method, "cpu")
+    for block in blocks:
+        for queries in _pieces(block, artifact.manifest.split.tokens):
+            truth, grouped = _truth(artifact, layer, block, queries)
+            for one in measured:
+                _measure(one, selectors[one.name, one.method], grouped, truth, results[one])
+    return results
+
+
+def _pieces(block: QueryBlock, tokens: int) -> Iterator[slice]:
+    Hq, queries, _ = block.queries.shape
+    step = max(1, LOGITS_AT_ONCE // (Hq * tokens))
+    return (slice(start, start + step) for start in range(0, queries, step))
+
+
+def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> tuple[Truth, torch.Tensor]:
+    facts, split = artifact.manifest.layers[layer], artifact.manifest.split
+    keys, values = artifact.context(layer)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    exact = [
+        torch.cat([rows[:, : split.sinks], rows[:, middle.stop :], new.to(rows)], 1)
+        for rows, new in ((keys, block.keys), (values, block.values))
+    ]
+    grouped = block.queries[:, piece].unflatten(0, (keys.shape[0], -1)).to(keys)
+    visible = torch.arange(exact[0].shape[1]) < split.sinks + block.visible[piece, None]
+    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
+    exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
+    weights = exact_logits.softmax(-1)
+    exact_lse = exact_logits.logsumexp(-1)
+    if block.sink_logits is not None:
+        sinks = block.sink_logits.view(keys.shape[0], -1)[..., None].float()
+        with_sinks = torch.logaddexp(exact_lse, sinks)
+        weights = weights * (exact_lse - with_sinks).exp()[..., None]
+        exact_lse = with_sinks
+    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
+    total = torch.logaddexp(logits.logsumexp(-1), exact_lse)
+    probability = (logits - total[..., None]).exp()
+    exact_output = _weighted(weights, exact[1])
+    output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
+    truth = Truth(logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle])
+    return truth, grouped
+
+
+def _measure(one: Measured, selector: Selector, grouped: torch.Tensor, truth: Truth, into: Measures) -> None:
+    selection = selector.select(grouped, one.budget, lambda: truth.exact_logsumexp, shared=False)
+    chosen = _chosen(selection, selector.token_order, truth.probability)
+    budget_tokens = one.budget.tokens(truth.logits.shape[-1])
+    oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
+    selected = chosen.sum(-1)
+    dense_norm = truth.output.norm(dim=-1)
+    error = (_sparse_output(chosen, truth) - truth.output).norm(dim=-1) / dense_norm
+    into.add(
+        selected_tokens=selected,
+        recall=(chosen & oracle).sum(-1) / budget_tokens,
+        attention_mass=(truth.probability * chosen).sum(-1) / truth.probability.sum(-1),
+        output_error=error.mean(1),
+        kv_fraction=(2 * selected + selection.index_rows) / (2 * chosen.shape[-1]),
+    )
+
+
+def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """[Hk, Q, M] bool, in order of position, from runs in a selector's layout."""
+    rows, valid = expand_runs(selection.starts, selection.lengths, selection.capacity)
+    if token_order is not None:
+        rows = token_order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
+    # Unused slots land in one more column, so that they cannot unset a row that was chosen.
+    rows = torch.where(valid, rows, like.shape[-1])
+    chosen = torch.zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
+    return chosen.scatter_(-1, rows, True)[..., :-1]
+
+
+def _sparse_output(chosen: torch.Tensor, truth: Truth) -> torch.Tensor:
+    logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
+    total = torch.logaddexp(logits.logsumexp(-1), truth.exact_logsumexp)
+    chosen_part = _weighted((logits - total[..., None]).exp(), truth.values)
+    return chosen_part + truth.exact_output * (truth.exact_logsumexp - total).exp()[..., None]
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[Hk, G, Q, T] weights on values [Hk, T, D]."""
+    Hk, G, Q, _ = weights.shape
+    return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)
