@@ -32,9 +32,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
         least = fields["least_reader_version"]
+        newer = least > SCHEMA_VERSION
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} is damaged ({type(error).__name__}); {_REBUILD}") from None
-    if least > SCHEMA_VERSION:
+    if newer:
         raise ArtifactError(
             f"{path} has schema {fields.get('schema_version')} and needs a reader of schema {least}, this version "
             f"reads up to {SCHEMA_VERSION}; upgrade sparsekv"

@@ -5,6 +5,7 @@ ones with the hash of what decides their content (their recipe); the manifest co
 built upon stays valid until the new manifest replaces its own: changed files get a name of their own meanwhile.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,6 +51,7 @@ class ArtifactWriter:
     def __enter__(self) -> Self:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._refuse_other_folders()
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ArtifactError(f"{self.folder} is being built by another process; wait for it or stop it") from None
@@ -142,13 +144,22 @@ class ArtifactWriter:
             self._read_journal()
         self._write_journal()
 
+    def _refuse_other_folders(self) -> None:
+        """An index may only go where nothing else is: finishing removes files that the manifest does not name."""
+        others = [path.name for path in self.folder.iterdir() if path.name != LOCK]
+        if others and MANIFEST not in others and not any(name.startswith(JOURNAL) for name in others):
+            raise ArtifactError(
+                f"{self.folder} is a folder with other things in it ({others[0]}); choose another name with --output"
+            )
+
     def _read_journal(self) -> None:
         try:
             journal = json.loads((self.folder / JOURNAL).read_bytes())
-        except FileNotFoundError:
-            return
-        self._journal = {name: FileRecord.model_validate(record) for name, record in journal["files"].items()}
-        self.notes = journal["notes"]
+            files = {name: FileRecord.model_validate(record) for name, record in journal["files"].items()}
+            notes = dict(journal["notes"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return  # no journal, or none that this version can read: there is nothing to resume
+        self._journal, self.notes = files, notes
 
     def _write_journal(self) -> None:
         records = {**self._journal, **self.files}
@@ -181,7 +192,8 @@ class ArtifactWriter:
             temporary.replace(target)
             _sync_folder(target.parent)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> ArtifactError:

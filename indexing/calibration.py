@@ -28,7 +28,8 @@ class KeepCurve:
         """The score above which clusters hold the share `keep` of all tokens; 0 keeps everything."""
         kept = self.weight.flip(0).cumsum(0) / self.tokens
         passed = int(torch.searchsorted(kept, torch.tensor(keep, dtype=torch.float64)))
-        return 0.0 if passed >= BINS or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
+        # The lowest bin holds all scores below it too: no threshold above 0 is under them.
+        return 0.0 if passed >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
 
     def share_above(self, threshold: float) -> float:
         """The share of all tokens in clusters that score at least `threshold`."""

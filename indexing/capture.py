@@ -24,7 +24,7 @@ class _ContextLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tokens, self.seen, self._prefix = tokens, 0, prefix
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -111,17 +111,14 @@ class Capture:
     """A whole prefill: one entry a layer, and the probe; `take` hands a layer over and frees its cache rows."""
 
     probe: Probe
-    _cache: Cache
+    _layers: list[_ContextLayer]
     _recorder: _Recorder
-
-    def __len__(self) -> int:
-        return len(self._cache.layers)
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
 
     def take(self, layer: int) -> CapturedLayer:
-        rows = self._cache.layers[layer]
+        rows = self._layers[layer]
         keys, values = rows.keys, rows.values
         assert keys is not None
         assert values is not None
@@ -150,25 +147,27 @@ def capture(
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
-        chunk_size: tokens a forward pass; the result does not depend on it beyond rounding.
+        chunk_size: tokens a forward pass; the result does not depend on it beyond rounding. A model whose RoPE depends
+            on the length of the sequence is run over the whole prompt at once, whatever is given here.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: gives keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         progress: called with the number of tokens done after each chunk.
     """
     tokens, recorder = len(input_ids), _Recorder(len(input_ids), tail)
+    if _rope_depends_on_length(model):
+        chunk_size, prefix_tokens = tokens, 0
     layers = [
         _ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
         for layer in range(model.config.get_text_config().num_hidden_layers)
     ]
     cache = Cache(layers=list(layers))
-    chunk_size = _whole_prompt_if_rope_depends_on_length(model, tokens, chunk_size)
     with route_attention(model, recorder):
         for start in range(prefix_tokens, tokens, chunk_size):
             chunk = input_ids[None, start : start + chunk_size].to(model.device)
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             progress(min(start + chunk_size, tokens))
     top = logits[0, -1].float().topk(min(PROBE_LOGITS, logits.shape[-1]))
-    return Capture(Probe(token_ids=top.indices.tolist(), logits=top.values.tolist()), cache, recorder)
+    return Capture(Probe(token_ids=top.indices.tolist(), logits=top.values.tolist()), layers, recorder)
 
 
 def _first_rows(
@@ -178,9 +177,8 @@ def _first_rows(
     return keys[:, :tokens].to(model.device), values[:, :tokens].to(model.device)
 
 
-def _whole_prompt_if_rope_depends_on_length(model: PreTrainedModel, tokens: int, chunk_size: int) -> int:
-    """Dynamic and longrope frequencies change once a sequence is long: chunks would then disagree with each other."""
+def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+    """Dynamic and longrope frequencies change once a sequence is long: parts of it would then disagree."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    depends = any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
-    return tokens if depends else chunk_size
+    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)

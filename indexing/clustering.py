@@ -68,7 +68,7 @@ def _kmeans_torch(points: torch.Tensor, clusters: int, iterations: int, seed: in
         labels = _assign(points, centres)
         means, counts = cluster_means(points, labels, clusters, valid.float())
         centres = torch.where(counts[..., None] > 0, means, centres)
-    return _assign(points, centres)
+    return _assign(points, centres).masked_fill(~valid, 0)
 
 
 def _assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class Indexer(ABC):
     """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
-    seed: int = 0
+    seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:

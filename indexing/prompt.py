@@ -60,10 +60,10 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
     )
-    if content not in rendered:
-        raise UsageError("the model's chat template does not carry the user's text through; build with --raw")
-    before, after = rendered.split(content)
-    return ChatFrame(before=before, between=_BETWEEN, after=after)
+    parts = rendered.split(content)
+    if len(parts) != 2:
+        raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
+    return ChatFrame(before=parts[0], between=_BETWEEN, after=parts[1])
 
 
 def encode_prompt(

@@ -91,7 +91,10 @@ def _level_scores(
     scores, counts = _pooled(layer, queries, level, alive, group)
     for threshold in thresholds:
         parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
-        alive = ((scores >= threshold) & (counts > 0)).gather(2, parent)
+        opened = (scores >= threshold) & (counts > 0)
+        # As decoding does: a head below the threshold everywhere opens its best cluster all the same.
+        opened = opened.scatter(2, scores.argmax(2, keepdim=True), True)
+        alive = opened.gather(2, parent)
         level -= 1
         scores, counts = _pooled(layer, queries, level, alive, group)
     return scores, counts, float(layer.tensors["token_order"].shape[1])

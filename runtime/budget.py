@@ -1,6 +1,6 @@
 """How much of the middle a step may attend to: a share of it, or a number of tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparsekv.formats.errors import UsageError
 
@@ -10,6 +10,11 @@ class Budget:
     """A share of the middle (0 < value <= 1, a float) or a count of tokens (an int of 1 or more)."""
 
     value: float | int
+    is_share: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Kept as a field so that everything (1.0) and one token (1) do not compare equal.
+        object.__setattr__(self, "is_share", isinstance(self.value, float))
 
     @classmethod
     def parse(cls, text: str) -> "Budget":

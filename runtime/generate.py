@@ -66,13 +66,16 @@ class _Streamer(TextStreamer):
 
 
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False) -> torch.Tensor:
-    """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is."""
+    """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is.
+
+    Raises:
+        UsageError: the question is empty.
+    """
+    if not question.strip():
+        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
     chat = None if raw else index.artifact.manifest.prompt.chat
     text = question if chat is None else f"{chat.between}{question}{chat.after}"
-    ids = index.tokenizer(text, add_special_tokens=False).input_ids
-    if not ids:
-        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
-    return torch.tensor(ids)
+    return torch.tensor(index.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ import sparsekv.runtime
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.clusters import Clustering
 
 ExactLogsumexp = Callable[[], torch.Tensor]
 
@@ -78,6 +79,11 @@ class Method(ABC):
     def variants(cls, calibration: dict[str, Any]) -> dict[str, Self]:
         """The forms that a recall report compares, by name; the first is the default."""
         return {"": cls()}
+
+    @classmethod
+    def describe(cls, tensors: dict[str, torch.Tensor], biggest: int) -> Clustering | None:
+        """What the method's indexer built for one layer, for a person to see; None when it has no clusters."""
+        return None
 
 
 METHODS: dict[str, type[Method]] = {}

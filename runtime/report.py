@@ -1,7 +1,9 @@
 """The recall report: every method, variant and budget over all layers, as rows with stable keys."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -10,6 +12,8 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import methods
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.recall import Measured, measure_layer
+
+MEASURES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class RecallRow:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report; `rows` holds the averages first, then one row for each layer and KV head."""
+    """A whole report; `rows` holds one row for each method, variant, budget, layer and KV head."""
 
     index: str
     model: str
@@ -40,11 +44,19 @@ class RecallReport:
     n_queries: int
     rows: list[RecallRow]
 
-    def averages(self) -> list[RecallRow]:
-        return [row for row in self.rows if row.layer is None]
+    def by(self, *names: str) -> list[RecallRow]:
+        """Rows for each value of `layer`, of `kv_head`, or of both; without names, averages over everything."""
+        groups: dict[RecallRow, list[RecallRow]] = {}
+        for row in self.rows:
+            group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
+            group |= {name: getattr(row, name) if name in names else None for name in ("layer", "kv_head")}
+            groups.setdefault(replace(row, **group), []).append(row)
+        return [_mean(group, rows) for group, rows in groups.items()]
 
-    def per_head(self) -> list[RecallRow]:
-        return [row for row in self.rows if row.layer is not None]
+
+def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:
+    means: dict[str, Any] = {name: fmean(getattr(row, name) for row in rows) for name in MEASURES}
+    return replace(group, **means)
 
 
 @torch.inference_mode()
@@ -63,14 +75,11 @@ def recall_report(
     """
     manifest = artifact.manifest
     measured = _variants(artifact, names, budgets)
-    per_layer: dict[Measured, list[dict[str, torch.Tensor]]] = {one: [] for one in measured}
+    rows: list[RecallRow] = []
     for done, layer in enumerate(manifest.indexed_layers, 1):
         for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer)).items():
-            per_layer[one].append(measures.means())
+            rows += _rows(one, manifest.split.middle, layer, measures.means())
         progress(done, len(manifest.indexed_layers))
-    rows = [_average(one, layers, manifest.split.middle) for one, layers in per_layer.items()]
-    for one, layers in per_layer.items():
-        rows += _per_head(one, layers, manifest.indexed_layers, manifest.split.middle)
     return RecallReport(
         index=str(artifact.folder),
         model=manifest.model.id,
@@ -92,26 +101,17 @@ def _variants(artifact: Artifact, names: list[str], budgets: list[Budget]) -> li
     ]
 
 
-def _row(one: Measured, middle: int, means: dict[str, float], layer: int | None, kv_head: int | None) -> RecallRow:
-    return RecallRow(
-        method=one.name,
-        variant=one.variant,
-        budget=one.budget.value,
-        budget_tokens=one.budget.tokens(middle),
-        layer=layer,
-        kv_head=kv_head,
-        **means,
-    )
-
-
-def _average(one: Measured, layers: list[dict[str, torch.Tensor]], middle: int) -> RecallRow:
-    means = {name: float(torch.stack([layer[name] for layer in layers]).mean()) for name in layers[0]}
-    return _row(one, middle, means, None, None)
-
-
-def _per_head(one: Measured, layers: list[dict[str, torch.Tensor]], numbers: list[int], middle: int) -> list[RecallRow]:
+def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
+    """One row for each KV head, from means [Hk] of each measure."""
     return [
-        _row(one, middle, {name: float(values[head]) for name, values in measures.items()}, number, head)
-        for number, measures in zip(numbers, layers, strict=True)
-        for head in range(len(measures["recall"]))
+        RecallRow(
+            method=one.name,
+            variant=one.variant,
+            budget=one.budget.value,
+            budget_tokens=one.budget.tokens(middle),
+            layer=layer,
+            kv_head=kv_head,
+            **{name: float(values[kv_head]) for name, values in means.items()},
+        )
+        for kv_head in range(len(means["recall"]))
     ]

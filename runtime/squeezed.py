@@ -16,6 +16,7 @@ from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores, tree_from_tensors
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.clusters import Clustering, describe_clusters
 from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, register
 
 LOOKUPS = ("flat", "hierarchical")
@@ -53,6 +54,10 @@ class Squeezed(Method):
             for (lookup, selection), method in names.items()
             if lookup in calibration["decode"]
         }
+
+    @classmethod
+    def describe(cls, tensors: dict[str, torch.Tensor], biggest: int) -> Clustering:
+        return describe_clusters(tensors, biggest)
 
 
 class SqueezedSelector(Selector):

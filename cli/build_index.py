@@ -1,0 +1,84 @@
+"""`sparsekv build-index`: prefill a document once and index what its attention reads."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsekv.cli.console import note, progress
+from sparsekv.cli.loading import load
+from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.options import DeviceOption, DtypeOption, ModelOption, QuietOption
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.build import build_index as build
+from sparsekv.indexing.embedded import EMBEDDED
+from sparsekv.indexing.methods import choose_indexers, indexers
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prompt import encode_prompt, read_document
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+@with_method_options(indexers())
+def build_index(
+    document: Annotated[str, typer.Argument(metavar="DOC", help="A text file, or - for standard input.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The index's folder. Default: DOC with .skv as its ending.")
+    ] = None,
+    model: ModelOption = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method to build; repeatable; `all`. Default: all.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Only the first N tokens of the document.")] = None,
+    sinks: Annotated[int, typer.Option(help="First tokens that are always attended.")] = 10,
+    tail: Annotated[int, typer.Option(help="Last tokens that are always attended; their queries are held out.")] = 128,
+    chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
+    rope_scaling: Annotated[
+        str | None, typer.Option(metavar="yarn|dynamic:FACTOR", help="Stretch the model's positions.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around document and question.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over, whatever lies in the folder.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+    **parameters: Any,
+) -> None:
+    """Prefill DOC once, index it, and print the index's path.
+
+    An interrupted build goes on where it stopped when the same command runs again; an edited document keeps what its
+    beginning shares with the index that lies there.
+
+    \b
+    sparsekv build-index manual.txt
+    sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
+    A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
+    """
+    chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
+    refuse_unused(chosen, parameters)
+    methods = {name: configure(indexer, parameters) for name, indexer in chosen.items()}
+    folder = _folder(document, output)
+    text = read_document(document)
+    loaded = load(model or EMBEDDED, device, dtype, rope_scaling, quiet=quiet)
+    plan = BuildPlan(
+        loaded=loaded,
+        prompt=encode_prompt(loaded.tokenizer, text, raw=raw, max_tokens=max_tokens),
+        methods=methods,
+        sinks=sinks,
+        tail=tail,
+        chunk_size=chunk_size,
+        rope_scaling=rope_scaling,
+        force=force,
+    )
+    note(f"indexing {len(plan.prompt.input_ids):,} tokens with {loaded.name}", quiet=quiet)
+    with progress(quiet=quiet) as show:
+        build(plan, folder, show)
+    typer.echo(folder)
+
+
+def _folder(document: str, output: Path | None) -> Path:
+    if output is not None:
+        return output
+    if document == "-":
+        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
+    return Path(document).with_suffix(".skv")

@@ -1,0 +1,119 @@
+"""`sparsekv generate`: answer questions over an index."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from sparsekv.cli.console import note
+from sparsekv.cli.index_option import open_artifact
+from sparsekv.cli.loading import load_for
+from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.questions import read_question, read_questions
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.generate import generate as answer
+from sparsekv.runtime.methods import choose_methods, methods
+from sparsekv.runtime.open import OpenIndex
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+@with_method_options(methods())
+def generate(
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - reads it from stdin.")] = None,
+    index: IndexOption = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None,
+    batch_file: Annotated[
+        str | None, typer.Option(help="Answer every line of a file (- is stdin), one answer a line.")
+    ] = None,
+    model: ModelOption = None,
+    method: Annotated[str | None, typer.Option(help="Default: the first that the index was built with.")] = None,
+    budget: Annotated[str, typer.Option(help="Share (0.1, 10%) or number of the document's tokens to attend.")] = "0.1",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Times and rows read of each answer, on stderr.")] = False,
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+    **parameters: Any,
+) -> None:
+    """Answer a question over an index; the text streams to stdout.
+
+    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them.
+
+    \b
+    sparsekv generate --index manual.skv "How is it installed?"
+    echo "What is this about?" | sparsekv generate --index manual.skv --budget 5%
+    sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
+    """
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    wanted = Budget.parse(budget)
+    artifact = open_artifact(index)
+    name = choose_methods([method] if method else list(artifact.manifest.methods), list(artifact.manifest.methods))[0]
+    refuse_unused({name: methods()[name]}, parameters)
+    configured = configure(methods()[name], parameters)
+    questions = _questions(prompt, prompt_file, batch_file)
+    started = time.perf_counter()
+    opened = load_for(artifact, model, device, dtype, quiet=quiet)
+    cache = opened.sparse_cache(name, configured, wanted)
+    note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
+    asked = _Asked(opened, cache, name, wanted, sampling, raw)
+    for question in questions:
+        result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
+        if as_json:
+            typer.echo(json.dumps(asked.record(result), ensure_ascii=False))
+        elif batch_file:
+            typer.echo(" ".join(result.text.split()))
+        note(_summary(result), quiet=quiet or not stats)
+
+
+def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
+    if batch_file is None:
+        return [read_question(prompt, prompt_file)]
+    if prompt is not None or prompt_file is not None:
+        raise UsageError("give --batch-file alone, or one question")
+    return read_questions(batch_file, "--batch-file")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One index, one method, one budget: what all questions of a call share."""
+
+    index: OpenIndex
+    cache: IndexCache
+    method: str
+    budget: Budget
+    sampling: Sampling
+    raw: bool
+
+    def answer(self, question: str) -> Answer:
+        return answer(self.index, self.cache, question_ids(self.index, question, raw=self.raw), self.sampling)
+
+    def stream(self, question: str) -> Answer:
+        ids = question_ids(self.index, question, raw=self.raw)
+        result = answer(self.index, self.cache, ids, self.sampling, lambda text: typer.echo(text, nl=False))
+        typer.echo()
+        return result
+
+    def record(self, result: Answer) -> dict[str, Any]:
+        return {**asdict(result), "method": self.method, "budget": self.budget.value}
+
+
+def _summary(result: Answer) -> str:
+    return (
+        f"{result.prompt_tokens:,} prompt tokens, first token after {result.time_to_first_token:.2f} s, "
+        f"{result.generated_tokens} tokens at {result.tokens_per_second:.1f} a second, "
+        f"read {result.kv_fraction:.1%} of the document's keys and values"
+    )

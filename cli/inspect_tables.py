@@ -1,0 +1,80 @@
+"""What `sparsekv inspect` prints for a person, from the same record that --json gives."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+WORDS_SHOWN = 8
+
+
+def print_inspection(inspection: dict[str, Any]) -> None:
+    """Facts, then for each method its parameters, cluster sizes and biggest clusters."""
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(_facts(inspection))
+    for name, method in inspection["methods"].items():
+        parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
+        console.print(f"\n[bold]{escape(name)}[/bold]: {escape(parameters)}")
+        for line in _held_out(method["calibration"]):
+            console.print(line)
+        if method["layers"]:
+            console.print(_sizes(method["layers"]))
+        if method["biggest"]:
+            console.print(_biggest(method["biggest"]))
+
+
+def _facts(inspection: dict[str, Any]) -> Table:
+    split, layers, sizes = inspection["split"], inspection["layers"], inspection["bytes"]
+    table = Table(box=None, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    facts = {
+        "index": f"{inspection['index']} (built {inspection['created']})",
+        "model": f"{inspection['model']['id']}, {inspection['dtype']}",
+        "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
+        "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
+        "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
+        "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
+        "size": f"{sum(sizes.values()) / 1e6:,.1f} MB: "
+        + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items()),
+        "sha256": "every file is right" if inspection["verified"] else "not rechecked (--verify)",
+    }
+    for name, fact in facts.items():
+        table.add_row(name, escape(fact))
+    return table
+
+
+def _held_out(calibration: dict[str, Any]) -> list[str]:
+    """Every held-out keep rate in a calibration, however deep it lies, by the path to it."""
+    lines = []
+    for key, value in calibration.items():
+        if key == "held_out_keep":
+            lines.append(f"threshold for {value['target']:.1%} keeps {value['kept']:.1%} on held-out queries")
+        elif isinstance(value, dict):
+            lines += [f"{key} {line}" for line in _held_out(value)]
+    return lines
+
+
+def _sizes(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="tokens in a cluster, over all KV heads", title_justify="left", title_style="")
+    for name in ("layer", "level", "clusters", "min", "median", "p99", "max", "empty"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = (row[name] for name in ("clusters", "min", "median", "p99", "max", "empty"))
+        table.add_row(str(row["layer"]), str(row["level"]), *(f"{number:,.0f}" for number in numbers))
+    return table
+
+
+def _biggest(clusters: list[dict[str, Any]]) -> Table:
+    title = f"biggest clusters of layer {clusters[0]['layer']}"
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in ("KV head", "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("words, by how often", overflow="fold")
+    for cluster in clusters:
+        words = list(cluster["words"].items())[:WORDS_SHOWN]
+        text = "  ".join(f"{word} {count}" for word, count in words)
+        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), escape(text))
+    return table

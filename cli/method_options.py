@@ -1,0 +1,83 @@
+"""The parameters of registered methods as command-line options, so that a new method brings its own."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from sparsekv.formats.errors import UsageError
+
+T = TypeVar("T")
+
+
+def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command that takes `**parameters`: one option for each field of the methods' dataclasses.
+
+    A field that several methods have is one option, which reaches all of them.
+    """
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = _options(methods, taken={parameter.name for parameter in own})
+        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        command.__annotations__ |= {option.name: option.annotation for option in options}
+        return command
+
+    return extend
+
+
+def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
+    """A method with those of the given parameters that it has and that a person set."""
+    known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = {name: value for name, value in parameters.items() if name in known and value is not None}
+    return method(**{name: _parse(known[name], value) for name, value in given.items()})
+
+
+def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
+    used = {field.name for method in chosen.values() for field in fields(method)}
+    for name, value in parameters.items():
+        if value is not None and name not in used:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
+
+
+def _options(methods: Mapping[str, type], taken: set[str]) -> list[inspect.Parameter]:
+    owners: dict[str, list[tuple[str, Field[Any]]]] = {}
+    for name, method in methods.items():
+        for field in fields(method):
+            if field.name not in taken:
+                owners.setdefault(field.name, []).append((name, field))
+    return [_option(name, of) for name, of in owners.items()]
+
+
+def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Parameter:
+    field = owners[0][1]
+    kind = field.type if field.type in (int, float, str, bool) else str
+    help_text = field.metadata.get("help", "")
+    of = ", ".join(f"{owner} (default {_show(owned)})" for owner, owned in owners)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, typer.Option(help=f"{help_text} For {of}.".strip(), show_default=False)],
+    )
+
+
+def _show(field: Field[Any]) -> str:
+    value = field.default if field.default is not MISSING else ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _parse(field: Field[Any], value: Any) -> Any:
+    """A field that is a tuple of numbers comes as text with commas."""
+    if not isinstance(field.default, tuple) or not isinstance(value, str):
+        return value
+    kind = type(field.default[0])
+    try:
+        return tuple(kind(part) for part in value.split(","))
+    except ValueError:
+        option = f"--{field.name.replace('_', '-')}"
+        raise UsageError(f"{option} {value}: give numbers with commas, such as {_show(field)}") from None

@@ -1,0 +1,19 @@
+"""Options that mean the same in every command."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+IndexOption = Annotated[
+    Path | None,
+    typer.Option("--index", "-i", metavar="NAME.skv", help="The index; may be left out where exactly one *.skv lies."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A name of `sparsekv models list`, a Hugging Face id or a local folder."),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, numbers unrounded.")]

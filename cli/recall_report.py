@@ -1,0 +1,132 @@
+"""`sparsekv recall-report`: what each method keeps of the model's attention on this document, and what it reads."""
+
+import csv
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sparsekv.cli.console import note, progress
+from sparsekv.cli.index_option import open_artifact
+from sparsekv.cli.loading import load_for
+from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.questions import read_questions
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import choose_methods
+from sparsekv.runtime.queries import Queries
+from sparsekv.runtime.report import RecallReport, RecallRow
+from sparsekv.runtime.report import recall_report as measure
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+DEFAULT_BUDGETS = ["0.02", "0.05", "0.1"]
+BY = {"layer": "layer", "head": "kv_head"}
+
+
+@app.command()
+def recall_report(
+    index: IndexOption = None,
+    method: Annotated[list[str] | None, typer.Option(help="A method; repeatable. Default: all that can run.")] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Share (0.05, 5%) or number of tokens; repeatable. Default: 2%, 5% and 10%."),
+    ] = None,
+    queries: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Measure on these questions, one a line, not on the held-out tail."),
+    ] = None,
+    by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows for each layer, KV head or both.")] = None,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Recall and error against rows read, recall by layer and head."),
+    ] = None,
+    model: ModelOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+) -> None:
+    """Compare methods and budgets by what they keep of dense attention.
+
+    Recall is the share of the oracle's tokens that a method chose; mass the attention on what it chose; error that
+    of the attention's output; KV read what it reads of the document's keys and values, its index included.
+
+    \b
+    sparsekv recall-report --index manual.skv
+    sparsekv recall-report --index manual.skv --budget 0.05 --by layer --csv > layers.csv
+    sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png
+    """
+    if as_json and as_csv:
+        raise UsageError("--json and --csv exclude each other: choose one")
+    groups = _groups(by)
+    budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    _refuse_unwritable(plot)
+    artifact = open_artifact(index)
+    names = choose_methods(method or [], list(artifact.manifest.methods))
+    asked = Queries(artifact)
+    if queries is not None:
+        questions = read_questions(queries, "--queries")
+        asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
+    with progress(quiet=quiet) as show:
+        report = measure(artifact, names, budgets, asked, lambda done, of: show("layers", done, of))
+    if plot is not None:
+        from sparsekv.cli.plots import plot_recall
+
+        plot_recall(report, plot)
+        note(f"plot: {plot}", quiet=quiet)
+    rows = report.by() + (report.by(*groups) if groups else [])
+    if as_json:
+        typer.echo(json.dumps({**asdict(report), "rows": [asdict(row) for row in rows]}, indent=1))
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, [field.name for field in fields(RecallRow)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    else:
+        _print_table(report, report.by(*groups), groups)
+
+
+def _groups(by: str | None) -> list[str]:
+    names = [name.strip() for name in by.split(",")] if by else []
+    for name in names:
+        if name not in BY:
+            raise UsageError(f"--by {by}: give layer, head or layer,head")
+    return [BY[name] for name in names]
+
+
+def _refuse_unwritable(plot: Path | None) -> None:
+    """Better before the measuring than after it."""
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+
+
+def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) -> None:
+    table = Table(
+        title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
+        f"{report.n_queries} queries, {report.model}",
+        title_justify="left",
+        title_style="",
+    )
+    for name in ["method", *groups]:
+        table.add_column(name)
+    for name in ("budget", "tokens", "recall", "mass", "error", "KV read"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.method} {row.variant}".strip(),
+            *(str(getattr(row, group)) for group in groups),
+            str(Budget(row.budget)),
+            f"{row.selected_tokens:,.0f}",
+            f"{row.recall:.3f}",
+            f"{row.attention_mass:.3f}",
+            f"{row.output_error:.4f}",
+            f"{row.kv_fraction:.3f}",
+        )
+    # Piped output is not wrapped to a terminal's width.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

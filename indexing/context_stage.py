@@ -1,0 +1,130 @@
+"""The context of an index: every layer's keys and values as attended, the held-out queries, and the probe."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Probe, layer_file
+from sparsekv.indexing.capture import Capture, capture
+from sparsekv.indexing.plan import BuildJob
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """What a prefill tells beside its tensors: how each layer attends, and the probe."""
+
+    layers: list[LayerFacts]
+    probe: Probe
+
+    @property
+    def indexed_layers(self) -> list[int]:
+        """Layers that attend to everything; the others slide and stay dense."""
+        return [number for number, layer in enumerate(self.layers) if layer.sliding_window is None]
+
+
+def build_context(job: BuildJob) -> ContextFacts:
+    """Take over or write the context's files; runs the model only when one of them is missing.
+
+    Raises:
+        SparsekvError: every layer of the model has a sliding window.
+    """
+    recipe = _recipe(job)
+    layers = range(job.plan.num_hidden_layers)
+    names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
+    reused = [job.writer.reuse(name, recipe) for name in names]
+    known = _known_facts(job, recipe)
+    if known and all(reused):
+        return known
+    job.writer.need_space(_context_bytes(job))
+    captured = _capture(job)
+    facts = ContextFacts([captured.facts(layer) for layer in layers], captured.probe)
+    if not facts.indexed_layers:
+        raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
+    job.writer.note(recipe, _note(facts))
+    if not job.writer.reuse(TOKENS, recipe):
+        job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
+    for layer in layers:
+        _write_layer(job, captured, layer, recipe)
+    return facts
+
+
+def _recipe(job: BuildJob) -> str:
+    return hash_json(
+        {
+            "model": _decides_keys(job.model),
+            "ids": hash_tokens(job.plan.prompt.input_ids.tolist()),
+            "split": job.split.model_dump(),
+            "dtype": job.plan.dtype,
+            "prefill": "dense",
+        }
+    )
+
+
+def _decides_keys(model: ModelIdentity) -> list[str | None]:
+    return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+
+
+def _note(facts: ContextFacts) -> dict[str, object]:
+    return {"layers": [layer.model_dump() for layer in facts.layers], "probe": facts.probe.model_dump()}
+
+
+def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
+    if note := job.writer.notes.get(recipe):
+        return ContextFacts([LayerFacts(**layer) for layer in note["layers"]], Probe(**note["probe"]))
+    base = job.writer.base
+    if base and base.files[TOKENS].recipe == recipe:
+        return ContextFacts(base.layers, base.probe)
+    return None
+
+
+def _capture(job: BuildJob) -> Capture:
+    input_ids = job.plan.prompt.input_ids
+    return capture(
+        job.plan.loaded.model,
+        input_ids,
+        tail=job.split.tail,
+        chunk_size=job.plan.chunk_size,
+        prefix_tokens=_shared_prefix(job),
+        prefix=lambda layer: _base_rows(job, layer),
+        progress=lambda done: job.progress("prefill", done, len(input_ids)),
+    )
+
+
+def _shared_prefix(job: BuildJob) -> int:
+    """Leading tokens that the index already in the folder has captured with this very model."""
+    base = job.writer.base
+    if base is None or job.plan.force:
+        return 0
+    if _decides_keys(base.model) != _decides_keys(job.model) or base.dtype != job.plan.dtype:
+        return 0
+    chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
+    # The tail's queries are not stored as far back as an edit may reach, so all of them are computed anew.
+    return min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
+
+
+def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = job.writer.read_base(layer_file("context", layer))
+    return tensors["keys"], tensors["values"]
+
+
+def _write_layer(job: BuildJob, captured: Capture, layer: int, recipe: str) -> None:
+    rows = captured.take(layer)
+    queries = {"tail": rows.tail}
+    if rows.sink_logits is not None:
+        queries["sink_logits"] = rows.sink_logits
+    for folder, tensors in (("context", {"keys": rows.keys, "values": rows.values}), ("queries", queries)):
+        name = layer_file(folder, layer)
+        if not job.writer.reuse(name, recipe):
+            job.writer.write(name, tensors, recipe)
+    job.progress("write context", layer + 1, job.plan.num_hidden_layers)
+
+
+def _context_bytes(job: BuildJob) -> int:
+    """Size of the context's files, and a tenth more for the methods'."""
+    model = job.plan.loaded.model
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    return int(1.1 * row * job.split.tokens * config.num_hidden_layers)

@@ -1,0 +1,48 @@
+"""Models of the Hugging Face hub: their files in the hub's own cache, every failure told in one line."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+
+# What loading reads: no pickles, no copies of the weights in other formats or in subfolders.
+NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+UNNEEDED = ["*/*", "consolidated*"]
+
+
+def hub_folder(name: str) -> Path:
+    """Folder of a hub model's files, named after its commit; downloads what is not there yet.
+
+    Raises:
+        UsageError: no such model, no access to it, or neither a network nor a copy in the cache.
+        SparsekvError: the download broke off or could not be written.
+    """
+    try:
+        return Path(snapshot_download(name, allow_patterns=NEEDED, ignore_patterns=UNNEEDED))
+    except GatedRepoError:
+        problem = "asks for access"
+        remedy = f"accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
+    except (RepositoryNotFoundError, HFValidationError):
+        problem = "is neither a folder here nor a public id on the Hugging Face hub"
+        remedy = "check its spelling, log in with `hf auth login` if it is private, or see `sparsekv models list`"
+    except LocalEntryNotFoundError:
+        problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
+        remedy = "check the network and HF_HUB_OFFLINE, give a local folder, or see `sparsekv models list`"
+    except (HfHubHTTPError, OSError) as error:
+        raise SparsekvError(f"cannot download '{name}': {first_line(error)}; run the same command again") from None
+    raise UsageError(f"model '{name}' {problem}; {remedy}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of another library that says something, cut to a readable length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,82 @@
+"""What one build is to produce, and what its stages share while it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.methods import Indexer
+from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.prompt import FixedPrompt
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything that decides what an index will hold."""
+
+    loaded: LoadedModel
+    prompt: FixedPrompt
+    methods: dict[str, Indexer]
+    sinks: int = 10
+    tail: int = 128
+    chunk_size: int = 512
+    rope_scaling: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sinks < 1 or self.tail < 2:
+            raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
+        if self.chunk_size < 1:
+            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+
+    @property
+    def dtype(self) -> str:
+        """The model's dtype as the artifact writes it."""
+        return str(self.loaded.model.dtype).removeprefix("torch.")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return int(self.loaded.model.config.get_text_config().num_hidden_layers)
+
+    def split(self) -> Split:
+        """Sinks, middle and tail of the prompt.
+
+        Raises:
+            UsageError: the document leaves no middle, or does not fit the model's positions.
+        """
+        tokens = len(self.prompt.input_ids)
+        positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        if tokens <= self.sinks + self.tail:
+            raise UsageError(
+                f"the document is too short to index: {tokens} tokens with the chat template, where sinks and tail "
+                f"alone take {self.sinks + self.tail}; give a longer one or lower --sinks and --tail"
+            )
+        if positions is not None and tokens > positions:
+            factor = -(-tokens // positions)
+            raise UsageError(
+                f"the document has {tokens} tokens and {self.loaded.name} has {positions} positions; shorten it with "
+                f"--max-tokens or stretch the model with --rope-scaling yarn:{factor}"
+            )
+        return Split(sinks=self.sinks, middle=tokens - self.sinks - self.tail, tail=self.tail)
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """A plan under way: its split, the model's identity, and the writer that holds the folder's lock."""
+
+    plan: BuildPlan
+    split: Split
+    model: ModelIdentity
+    tokenizer: TokenizerIdentity
+    writer: ArtifactWriter
+    progress: Progress
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of a file of this build, on the model's device."""
+        device = self.plan.loaded.model.device
+        return {key: tensor.to(device) for key, tensor in self.writer.read(name).items()}

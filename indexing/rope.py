@@ -1,0 +1,68 @@
+"""Stretching a model beyond the positions it was trained on, by its config alone: `yarn:F` or `dynamic:F`."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from transformers import PreTrainedConfig
+
+from sparsekv.formats.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How to give a model `factor` times its positions.
+
+    `yarn:F` is YaRN (arXiv 2309.00071) as transformers has it, with the config's positions as the original length.
+
+    `dynamic:F` is dynamic NTK scaling at one fixed length, F times the original L: theta times
+    `(F * F - F + 1) ** (D / (D - 2))`, D being the rotated channels of a head. transformers' own `dynamic` type
+    recomputes theta as a sequence grows, so keys of an early chunk would be rotated otherwise than those of a late one.
+    """
+
+    kind: str
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `yarn:F` or `dynamic:F` with a finite F above 1; UsageError for anything else."""
+        kind, _, number = text.partition(":")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if kind not in ("yarn", "dynamic") or not 1 < factor < math.inf:
+            raise UsageError(f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1")
+        return cls(kind, factor)
+
+    def stretch(self, config: PreTrainedConfig) -> None:
+        """Change a config in place, before its model is made.
+
+        Where layer types have parameters of their own (Gemma 3), those of full attention are changed.
+
+        Raises:
+            UsageError: the model has no rotary positions, or they are scaled already.
+        """
+        config = config.get_text_config()
+        rope = self._plain_rope(config)
+        positions = config.max_position_embeddings
+        config.max_position_embeddings = int(positions * self.factor)
+        if self.kind == "yarn":
+            rope.update(rope_type="yarn", factor=self.factor, original_max_position_embeddings=positions)
+            return
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        rope["rope_theta"] *= (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
+
+    def _plain_rope(self, config: PreTrainedConfig) -> dict[str, Any]:
+        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        if any(isinstance(entry, dict) for entry in rope.values()):
+            rope = rope.get("full_attention") or {}
+        if "rope_theta" not in rope or not getattr(config, "max_position_embeddings", None):
+            raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch")
+        if rope.get("rope_type", "default") != "default":
+            raise UsageError(
+                f"--rope-scaling: the model's positions are scaled already ({rope['rope_type']}, "
+                f"{config.max_position_embeddings} positions); leave the option out"
+            )
+        return rope
