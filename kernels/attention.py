@@ -13,7 +13,8 @@ from sparsekv.kernels.lookup import attention_logits
 class Segment:
     """Some of the keys and values a query attends to: keys, values [Hk, T, D].
 
-    `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them.
+    `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them. Keys that are
+    masked out may be anything; their values must be finite, for they are multiplied by a weight of 0.
     """
 
     keys: torch.Tensor

@@ -41,8 +41,8 @@ def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iter
     """
     previous = model.config._attn_implementation
     token = _active.set(function)
-    model.set_attn_implementation(IMPLEMENTATION)
     try:
+        model.set_attn_implementation(IMPLEMENTATION)
         yield
     finally:
         model.set_attn_implementation(previous)

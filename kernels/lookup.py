@@ -13,11 +13,17 @@ def attention_logits(
         keys: [Hk, T, D].
 
     Returns:
-        [Hk, G, Q, T] float32.
+        [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32 for it.
     """
-    Hk, G, Q, D = query.shape
-    logits = torch.bmm(query.reshape(Hk, G * Q, D), keys.transpose(1, 2)).view(Hk, G, Q, -1).float() * softmax_scale
+    logits = _products(query.flatten(1, 2), keys).view(*query.shape[:3], -1) * softmax_scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """q k [Hk, R, T] in float32: rounded to bfloat16, one near 200 would be off by up to half."""
+    if query.is_cuda and query.dtype == keys.dtype != torch.float32:
+        return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(query.float(), keys.float().transpose(1, 2))
 
 
 def cluster_scores(
@@ -43,6 +49,8 @@ def cluster_scores(
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """S_i in max-subtracted form from logits [Hk, G, Q, C] and counts that broadcast to it; returns [Hk, Q, C]."""
-    logits = logits.masked_fill(counts == 0, -torch.inf)
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    return (weights / (counts * weights).sum(-1, keepdim=True)).mean(1)
+    empty = counts == 0
+    logits = logits.masked_fill(empty, -torch.inf)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(empty, 0)
+    # The largest weight is 1, so a total below 1 means that all clusters are empty.
+    return (weights / (counts * weights).sum(-1, keepdim=True).clamp(min=1)).mean(1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.lookup import scores_from_logits
+from sparsekv.kernels.lookup import attention_logits, scores_from_logits
 from sparsekv.kernels.runs import expand_runs
 
 
@@ -59,7 +59,8 @@ def child_scores(
     head = torch.arange(Hk, device=clusters.device)[:, None, None].expand(Hk, rows, 1)
     centroids = tree.centroids[level][head, clusters]
     counts = torch.where(valid, tree.counts[level][head, clusters], 0)
-    logits = torch.einsum("hgqd,hqnd->hgqn", query, centroids.expand(-1, query.shape[2], -1, -1)).float()
-    logits = logits * softmax_scale
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    # Queries that share their clusters are scored together, others each against its own.
+    by_row = query.unflatten(2, (rows, -1)).transpose(1, 2).flatten(0, 1)
+    logits = attention_logits(by_row, centroids.flatten(0, 1), softmax_scale, softcap)
+    logits = logits.unflatten(0, (Hk, rows)).transpose(1, 2).flatten(2, 3)
     return scores_from_logits(logits, counts[:, None]), clusters, counts

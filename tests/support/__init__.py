@@ -1,0 +1,1 @@
+"""What several test files share: reference arithmetic, tiny models, small indices."""

@@ -1,0 +1,66 @@
+"""Running the real command: as a process of its own, or in this one, where many short runs would cost too much."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from sparsekv.cli.main import run
+
+EXECUTABLE = Path(sys.executable).with_name("sparsekv")
+# Parallel workers whose commands take every core each would only wait for one another.
+ENVIRONMENT = os.environ | ({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
+
+
+def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the installed command in a folder; the caller looks at its exit code."""
+    command = [str(EXECUTABLE), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, check=False)
+
+
+def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a bash script that calls `sparsekv`; a failure anywhere in a pipe is the script's."""
+    command = ["bash", "-o", "pipefail", "-c", script]
+    path = f"{EXECUTABLE.parent}:{ENVIRONMENT['PATH']}"
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True, check=False
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and both outputs of a run."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def error(self) -> str:
+        """The one line of an error; fails when there is more, less, or a traceback."""
+        lines = self.stderr.strip().splitlines()
+        assert len(lines) == 1, self.stderr
+        assert lines[0].startswith("sparsekv: error: "), self.stderr
+        assert self.stdout == ""
+        return lines[0].removeprefix("sparsekv: error: ")
+
+
+def run_here(*arguments: str | Path) -> Outcome:
+    """Run the command's own entry in this process and in the current folder."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGPIPE)
+    code: object = None
+    try:
+        argv = mock.patch.object(sys, "argv", ["sparsekv", *map(str, arguments)])
+        with argv, redirect_stdout(stdout), redirect_stderr(stderr):
+            run()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        signal.signal(signal.SIGPIPE, handler)
+    assert isinstance(code, int)
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())

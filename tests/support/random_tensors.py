@@ -1,0 +1,16 @@
+"""Random tensors that a test can name by a seed."""
+
+import torch
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Standard normal float32 tensor, the same for the same seed and shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def clustered(seed: int, heads: int, points: int, dims: int, centres: int) -> torch.Tensor:
+    """[heads, points, dims]: points around random centres, as the keys of a text are."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(centres, (heads, points), generator=generator)
+    means = normal(seed + 1, heads, centres, dims) * 3
+    return means.gather(1, chosen[..., None].expand(-1, -1, dims)) + normal(seed + 2, heads, points, dims)

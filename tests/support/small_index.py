@@ -1,0 +1,110 @@
+"""Small indices of the tiny models, built by the real build over a real text, and opened again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.identify import identify
+from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prompt import encode_prompt
+from sparsekv.indexing.squeezed import SqueezedIndexer
+from sparsekv.kernels.hook import route_attention
+from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.open import OpenIndex, open_index
+
+from .tiny_models import FAMILIES, tiny_tokenizer
+
+TEXT = "\n\n".join(topics[name] for name in sorted(topics))[:20_000]
+
+
+def without_window(family: str) -> PreTrainedModel:
+    """A family's tiny model; Mistral, whose every layer slides, without its window, so that it can be indexed."""
+    model = FAMILIES[family]()
+    if family == "mistral":
+        model.config.sliding_window = None
+    return model
+
+
+def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **changes: Any) -> BuildPlan:
+    """A plan over the first `tokens` bytes of a text; few sinks, a short tail, two levels of clusters."""
+    tokenizer = tiny_tokenizer()
+    plan = BuildPlan(
+        loaded=LoadedModel(without_window(family), tokenizer, f"tiny-{family}", None),
+        prompt=encode_prompt(tokenizer, text, max_tokens=tokens),
+        methods={"squeezed": SqueezedIndexer(levels=(0.2, 0.06))},
+        sinks=4,
+        tail=16,
+        chunk_size=128,
+    )
+    return replace(plan, **changes)
+
+
+def reopen(plan: BuildPlan, folder: Path) -> OpenIndex:
+    """The index that a plan was built to, opened with the same model."""
+    loaded = plan.loaded
+    return open_index(Artifact(folder), loaded.model, loaded.tokenizer, identify(loaded))
+
+
+def build_small(folder: Path, family: str = "llama", **changes: Any) -> OpenIndex:
+    """Build a small index and open it; `changes` are those of `small_plan`."""
+    plan = small_plan(family, **changes)
+    build_index(plan, folder)
+    return reopen(plan, folder)
+
+
+@torch.inference_mode()
+def plain_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [N, vocabulary] of a plain forward pass over token ids [N], with transformers' own attention."""
+    model.set_attn_implementation("eager")
+    logits: torch.Tensor = model(input_ids=input_ids[None], use_cache=False).logits[0]
+    return logits
+
+
+@contextmanager
+def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tensor]]]:
+    """Within the context, collects what each layer's attention gives, [Q, Hq * D] for each forward pass."""
+    projections = [module for name, module in model.named_modules() if name.endswith("self_attn.o_proj")]
+    outputs: list[list[torch.Tensor]] = [[] for _ in projections]
+    handles = [
+        module.register_forward_pre_hook(lambda module, rows, seen=seen: seen.append(rows[0][0]))
+        for module, seen in zip(projections, outputs, strict=True)
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each layer's attention gives in a plain forward pass over token ids [N]: [N, Hq * D] a layer."""
+    with recorded_attention(model) as outputs:
+        plain_logits(model, input_ids)
+    return [passes[0] for passes in outputs]
+
+
+@torch.inference_mode()
+def stepped_logits(index: OpenIndex, cache: IndexCache, tokens: torch.Tensor, question: int) -> torch.Tensor:
+    """Logits [T, vocabulary] of tokens [T] after the stored prompt: the first `question` at once, then one by one."""
+    cache.rewind()
+    with route_attention(index.model, cache.attend):
+        return torch.cat(
+            [
+                index.model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
+                for part in (tokens[:question], *tokens[question:].split(1))
+            ]
+        )
+
+
+def random_ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    """Token ids [T], letters and others alike, none of them special."""
+    return torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,76 @@
+"""One layer of random keys, values and queries, indexed and ready to select from, without a model."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.indexing.methods import BuiltLayer, LayerInput
+from sparsekv.indexing.squeezed import SqueezedIndexer
+from sparsekv.runtime.methods import MiddleContext, Selection, Selector
+
+from .random_tensors import clustered, normal
+
+SINKS, TAIL = 3, 32
+
+
+@dataclass(frozen=True)
+class SmallLayer:
+    """keys, values [Hk, N, D]; queries [Hk, G, TAIL, D]; and what a method selects from in the middle."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    split: Split
+    context: MiddleContext
+
+    @property
+    def middle(self) -> slice:
+        return slice(self.split.sinks, self.split.sinks + self.split.middle)
+
+
+def small_layer(
+    seed: int = 0,
+    *,
+    middle: int = 200,
+    Hk: int = 2,
+    G: int = 3,
+    D: int = 16,
+    levels: tuple[float, ...] = (0.1, 0.03),
+    softcap: float | None = None,
+    repeated: int = 0,
+) -> SmallLayer:
+    """A layer that squeezed attention has indexed; the first `repeated` middle keys of head 0 are one and the same."""
+    split = Split(sinks=SINKS, middle=middle, tail=TAIL)
+    keys = clustered(seed, Hk, split.tokens, D, 12)
+    keys[0, SINKS : SINKS + repeated] = keys[0, SINKS]
+    values, queries = normal(seed + 3, Hk, split.tokens, D), normal(seed + 4, Hk * G, TAIL, D)
+    facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False)
+    indexer = SqueezedIndexer(levels=levels, iterations=5)
+    inside = slice(SINKS, SINKS + middle)
+    tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))
+    calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))
+    tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
+    context = MiddleContext(keys[:, inside], facts, tensors, calibration)
+    return SmallLayer(keys, values, queries.unflatten(0, (Hk, G)), split, context)
+
+
+def chosen_tokens(selection: Selection, selector: Selector, head: int, query: int) -> list[int]:
+    """Middle positions that one head and query attend to, in the order in which they were chosen."""
+    tokens: list[int] = []
+    starts, lengths = selection.starts[head, query].tolist(), selection.lengths[head, query].tolist()
+    for start, length in zip(starts, lengths, strict=True):
+        rows = range(start, start + length)
+        tokens += rows if selector.token_order is None else [int(selector.token_order[head, row]) for row in rows]
+    return tokens
+
+
+def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]]:
+    """`chosen_tokens` for every head and query."""
+    heads, queries = selection.starts.shape[:2]
+    return [[chosen_tokens(selection, selector, head, query) for query in range(queries)] for head in range(heads)]
+
+
+def nothing_else(query: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp of no tokens at all, for selectors that ask what else is attended: [Hk, G, Q]."""
+    return torch.full(query.shape[:3], -torch.inf)

@@ -1,0 +1,142 @@
+"""Tiny random models of every supported family, and a tokenizer for them, made on the spot."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>", "<|unused|>")
+PAD, START, END = 256, 257, 258
+VOCABULARY = 256 + len(SPECIAL_TOKENS)
+POSITIONS = 4096
+WINDOW = 32
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    # ten times the usual: attention of a random model is then far from uniform
+    "initializer_range": 0.2,
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": END,
+}
+
+
+def _build(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                kind(**(COMMON | changes)), dtype=torch.float32
+            ).eval()
+            for name, parameter in model.named_parameters():
+                # norms, biases and sinks start out as ones and zeros, which would hide that they are left out
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
+        return model
+
+    return build
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _build(LlamaConfig),
+    "qwen2": _build(
+        Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, num_hidden_layers=4
+    ),
+    "qwen3": _build(Qwen3Config, head_dim=32),
+    "mistral": _build(MistralConfig, sliding_window=WINDOW),
+    "smollm3": _build(SmolLM3Config, no_rope_layer_interval=2, num_hidden_layers=4),
+    "phi3": _build(
+        Phi3Config,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    # a soft cap and a scale that are far from the defaults, so that leaving either out shows
+    "gemma2": _build(
+        Gemma2Config,
+        head_dim=16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=3.0,
+        num_hidden_layers=4,
+    ),
+    "gemma3": _build(
+        Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+    ),
+    "gpt-oss": _build(
+        GptOssConfig,
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": POSITIONS // 4,
+        },
+    ),
+}
+"""One function a family that builds its model: float32, the same random weights each time, 64 wide, 3 or 4 layers."""
+
+
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token a byte, so that any text comes back as it was, and four special tokens."""
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    pad, start, end, _ = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=start,
+        eos_token=end,
+        chat_template=chat_template,
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tiny(folder: Path, family: str = "llama") -> Path:
+    """Write a family's model and the tokenizer as a folder that `from_pretrained` loads; returns the folder."""
+    FAMILIES[family]().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
