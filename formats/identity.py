@@ -6,14 +6,19 @@ from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.schema import Manifest, ModelIdentity, TokenizerIdentity
 
 
-def check_model(manifest: Manifest, model: ModelIdentity) -> None:
-    """Raise IdentityError at the first field in which the index's model and this one differ."""
+def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
+    """Raise IdentityError at the first field in which the index's model and this one, loaded as `dtype`, differ.
+
+    The weights' hashes of one checkpoint are equal in float32 and bfloat16; float16 rounds otherwise, and across it
+    only the probe can tell.
+    """
     stored, remedy = manifest.model, _model_remedy(manifest)
     for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):
         _compare(f"model config {field}", stored.kv_config.get(field), model.kv_config.get(field), remedy)
     _compare("quantisation", stored.quantisation, model.quantisation, remedy)
     _compare("adapter", stored.adapter, model.adapter, remedy)
-    _compare("model weights", stored.weights_hash[:12], model.weights_hash[:12], remedy)
+    if (dtype == "float16") == (manifest.dtype == "float16"):
+        _compare("model weights", stored.weights_hash[:12], model.weights_hash[:12], remedy)
 
 
 def check_tokenizer(manifest: Manifest, tokenizer: TokenizerIdentity) -> None:

@@ -20,9 +20,9 @@ def layer_file(folder: str, layer: int) -> str:
 
 
 class Record(BaseModel):
-    """Base of everything in the manifest: immutable, and a misspelt field is an error."""
+    """Base of everything in the manifest: immutable. Fields of a newer schema that this one may read are left out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
 class ModelIdentity(Record):

@@ -177,8 +177,7 @@ class ArtifactWriter:
         if name not in in_use:
             return name
         stem, suffix = os.path.splitext(name)
-        unique = f"{stem}.{recipe[:8]}{suffix}"
-        return unique if unique not in in_use else f"{stem}.{os.urandom(4).hex()}{suffix}"
+        return f"{stem}.{recipe[:8]}{suffix}"
 
     def _write_atomically(self, path: str, data: bytes) -> None:
         target = self.folder / path

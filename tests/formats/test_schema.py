@@ -1,0 +1,108 @@
+"""A manifest comes back from disk as it was written, whatever stands in it."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from support.artifacts import small_manifest
+
+from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.schema import (
+    MANIFEST,
+    ChatFrame,
+    FileRecord,
+    LayerFacts,
+    Manifest,
+    MethodRecord,
+    Probe,
+    Split,
+    TensorRecord,
+    layer_file,
+)
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+text = st.text(max_size=20)
+sizes = st.integers(0, 2**40)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | finite | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(text, json_values, max_size=3)
+splits = st.builds(Split, sinks=sizes, middle=sizes, tail=sizes)
+layers = st.builds(
+    LayerFacts,
+    softmax_scale=finite,
+    softcap=st.none() | finite,
+    sliding_window=st.none() | sizes,
+    attention_sinks=st.booleans(),
+)
+methods = st.builds(
+    MethodRecord,
+    revision=sizes,
+    parameters=json_objects,
+    seed=sizes,
+    calibration=json_objects,
+    built_from=st.dictionaries(text, text, max_size=2),
+)
+files = st.builds(
+    FileRecord,
+    path=text,
+    bytes=sizes,
+    sha256=text,
+    recipe=text,
+    tensors=st.dictionaries(text, st.builds(TensorRecord, shape=st.lists(sizes, max_size=4), dtype=text), max_size=2),
+)
+changes = st.fixed_dictionaries(
+    {
+        "created": text,
+        "parent_uuid": st.none() | text,
+        "split": splits,
+        "rope": json_objects,
+        "layers": st.lists(layers, max_size=3),
+        "methods": st.dictionaries(text, methods, max_size=2),
+        "probe": st.builds(Probe, token_ids=st.lists(sizes, max_size=4), logits=st.lists(finite, max_size=4)),
+        "files": st.dictionaries(text, files, max_size=2),
+    }
+)
+
+
+@given(changes, st.none() | st.builds(ChatFrame, before=text, between=text, after=text))
+@settings(max_examples=50, deadline=None)
+def test_a_manifest_round_trips(changed: dict[str, Any], chat: ChatFrame | None) -> None:
+    manifest = small_manifest()
+    prompt = manifest.prompt.model_copy(update={"chat": chat})
+    data, sealed = manifest_bytes(manifest.model_copy(update=changed | {"prompt": prompt}))
+    with TemporaryDirectory() as folder:
+        (Path(folder) / MANIFEST).write_bytes(data)
+        assert read_manifest(Path(folder)) == sealed
+
+
+def test_sealing_twice_changes_nothing() -> None:
+    data, sealed = manifest_bytes(small_manifest())
+    assert manifest_bytes(sealed) == (data, sealed)
+
+
+@pytest.mark.parametrize("field", [name for name, field in Manifest.model_fields.items() if field.is_required()])
+def test_no_field_of_identity_is_optional(field: str) -> None:
+    fields = small_manifest().model_dump()
+    del fields[field]
+    with pytest.raises(ValidationError, match=field):
+        Manifest.model_validate(fields)
+
+
+def test_layers_without_a_window_are_the_indexed_ones() -> None:
+    full = small_manifest().layers[0]
+    sliding = full.model_copy(update={"sliding_window": 32})
+    manifest = small_manifest().model_copy(update={"layers": [sliding, full, sliding, full]})
+    assert manifest.indexed_layers == [1, 3]
+
+
+def test_layer_files_sort_by_layer() -> None:
+    names = [layer_file("context", layer) for layer in range(120)]
+    assert names == sorted(names)
+    assert names[7] == "context/layer_007.safetensors"

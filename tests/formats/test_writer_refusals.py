@@ -1,0 +1,126 @@
+"""When a folder cannot be written: one clear line, and nothing lost."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.artifacts import (
+    CONTEXT,
+    assert_holds,
+    assert_no_strays,
+    files_in,
+    small_artifact,
+    small_files,
+    small_recipe,
+)
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.schema import MANIFEST
+from sparsekv.formats.writer import LOCK, ArtifactWriter
+
+
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """Expect an ArtifactError of one line with all of these words in it."""
+    with pytest.raises(ArtifactError) as error:
+        yield
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing past `size` bytes fails, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 100, 1500, 2500])
+def test_a_disk_that_fills_up_stops_a_first_build(tmp_path: Path, size: int) -> None:
+    folder = tmp_path / "some.skv"
+    with largest_file(size), refused("cannot write", str(folder), "--output", "run the same command again"):
+        small_artifact(folder)
+    assert not any(name.endswith(".tmp") for name in files_in(folder))
+    small_artifact(folder)
+    assert_holds(folder)
+    assert_no_strays(folder)
+
+
+@pytest.mark.parametrize("size", [0, 100, 1500, 2500])
+def test_a_disk_that_fills_up_leaves_the_finished_index_valid(tmp_path: Path, size: int) -> None:
+    folder = tmp_path / "some.skv"
+    small_artifact(folder)
+    with largest_file(size), refused("cannot write", str(folder)):
+        small_artifact(folder, context=1, method=1)
+    assert not any(name.endswith(".tmp") for name in files_in(folder))
+    assert_holds(folder)
+    small_artifact(folder, context=1, method=1)
+    assert_holds(folder, context=1, method=1)
+    assert_no_strays(folder)
+
+
+@pytest.mark.parametrize("place", ["file", "file/some.skv", "/proc/some.skv"])
+def test_a_place_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("something else")
+    with refused("cannot write", str(tmp_path / place), "--output"):
+        small_artifact(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "something else"
+
+
+def test_a_file_where_a_subfolder_should_be(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "some.skv") as writer:
+        (writer.folder / CONTEXT).parent.write_text("something else")
+        with refused("cannot write", str(writer.folder)):
+            writer.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "notes.txt", "weights/model.safetensors"])
+def test_a_folder_of_other_things_is_left_alone(tmp_path: Path, name: str, force: bool) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    with refused(str(tmp_path), name.split("/")[0], "--output"):
+        small_artifact(tmp_path, force=force)
+    assert files_in(tmp_path) == {name}
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_an_empty_folder_may_become_an_index(tmp_path: Path) -> None:
+    small_artifact(tmp_path)
+    assert_holds(tmp_path)
+
+
+def test_one_build_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "some.skv"
+    with ArtifactWriter(folder):
+        with refused(str(folder), "is being built by another process"):
+            small_artifact(folder)
+        with refused(str(folder), "is being built by another process"):
+            small_artifact(folder, force=True)
+    small_artifact(folder)
+    assert_holds(folder)
+
+
+def test_a_failed_build_gives_the_lock_back(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), ArtifactWriter(tmp_path / "some.skv"):
+        raise ZeroDivisionError
+    small_artifact(tmp_path / "some.skv")
+    (tmp_path / "some.skv" / MANIFEST).write_text("{}")
+    for _ in range(2):
+        with refused("damaged"):
+            small_artifact(tmp_path / "some.skv")
+
+
+def test_too_little_space_is_told_before_the_work(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "some.skv") as writer:
+        writer.need_space(1)
+        with refused(str(tmp_path / "some.skv"), "needs 1000000000 MB", "--output", "--max-tokens"):
+            writer.need_space(10**15)
