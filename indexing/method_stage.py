@@ -17,7 +17,7 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     parameters = json.loads(json.dumps(asdict(indexer)))
     context = [layer_file("context", layer) for layer in facts.indexed_layers]
     built_from = {path: job.writer.files[path].sha256 for path in context}
-    recipe = hash_json([name, indexer.revision, parameters, built_from])
+    recipe = hash_json([name, indexer.revision, parameters, job.split.model_dump(), built_from])
     for done, layer in enumerate(facts.indexed_layers, 1):
         if not job.writer.reuse(layer_file(name, layer), recipe):
             tensors = indexer.build_layer(_layer_input(job, layer, facts))
@@ -35,7 +35,7 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
 def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
     """Take over the methods of the finished index that this build does not name and that fit the same context."""
     base = job.writer.base
-    if base is None or job.plan.force:
+    if base is None or job.plan.force or base.split != job.split:
         return {}
     context, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
     for name, record in base.methods.items():

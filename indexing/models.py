@@ -70,7 +70,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
     """
     if name == EMBEDDED:
         return pull_embedded(progress, full_check=True)
-    if Path(name).expanduser().is_dir():
+    if name and Path(name).expanduser().is_dir():
         raise UsageError(f"{name} is a folder already; use it with --model {name}")
     return hub_folder(name)
 

@@ -1,0 +1,28 @@
+"""Fixtures of all tests: the embedded model, converted at most once per machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekv.indexing.embedded import EMBEDDED, pull_embedded
+from sparsekv.indexing.models import LoadedModel, load_model
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Parallel workers with a thread per core each would only wait for one another.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The embedded model's folder in the user's cache ($SPARSEKV_CACHE or the default); converts it the first time."""
+    return pull_embedded()
+
+
+@pytest.fixture(scope="session")
+def embedded(embedded_folder: Path) -> LoadedModel:
+    """The embedded model in float32 on the CPU."""
+    return load_model(EMBEDDED, device="cpu", dtype="float32")

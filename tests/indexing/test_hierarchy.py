@@ -1,0 +1,129 @@
+"""A hierarchy of clusters: every token in one cluster, every number and mean consistent from level to level."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_tensors import clustered
+from support.reference import assert_close
+
+from sparsekv.indexing.clustering import cluster_means
+from sparsekv.indexing.hierarchy import Level, build_levels, level_tensors, number_neighbours
+
+FIRST = 7
+
+
+@dataclass(frozen=True)
+class _Built:
+    keys: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    depth: int
+
+    def level(self, number: int, name: str) -> torch.Tensor:
+        return self.tensors[f"level{number}.{name}"]
+
+    def labels(self, number: int) -> torch.Tensor:
+        """[Hk, M]: the cluster of each token at a level, by what the artifact's tensors say."""
+        heads, tokens = self.keys.shape[:2]
+        labels = torch.full((heads, tokens), -1)
+        for head in range(heads):
+            offsets = self.tensors["token_offsets"][head].tolist()
+            for cluster, (start, end) in enumerate(pairwise(offsets)):
+                labels[head, self.tensors["token_order"][head, start:end].long() - FIRST] = cluster
+        for below in range(number):
+            labels = self.level(below, "parent").long().gather(1, labels)
+        return labels
+
+
+@st.composite
+def _hierarchies(draw: st.DrawFn) -> _Built:
+    """Hierarchies of keys with repetitions, whose clusters come out uneven and some of them empty."""
+    heads, tokens, seed = draw(st.integers(1, 3)), draw(st.integers(12, 90)), draw(st.integers(0, 10**6))
+    distinct = draw(st.integers(1, tokens))
+    rows = torch.randint(distinct, (tokens,), generator=torch.Generator().manual_seed(seed))
+    keys = clustered(seed, heads, distinct, 4, 5)[:, rows]
+    finest = draw(st.integers(2, tokens))
+    middle = draw(st.integers(1, finest))
+    sizes = [finest, middle, draw(st.integers(1, middle))][: draw(st.integers(1, 3))]
+    space = draw(st.sampled_from(["normalised", "raw", "centred"]))
+    levels, labels = build_levels(keys, sizes, space=space, iterations=3, seed=seed)
+    labels = number_neighbours(levels, labels)
+    return _Built(keys, level_tensors(levels, labels, FIRST, torch.float32), len(sizes))
+
+
+properties = settings(max_examples=25, deadline=None)
+
+
+@properties
+@given(built=_hierarchies())
+def test_token_is_in_exactly_one_finest_cluster(built: _Built) -> None:
+    order, offsets = built.tensors["token_order"], built.tensors["token_offsets"]
+    tokens = built.keys.shape[1]
+    assert torch.equal(order.long().sort(dim=1).values, (FIRST + torch.arange(tokens)).expand_as(order))
+    assert bool((offsets.diff(dim=1) >= 0).all())
+    assert bool((offsets[:, 0] == 0).all())
+    assert bool((offsets[:, -1] == tokens).all())
+    assert torch.equal(offsets.diff(dim=1), built.level(0, "counts"))
+
+
+@properties
+@given(built=_hierarchies())
+def test_counts_are_of_tokens_at_every_level_and_sum_from_children_to_parents(built: _Built) -> None:
+    for number in range(built.depth):
+        counts = built.level(number, "counts").long()
+        assert bool((counts.sum(1) == built.keys.shape[1]).all())
+        if number:
+            below = built.level(number - 1, "counts").long()
+            sums = torch.zeros_like(counts).scatter_add_(1, built.level(number - 1, "parent").long(), below)
+            assert torch.equal(counts, sums)
+
+
+@properties
+@given(built=_hierarchies())
+def test_centroid_of_every_level_is_the_mean_of_its_member_keys(built: _Built) -> None:
+    for number in range(built.depth):
+        centroids = built.level(number, "centroids")
+        means, counts = cluster_means(built.keys.double(), built.labels(number), centroids.shape[1])
+        assert torch.equal(counts.int(), built.level(number, "counts"))
+        assert_close(centroids, means, 1e-5)
+
+
+@properties
+@given(built=_hierarchies())
+def test_children_of_a_parent_are_neighbours_and_empty_clusters_come_last(built: _Built) -> None:
+    for number in range(built.depth):
+        filled = built.level(number, "counts") > 0
+        assert bool((filled.int().diff(dim=1) <= 0).all())
+        if number + 1 < built.depth:
+            parent = built.level(number, "parent")
+            assert bool((parent.diff(dim=1) >= 0).all())
+
+
+def test_tokens_of_a_cluster_keep_their_order() -> None:
+    levels, labels = build_levels(clustered(0, 2, 60, 4, 5), [8, 3], space="normalised", iterations=5, seed=0)
+    built = level_tensors(levels, number_neighbours(levels, labels), 0, torch.float32)
+    inside = torch.ones(2, 59, dtype=torch.bool)
+    inside.scatter_(1, (built["token_offsets"][:, 1:-1].long() - 1).clamp(0, 58), False)
+    assert bool((built["token_order"].diff(dim=1) > 0)[inside].all())
+
+
+def test_an_empty_cluster_never_reaches_the_next_level() -> None:
+    keys = clustered(1, 1, 3, 4, 3)[:, torch.arange(30) % 3]
+    levels, _ = build_levels(keys, [10, 5], space="normalised", iterations=5, seed=0)
+    assert int((levels[0].counts > 0).sum()) == 3
+    assert levels[1].centroids.shape[1] == 3
+    assert bool((levels[1].counts > 0).all())
+
+
+def test_numbering_puts_the_children_of_an_empty_parent_last() -> None:
+    fine = Level(torch.arange(4.0).view(1, 4, 1), torch.tensor([[2.0, 0.0, 1.0, 3.0]]), torch.tensor([[2, 0, 0, 2]]))
+    coarse = Level(torch.arange(3.0).view(1, 3, 1), torch.tensor([[1.0, 0.0, 5.0]]))
+    labels = number_neighbours([fine, coarse], torch.tensor([[0, 0, 2, 3, 3, 3]]))
+    assert coarse.counts.tolist() == [[1, 5, 0]]
+    assert fine.counts.tolist() == [[1, 2, 3, 0]]
+    assert fine.parent is not None
+    assert fine.parent.tolist() == [[0, 1, 1, 2]]
+    assert labels.tolist() == [[1, 1, 0, 2, 2, 2]]
+    assert fine.centroids[0, :, 0].tolist() == [2, 0, 3, 1]
