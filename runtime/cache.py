@@ -82,11 +82,14 @@ def _grow(rows: torch.Tensor, used: int, needed: int) -> torch.Tensor:
 
 
 class DenseLayer(StoredLayer):
-    """Attends to the whole stored context, or to what a sliding window leaves of it: keys, values [Hk, T, D]."""
+    """Attends to the whole stored context, or to what a sliding window leaves of it.
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        super().__init__(keys.shape[1], keys[:, :0], values[:, :0])
-        self.stored_keys, self.stored_values = keys, values
+    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are in no query's window any more.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0):
+        super().__init__(out_of_sight + keys.shape[1], keys[:, :0], values[:, :0])
+        self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         keys, values = self.exact_rows()
@@ -94,8 +97,9 @@ class DenseLayer(StoredLayer):
         mask = causal_mask(queries, self.stored + self.used, call.window, keys.device)
         first = 0 if call.window is None else max(0, self.get_seq_length() - queries - call.window + 1)
         first = min(first, self.stored)
+        rows = slice(first - self.out_of_sight, None)
         segments = [
-            Segment(self.stored_keys[:, first:], self.stored_values[:, first:], mask[:, first : self.stored]),
+            Segment(self.stored_keys[:, rows], self.stored_values[:, rows], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
         return _grouped_attend(call, Hk, segments)
@@ -134,7 +138,14 @@ class SparseLayer(StoredLayer):
         self.middle_values = lay_out(values[:, middle], selector.token_order)
         heads = torch.arange(keys.shape[0], device=keys.device)
         self.head_start = (heads * split.middle)[:, None, None]
-        self.read = ReadRows(torch.zeros((), dtype=torch.float64, device=keys.device))
+        self.read = self._nothing_read()
+
+    def _nothing_read(self) -> ReadRows:
+        return ReadRows(torch.zeros((), dtype=torch.float64, device=self.middle_keys.device))
+
+    def rewind(self) -> None:
+        super().rewind()
+        self.read = self._nothing_read()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         keys, values = self.exact_rows()
@@ -161,7 +172,8 @@ class SparseLayer(StoredLayer):
         return rows.reshape(-1, rows.shape[-1]).index_select(0, flat).view(Hk, -1, rows.shape[-1])
 
     def _count(self, lengths: torch.Tensor, index_rows: torch.Tensor | float, Hk: int) -> None:
-        read = torch.as_tensor(index_rows, dtype=torch.float64, device=lengths.device).expand(Hk, 1).sum()
+        # A number stays one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
+        read = index_rows.expand(Hk, 1).sum() if isinstance(index_rows, torch.Tensor) else Hk * index_rows
         self.read.sparse += 2 * lengths.sum() + read
         self.read.dense += 2 * Hk * self.middle_keys.shape[1]
 
@@ -193,7 +205,7 @@ class IndexCache(Cache):
             layer.rewind()
 
     def kv_fraction(self) -> float:
-        """Rows read for the middle over those dense attention reads, over all decode steps so far; one sync."""
+        """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync."""
         counts = [layer.read for layer in self.stored_layers if isinstance(layer, SparseLayer)]
         dense = sum(count.dense for count in counts)
         return float(sum(count.sparse.item() for count in counts)) / dense if dense else 0.0

@@ -1,5 +1,6 @@
 """Answering questions over an index: transformers' own `generate`, with our cache and attention underneath."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
@@ -122,7 +123,17 @@ def generate(
 
 
 def _room(index: OpenIndex, prompt_tokens: int) -> int | None:
-    positions = getattr(index.model.config.get_text_config(), "max_position_embeddings", None)
+    config = index.model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    # Phi-3 drops its cache, ours too, when a sequence grows past this: its rotary frequencies may change there.
+    switch = getattr(config, "original_max_position_embeddings", None)
+    if switch is not None and index.split.tokens <= switch < (positions or math.inf):
+        if prompt_tokens >= switch:
+            raise UsageError(
+                f"document and question have {prompt_tokens} tokens and positions of this model change at {switch}, "
+                f"where no index can follow; ask less, or index a document of more than {switch} tokens"
+            )
+        positions = switch
     if positions is None:
         return None
     if prompt_tokens >= positions:
@@ -139,6 +150,7 @@ def _generation_config(index: OpenIndex, sampling: Sampling, room: int | None) -
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens if room is None else min(room, sampling.max_new_tokens),
         do_sample=sampling.temperature > 0,
+        num_beams=1,
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
         pad_token_id=own.pad_token_id if own.pad_token_id is not None else index.tokenizer.pad_token_id,

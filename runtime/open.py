@@ -62,23 +62,29 @@ class OpenIndex:
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = []
         for layer, facts in enumerate(manifest.layers):
-            keys, values = self._rows(layer)
             if facts.sliding_window is not None:
-                layers.append(DenseLayer(keys, values))
+                layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
+            keys, values = self._rows(layer, slice(None))
             selector = prepare_layer(self.artifact, layer, name, method, self.model.device)
             layers.append(SparseLayer(keys, values, self.split, facts, selector, budget))
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """Dense attention over the first `tokens` of the stored context (all by default), as views of the files."""
-        rows = [self._rows(layer) for layer in range(len(self.artifact.manifest.layers))]
-        return IndexCache([DenseLayer(keys[:, :tokens], values[:, :tokens]) for keys, values in rows])
+        tokens = self.split.tokens if tokens is None else tokens
+        return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
-    def _rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
+        """Of a layer that slides, the rows that a coming token can see, and no others."""
+        window = self.artifact.manifest.layers[layer].sliding_window
+        first = 0 if window is None else max(0, tokens - window + 1)
+        return DenseLayer(*self._rows(layer, slice(first, tokens)), out_of_sight=first)
+
+    def _rows(self, layer: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.artifact.context(layer)
         device, dtype = self.model.device, self.model.dtype
-        return keys.to(device, dtype), values.to(device, dtype)
+        return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
 
     @torch.inference_mode()
     def check_probe(self) -> None:
@@ -122,7 +128,7 @@ def open_index(
     Raises:
         IdentityError: names the field, both values and the way out.
     """
-    check_model(artifact.manifest, identity[0])
+    check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
     index = OpenIndex(artifact, model, tokenizer)
     index.check_probe()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, register
@@ -39,14 +40,18 @@ class QuestSelector(Selector):
         self.lengths = (keys.shape[1] - self.starts).clamp(max=size)
         self.middle, self.facts = keys.shape[1], context.facts
 
+    def bounds(self, query: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        bounds = attention_logits(query.clamp(min=0), self.highest, scale)
+        bounds = bounds + attention_logits(query.clamp(max=0), self.lowest, scale)
+        return bounds if softcap is None else softcap * torch.tanh(bounds / softcap)
+
     def select(
         self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
     ) -> Selection:
-        """Bound of q k over a page: each channel at the extreme of its sign; probabilities averaged over the group."""
-        positive, negative = query.clamp(min=0).flatten(1, 2), query.clamp(max=0).flatten(1, 2)
-        bounds = positive @ self.highest.transpose(1, 2) + negative @ self.lowest.transpose(1, 2)
-        bounds = bounds.unflatten(1, query.shape[1:3]).float() * self.facts.softmax_scale
-        scores = bounds.softmax(-1).mean(1)
+        """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
+        scores = self.bounds(query).softmax(-1).mean(1)
         scores = scores.mean(1, keepdim=True) if shared else scores
         order = scores.argsort(dim=-1, descending=True, stable=True)
         tokens = budget.tokens(self.middle)

@@ -21,8 +21,6 @@ from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Sele
 
 LOOKUPS = ("flat", "hierarchical")
 SELECTIONS = ("budget", "threshold")
-# Above this share the clusters that a coarse level leaves could hold fewer tokens than the budget.
-LARGEST_HIERARCHICAL = 0.25
 
 
 @register("squeezed")
@@ -69,13 +67,21 @@ class SqueezedSelector(Selector):
         self.token_order = context.tensors["token_order"].long()
         self.starts = context.tensors["token_offsets"][:, :-1].long()
         self.middle = self.token_order.shape[1]
+        self.children = [
+            torch.zeros_like(self.tree.children[level]).scatter_add_(
+                1, context.tensors[f"level{level}.parent"].long(), (self.tree.counts[level] > 0).long()
+            )
+            for level in range(len(self.tree.children))
+        ]
+        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts]
 
     def select(
         self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
     ) -> Selection:
         """Runs are whole clusters of the artifact's token order; by threshold, one sync a level sizes the gather."""
         calibrated = self.calibration["prefill" if shared else "decode"]
-        if self.method.lookup == "flat" or budget.share(self.middle) > LARGEST_HIERARCHICAL:
+        # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
+        if self.method.lookup == "flat" or budget.share(self.middle) > 0.5 ** len(self.tree.centroids):
             return self._select_flat(query, budget, calibrated["flat"], shared)
         return self._select_hierarchical(query, budget, calibrated["hierarchical"], shared)
 
@@ -99,7 +105,7 @@ class SqueezedSelector(Selector):
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
         read: torch.Tensor | float = float(scores.shape[2])
         for depth, level in enumerate(range(top - 1, -1, -1), 1):
-            starts, lengths, capacity = self._open(level, scores, counts, clusters, calibrated, depth)
+            starts, lengths, capacity = self._open(level, scores, counts, clusters, budget, calibrated, depth)
             scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
             read = read + lengths.sum(-1)
             scores = scores.mean(1, keepdim=True) if shared else scores
@@ -111,21 +117,28 @@ class SqueezedSelector(Selector):
         scores: torch.Tensor,
         counts: torch.Tensor,
         clusters: torch.Tensor,
+        budget: Budget,
         calibrated: dict[str, Any],
         depth: int,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Runs of clusters of `level` whose parents survive: above the coarse threshold, or the best half of them."""
-        order = scores.argsort(dim=-1, descending=True)
+        """Runs of clusters of `level` whose parents survive: above the coarse threshold, or the best half of them.
+
+        Where clusters are so uneven that half of them could hold less than the budget, it is more than half.
+        """
+        order = scores.argsort(dim=-1, descending=True, stable=True)
         parents = clusters.gather(-1, order)
         starts = self._gather(self.tree.first_child[level], parents)
-        children = self._gather(self.tree.children[level], parents)
+        # Empty clusters are the last children of the last parent: leaving them out keeps runs runs.
+        children = self._gather(self.children[level], parents) * (counts.gather(-1, order) > 0)
         if self.method.selection == "threshold":
             alive = (scores >= calibrated["coarse_thresholds"][depth - 1]) & (counts > 0)
             # The best one is always opened: a head below the threshold everywhere still needs a denominator.
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
             return starts, lengths, int(lengths.sum(-1).max())
-        capacity = max(1, round(self.tree.centroids[level].shape[1] * 0.5**depth))
+        half = round(self.tree.centroids[level].shape[1] * 0.5**depth)
+        enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
+        capacity = max(half, enough)
         return starts, fill_budget(children, capacity), capacity
 
     def _choose(
@@ -147,6 +160,13 @@ class SqueezedSelector(Selector):
 
     def _gather(self, values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
         return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
+
+
+def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
+    """[C] on the CPU: entry n is the fewest tokens that n + 1 filled clusters of any head, or all of them, hold."""
+    total = counts.sum(-1, keepdim=True)
+    smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
+    return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()
 
 
 def _threshold(curve: list[list[float]], share: float) -> float:

@@ -1,0 +1,112 @@
+"""The same on a GPU: kernels, k-means, a build, an answer, a report, and a decode step that waits for nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.random_tensors import clustered
+from support.reference import assert_close, attention_probabilities, random_attention, reference_attention
+from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.clustering import cluster_means, kmeans
+from sparsekv.kernels.attention import Segment, attend
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.lookup import cluster_scores
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.generate import Sampling, generate, question_ids
+from sparsekv.runtime.methods import choose_methods
+from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.queries import Queries
+from sparsekv.runtime.report import recall_report
+from sparsekv.runtime.squeezed import Squeezed
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt-oss"])
+def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """A small index built and opened on the GPU."""
+    plan, folder = small_plan(request.param), tmp_path_factory.mktemp("gpu") / "small.skv"
+    plan.loaded.model.to("cuda")  # type: ignore[arg-type]  # transformers wraps torch's own `to`
+    build_index(plan, folder)
+    return reopen(plan, folder)
+
+
+@dtypes
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_attention_and_lookup(dtype: torch.dtype, D: int) -> None:
+    query, keys, values = random_attention(D=D, T=300, dtype=dtype)
+    scale = D**-0.5
+    moved = [tensor.cuda() for tensor in (query, keys, values)]
+    output = attend(
+        moved[0], [Segment(moved[1][:, :90], moved[2][:, :90]), Segment(moved[1][:, 90:], moved[2][:, 90:])], scale
+    )
+    assert_close(output.cpu(), reference_attention(query, keys, values, scale), TOLERANCE[dtype])
+    ones = torch.ones(keys.shape[:2], dtype=torch.int32, device="cuda")
+    expected = attention_probabilities(query, keys, scale).mean(1)
+    assert_close(cluster_scores(moved[0], moved[1], ones, scale).cpu(), expected, TOLERANCE[dtype])
+
+
+def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
+    """Converged, so that the final assignment's means are the centres that it was made to."""
+    points = clustered(0, 3, 4000, 16, 20).cuda()
+    labels = kmeans(points, 20, 60, seed=0)
+    means, counts = cluster_means(points, labels, 20)
+    distances = torch.cdist(points.double(), means.double()).masked_fill(counts[:, None] == 0, torch.inf)
+    chosen = distances.gather(2, labels[..., None])[..., 0]
+    assert float((chosen - distances.amin(-1)).max()) <= 1e-4
+    assert torch.equal(labels, kmeans(points, 20, 60, seed=0))
+
+
+def test_everything_is_the_plain_model(on_gpu: OpenIndex) -> None:
+    tokens = random_ids(40)
+    cache = on_gpu.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
+    plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
+    assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
+
+
+def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
+    cache = on_gpu.sparse_cache("squeezed", Squeezed(lookup="hierarchical"), Budget(0.1))
+    answer = generate(on_gpu, cache, question_ids(on_gpu, "What comes next?"), Sampling(max_new_tokens=12))
+    assert 0 < answer.kv_fraction < 1
+    report = recall_report(
+        on_gpu.artifact,
+        choose_methods([], ["squeezed"]),
+        [Budget(0.1)],
+        Queries(on_gpu.artifact, on_gpu, ["What next?"]),
+    )
+    assert all(0 <= row.recall <= 1 for row in report.by())
+
+
+def test_an_index_of_the_gpu_opens_on_the_cpu(on_gpu: OpenIndex, tmp_path: Path) -> None:
+    family = on_gpu.artifact.manifest.model.id.removeprefix("tiny-")
+    opened = reopen(small_plan(family), on_gpu.artifact.folder)
+    assert opened.model.device.type == "cpu"
+    assert list(Artifact(on_gpu.artifact.folder).verify())
+
+
+@pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
+def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, lookup: str) -> None:
+    """Every layer's attention, selection included, with each synchronisation made an error."""
+    cache = on_gpu.sparse_cache("squeezed", Squeezed(lookup=lookup), Budget(0.1))
+    config, manifest = on_gpu.model.config, on_gpu.artifact.manifest
+    for number in manifest.indexed_layers:
+        layer, facts = cache.stored_layers[number], manifest.layers[number]
+        keys, _ = layer.exact_rows()
+        rows = torch.randn(1, keys.shape[0], 1, keys.shape[2], device="cuda")
+        layer.update(rows, rows)
+        query = torch.randn(config.num_attention_heads, 1, keys.shape[2], device="cuda")
+        sinks = torch.zeros(len(query), device="cuda") if facts.attention_sinks else None
+        call = AttentionCall(number, query, rows[0], rows[0], facts.softmax_scale, facts.softcap, None, sinks)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer.attend(call)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert cache.kv_fraction() > 0

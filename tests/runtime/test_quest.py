@@ -1,0 +1,85 @@
+"""QUEST: its bound is a bound, its pages are whole, and exactly the budget is chosen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.small_layer import all_chosen, nothing_else, small_layer
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.oracle import OracleSelector
+from sparsekv.runtime.quest import Quest
+
+properties = settings(max_examples=20, deadline=None)
+pages = st.integers(1, 40)
+
+
+@properties
+@given(
+    seed=st.integers(0, 10**6),
+    middle=st.integers(5, 120),
+    page_size=pages,
+    softcap=st.sampled_from([None, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_no_logit_of_a_page_is_above_its_bound(
+    seed: int, middle: int, page_size: int, softcap: float | None, dtype: torch.dtype
+) -> None:
+    layer = small_layer(seed, middle=middle, softcap=softcap)
+    context = replace(layer.context, keys=layer.context.keys.to(dtype))
+    queries = layer.queries.to(dtype)
+    bounds = Quest(page_size=page_size).prepare(context).bounds(queries).double()
+    logits = context.facts.softmax_scale * torch.einsum("hgqd,hmd->hgqm", queries.double(), context.keys.double())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    assert bounds.shape[-1] == -(-middle // page_size)
+    of_token = bounds.repeat_interleave(page_size, -1)[..., :middle]
+    # What a sum of 16 products in float32 may round off; the bound itself is exact for a page of equal keys.
+    assert bool((logits <= of_token + 1e-5).all())
+
+
+@properties
+@given(seed=st.integers(0, 10**6), middle=st.integers(5, 120), page_size=pages, budget=st.integers(1, 150))
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
+def test_whole_pages_are_taken_and_the_last_one_from_its_start(
+    shared: bool, seed: int, middle: int, page_size: int, budget: int
+) -> None:
+    layer = small_layer(seed, middle=middle)
+    selector = Quest(page_size=page_size).prepare(layer.context)
+    selection = selector.select(layer.queries, Budget(budget), lambda: nothing_else(layer.queries), shared=shared)
+    assert selection.starts.shape[1] == (1 if shared else layer.queries.shape[2])
+    for of_head in all_chosen(selection, selector):
+        for tokens in of_head:
+            assert len(tokens) == len(set(tokens)) == min(budget, middle)
+            chosen = list(dict.fromkeys(token // page_size for token in tokens))
+            whole = [token for page in chosen for token in range(page * page_size, min(middle, (page + 1) * page_size))]
+            assert tokens == whole[: len(tokens)]
+
+
+def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
+    layer = small_layer(middle=80)
+    quest, oracle = Quest(page_size=1).prepare(layer.context), OracleSelector(layer.context)
+    chosen = [
+        all_chosen(
+            selector.select(layer.queries, Budget(9), lambda: nothing_else(layer.queries), shared=False), selector
+        )
+        for selector in (quest, oracle)
+    ]
+    assert [[set(tokens) for tokens in head] for head in chosen[0]] == [
+        [set(tokens) for tokens in head] for head in chosen[1]
+    ]
+
+
+def test_two_rows_are_read_for_each_page() -> None:
+    layer = small_layer(middle=50)
+    selector = Quest().prepare(layer.context)
+    selection = selector.select(layer.queries, Budget(16), lambda: nothing_else(layer.queries), shared=False)
+    assert selection.index_rows == 2 * 4
+
+
+def test_a_page_without_tokens_is_refused() -> None:
+    with pytest.raises(UsageError, match="--page-size 0"):
+        Quest(page_size=0)
