@@ -1,0 +1,68 @@
+# Everything that is done to this project, one target each; every one sets up .venv by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := cli indexing runtime kernels formats
+SOURCES := $(sort $(foreach folder,$(PACKAGES),$(wildcard $(folder)/*.py)))
+
+# The embedded model comes from the Python package index; nothing here needs the model hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help demo test lint format docs clean FORCE
+
+help:
+	@echo "make demo    build an index of a long text with the embedded model, ask it, and report recall"
+	@echo "make test    linting, types and tests"
+	@echo "make lint    linting and types alone"
+	@echo "make format  reformat the code"
+	@echo "make docs    write the command reference anew"
+	@echo "make clean   remove .venv, the demo, build folders and caches"
+
+# Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
+.venv/sources: FORCE
+	@mkdir -p .venv
+	@echo "$(SOURCES)" | cmp -s - $@ || echo "$(SOURCES)" > $@
+
+.venv/installed: pyproject.toml constraints.txt .venv/sources
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "sparsekv needs Python 3.11 or newer; '$(PYTHON)' is missing or older: make PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
+	@echo "Installing into .venv (the first time this downloads torch)."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@rm -rf build
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	@touch $@
+
+demo: .venv/installed
+	@mkdir -p demo
+	@echo "Writing Python's own help on its language to demo/python-topics.txt."
+	@$(BIN)/python -c 'from pydoc_data.topics import topics; print("\n\n".join(topics.values()))' > demo/python-topics.txt
+	@echo "Getting the embedded model ready (the first time: 89 MiB to download, half a minute to convert)."
+	@$(BIN)/sparsekv models pull
+	@echo "Indexing the text's first 6,144 tokens."
+	@$(BIN)/sparsekv build-index demo/python-topics.txt --max-tokens 6144 -o demo/python-topics.skv
+	@echo "Asking the index a question."
+	@$(BIN)/sparsekv generate --index demo/python-topics.skv "Which statement raises an exception in Python?" \
+		--max-new-tokens 64 --stats
+	@echo "Measuring what each method keeps of the model's attention, at three budgets."
+	@$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
+		--plot demo/recall.png
+	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png."
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n 2
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/installed
+	$(BIN)/python docs/generate_help.py
+
+clean:
+	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(PACKAGES) tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
