@@ -70,7 +70,7 @@ def build_index(
         rope_scaling=rope_scaling,
         force=force,
     )
-    note(f"indexing {len(plan.prompt.input_ids):,} tokens with {loaded.name}", quiet=quiet)
+    note(f"indexing {plan.split().tokens:,} tokens with {loaded.name}", quiet=quiet)
     with progress(quiet=quiet) as show:
         build(plan, folder, show)
     typer.echo(folder)

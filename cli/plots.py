@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.methods import methods
@@ -26,11 +27,14 @@ def plot_recall(report: RecallReport, path: Path) -> None:
     Raises:
         SparsekvError: the picture cannot be written.
     """
-    figure, axes = plt.subplots(1, 3, figsize=(16, 5), layout="constrained", width_ratios=(1, 1, 0.8))
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), layout="constrained", width_ratios=(1, 1, 0.8))
     _lines(axes[0], report, "recall", "recall of the oracle's tokens")
     _lines(axes[1], report, "output_error", "relative error of the attention output")
     axes[1].set_yscale("log")
-    axes[0].legend(loc="best", fontsize="small")
+    for which in (axes[1].yaxis.set_major_formatter, axes[1].yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(2, 0.5)))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     _heat_map(figure, axes[2], report)
     figure.suptitle(f"{report.model} on {Path(report.index).name}: {report.n_middle:,} indexed tokens")
     save(figure, path)
@@ -71,7 +75,7 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
         assert row.layer is not None
         assert row.kv_head is not None
         recall[layers.index(row.layer), heads.index(row.kv_head)] = row.recall
-    image = axis.imshow(recall, aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    image = axis.imshow(recall, aspect="auto", cmap="viridis")
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
     step = max(1, len(layers) // 15)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -113,8 +117,7 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
     left.legend()
     left.grid(alpha=0.3)
     everything = np.concatenate(filled)
-    right.hist(everything, bins=np.geomspace(1, everything.max() + 1, 40).tolist())
-    right.set_xscale("log")
+    right.hist(everything, bins=40)
     right.set_yscale("log")
     right.set_xlabel("tokens in a cluster")
     right.set_ylabel("clusters, all layers")

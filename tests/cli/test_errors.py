@@ -1,0 +1,246 @@
+"""Everything a person can do wrong: one line that names the thing and the remedy, the right code, no traceback."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.command import EXECUTABLE, run_here
+from support.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
+from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.writer import ArtifactWriter
+
+BUILD = ("build-index", "doc.txt", "--model", "model")
+
+
+def _fails(code: int, *arguments: str, says: tuple[str, ...]) -> None:
+    outcome = run_here(*arguments)
+    message = outcome.error()
+    assert outcome.code == code, message
+    for part in says:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "says"),
+    [
+        (b"", 1, ("doc.txt is empty", "give a document")),
+        (b" \n\t\n", 1, ("doc.txt is empty",)),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", 1, ("doc.txt is not text", "convert")),
+        (b"abc\0def", 1, ("doc.txt is not text", "zero bytes")),
+        (b"A short one.", 2, ("too short", "138", "--tail")),
+    ],
+)
+def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]) -> None:
+    (place / "doc.txt").write_bytes(content)
+    _fails(code, *BUILD, "-o", "new.skv", says=says)
+    assert not (place / "new.skv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("build-index", "none.txt"), 2, ("no such file", "none.txt")),
+        (("build-index", "model"), 2, ("model is a folder",)),
+        (("build-index", "-"), 2, ("standard input", "--output")),
+        (("build-index", "doc.txt", "--model", "no-such-model"), 2, ("no-such-model", "sparsekv models list")),
+        (("build-index", "doc.txt", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
+        ((*BUILD, "--levels", "0.01,0.05"), 2, ("--levels", "falling")),
+        ((*BUILD, "--levels", "many"), 2, ("--levels many", "0.05,0.01")),
+        ((*BUILD, "--space", "outer"), 2, ("--space outer", "normalised")),
+        ((*BUILD, "--sinks", "0"), 2, ("--sinks 0",)),
+        ((*BUILD, "--chunk-size", "0"), 2, ("--chunk-size 0",)),
+        ((*BUILD, "--device", "tpu"), 2, ("--device tpu", "cpu")),
+        ((*BUILD, "--dtype", "int3"), 2, ("--dtype int3", "float32")),
+        ((*BUILD, "--rope-scaling", "yarn"), 2, ("--rope-scaling yarn", "FACTOR")),
+        (("generate", "Why?", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
+        (("generate", "Why?", "--budget", "0"), 2, ("--budget 0", "0.05")),
+        (("generate", "Why?", "--budget", "2.5"), 2, ("--budget 2.5",)),
+        (("generate", "Why?", "--budget", "-1"), 2, ("--budget -1",)),
+        (("generate", "Why?", "--budget", "some"), 2, ("--budget some",)),
+        (("generate", "Why?", "--temperature", "-1"), 2, ("--temperature -1",)),
+        (("generate", "Why?", "--top-p", "2"), 2, ("--top-p 2",)),
+        (("generate", "Why?", "--top-k", "0"), 2, ("--top-k 0",)),
+        (("generate", "Why?", "--max-new-tokens", "0"), 2, ("--max-new-tokens 0",)),
+        (("generate", "Why?", "--page-size", "8"), 2, ("--page-size", "squeezed")),
+        (("generate", "Why?", "--lookup", "deep"), 2, ("--lookup deep", "hierarchical")),
+        (("generate", " "), 2, ("question is empty",)),
+        (("generate", "Why?", "--prompt-file", "doc.txt"), 2, ("once",)),
+        (("generate", "--prompt-file", "none.txt"), 2, ("none.txt", "no such file")),
+        (("generate", "Why?", "--batch-file", "doc.txt"), 2, ("--batch-file",)),
+        (("generate", "Why?", "--index", "none.skv"), 1, ("none.skv", "build-index")),
+        (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
+        (("recall-report", "--budget", "0"), 2, ("--budget 0",)),
+        (("recall-report", "--method", "nonsense"), 2, ("'nonsense'", "oracle")),
+        (("recall-report", "--by", "token"), 2, ("--by token", "layer,head")),
+        (("recall-report", "--json", "--csv"), 2, ("--json", "--csv")),
+        (("recall-report", "--plot", "none/x.png"), 2, ("none/x.png", "folder")),
+        (("recall-report", "--queries", "none.txt"), 2, ("none.txt", "no such file")),
+        (("inspect", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
+        (("inspect", "--nonsense"), 2, ("--nonsense",)),
+        (("models", "pull", "no/such/model"), 2, ("no/such/model",)),
+        (("nonsense",), 2, ("nonsense",)),
+    ],
+)
+def test_usage(place: Path, arguments: tuple[str, ...], code: int, says: tuple[str, ...]) -> None:
+    before = sorted(place.rglob("*"))
+    _fails(code, *arguments, says=says)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_no_index_and_two(place: Path) -> None:
+    shutil.copytree("doc.skv", "other.skv")
+    _fails(2, "generate", "Why?", says=("doc.skv, other.skv", "--index"))
+    shutil.rmtree("other.skv")
+    shutil.rmtree("doc.skv")
+    _fails(2, "generate", "Why?", says=("no index in this folder", "build-index"))
+
+
+def _other_family(place: Path) -> str:
+    save_tiny(place / "other", "qwen3")
+    return "other"
+
+
+def _other_weights(place: Path) -> str:
+    """The same config, and every weight of the embedding changed but those that the fingerprint samples."""
+    model = FAMILIES["llama"]()
+    with torch.no_grad():
+        weights = model.get_input_embeddings().weight.view(-1)
+        sampled = torch.arange(len(weights)) % (len(weights) // SAMPLES_PER_TENSOR) == 0
+        weights.copy_(torch.where(sampled, weights, -weights))
+    model.save_pretrained(place / "other")
+    tiny_tokenizer().save_pretrained(place / "other")
+    return "other"
+
+
+def _other_template(place: Path) -> str:
+    shutil.copytree(place / "model", place / "other")
+    tiny_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}").save_pretrained(place / "other")
+    return "other"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_other_family, ("model config", "--model")),
+        (_other_weights, ("probe", "other weights")),
+        (_other_template, ("chat template", "--model")),
+    ],
+)
+def test_an_index_of_another_model(place: Path, make: Callable[[Path], str], says: tuple[str, ...]) -> None:
+    _fails(
+        1, "generate", "Why?", "--model", make(place), says=("differs", "built with", "build the index again", *says)
+    )
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "context" / "layer_001.safetensors", 1000)
+
+
+def _remove_layer(folder: Path) -> None:
+    (folder / "squeezed" / "layer_002.safetensors").unlink()
+
+
+def _newer(folder: Path) -> None:
+    newer = read_manifest(folder).model_copy(update={"schema_version": 9, "least_reader_version": 9})
+    (folder / "manifest.json").write_bytes(manifest_bytes(newer)[0])
+
+
+def _edited(folder: Path) -> None:
+    fields = json.loads((folder / "manifest.json").read_text())
+    fields["split"]["sinks"] = 5
+    (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+def _unfinished(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_truncate, ("context/layer_001.safetensors", "truncated", "--force")),
+        (_remove_layer, ("squeezed/layer_002.safetensors", "missing", "--force")),
+        (_newer, ("schema 9", "upgrade")),
+        (_edited, ("changed since it was written", "--force")),
+        (_unfinished, ("unfinished", "manifest.json", "again")),
+    ],
+)
+def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ...]) -> None:
+    damage(place / "doc.skv")
+    for command in (("generate", "Why?"), ("recall-report",), ("inspect",)):
+        _fails(1, *command, says=("doc.skv", *says))
+
+
+def test_one_flipped_byte_is_found_by_verify(place: Path) -> None:
+    path = place / "doc.skv" / "context" / "layer_001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    assert run_here("inspect", "-q").code == 0
+    _fails(1, "inspect", "--verify", says=("context/layer_001.safetensors", "sha256", "--force"))
+
+
+def test_a_question_longer_than_the_positions(place: Path) -> None:
+    (place / "long.txt").write_text("why " * 1000)
+    _fails(2, "generate", "--prompt-file", "long.txt", says=("4096 positions", "--rope-scaling"))
+
+
+def test_an_output_that_cannot_be_written(place: Path) -> None:
+    """Permissions do not bind root, so: a folder of the kernel's, and a file where the folder should be."""
+    _fails(1, *BUILD, "-q", "-o", "/proc/none/x.skv", says=("cannot write /proc/none/x.skv", "--output"))
+    _fails(1, *BUILD, "-q", "-o", "doc.txt/x.skv", says=("cannot write doc.txt/x.skv", "--output"))
+
+
+def test_a_read_only_output_folder(place: Path) -> None:
+    """As a user whom permissions bind, which root is not."""
+    locked = place / "locked"
+    locked.mkdir(mode=0o555)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(ArtifactError, match=r"cannot write .*x\.skv: permission denied; .*--output"):
+            ArtifactWriter(locked / "x.skv").__enter__()
+    finally:
+        os.seteuid(user)
+
+
+def test_a_full_disk(place: Path) -> None:
+    """A file-size limit fails a write as a full disk does, at a moment that no check beforehand could foresee."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    command = [EXECUTABLE, *BUILD, "-q", "-o", "new.skv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "cannot write new.skv: file too large; make room" in done.stderr
+    assert not (place / "new.skv" / "manifest.json").exists()
+    again = run_here(*BUILD, "-q", "-o", "new.skv")
+    assert again.code == 0, again.stderr
+
+
+def test_debug_shows_the_traceback(place: Path) -> None:
+    outcome = run_here("--debug", "generate", "Why?", "--budget", "0")
+    assert outcome.code == 2
+    assert "Traceback" in outcome.stderr
+    assert outcome.stderr.splitlines()[-1].startswith("sparsekv: error: --budget 0")
+
+
+def test_another_build_holds_the_folder(place: Path) -> None:
+    with ArtifactWriter(Path("doc.skv")):
+        _fails(1, *BUILD, "-q", says=("doc.skv", "another process"))
+
+
+def test_a_folder_with_other_things_is_left_alone(place: Path) -> None:
+    _fails(1, *BUILD, "-q", "-o", "model", says=("model is a folder with other things", "--output"))
+    assert (place / "model" / "model.safetensors").exists()

@@ -1,0 +1,51 @@
+"""Indices of a real document with the real model, built once for all workers by the real command."""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+from filelock import FileLock
+from support.command import sparsekv
+
+from sparsekv.formats.reader import Artifact
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """One folder that all parallel workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def document(shared_folder: Path) -> Path:
+    """Python's own help topics: 465,126 characters of technical prose."""
+    path = shared_folder / "topics.txt"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_text("\n\n".join(topics.values()), encoding="utf-8")
+    return path
+
+
+def _build(document: Path, name: str, tokens: int) -> Artifact:
+    folder = document.parent / name
+    with FileLock(f"{folder}.building"):
+        if not (folder / "manifest.json").exists():
+            done = sparsekv("build-index", document, "-o", folder, "--max-tokens", str(tokens), cwd=document.parent)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout == f"{folder}\n"
+    return Artifact(folder)
+
+
+@pytest.fixture(scope="session")
+def index(embedded_folder: Path, document: Path) -> Artifact:
+    """The first 1,024 tokens."""
+    return _build(document, "short.skv", 1024)
+
+
+@pytest.fixture(scope="session")
+def long_index(embedded_folder: Path, document: Path) -> Artifact:
+    """The first 6,144 tokens, everything else by default."""
+    return _build(document, "long.skv", 6144)

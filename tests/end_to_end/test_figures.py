@@ -1,0 +1,76 @@
+"""What the tool promises on the first 6,144 tokens of a real document, with the embedded model."""
+
+import json
+
+import pytest
+import torch
+from support.command import sparsekv
+from support.reference import assert_close
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.identify import identify
+from sparsekv.indexing.models import LoadedModel
+from sparsekv.kernels.hook import route_attention
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.generate import Sampling, generate, question_ids
+from sparsekv.runtime.methods import methods
+from sparsekv.runtime.open import OpenIndex, open_index
+
+QUESTION = "Which statement raises an exception?"
+
+
+@pytest.fixture(scope="module")
+def opened(long_index: Artifact, embedded: LoadedModel) -> OpenIndex:
+    return open_index(long_index, embedded.model, embedded.tokenizer, identify(embedded))
+
+
+def test_recall_at_five_percent(long_index: Artifact) -> None:
+    done = sparsekv("recall-report", "-i", long_index.folder, "--budget", "5%", "--json", cwd=long_index.folder.parent)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rows = {f"{row['method']} {row['variant']}".strip(): row for row in report["rows"]}
+    assert all(row["layer"] is None and row["kv_head"] is None for row in report["rows"])
+    squeezed, quest, oracle, window = (rows[name] for name in ("squeezed flat", "quest", "oracle", "window"))
+    assert report["n_context"] == 6144 + 24
+    assert squeezed["recall"] >= 0.57
+    assert squeezed["output_error"] <= 0.08
+    assert squeezed["recall"] > quest["recall"]
+    assert squeezed["output_error"] < quest["output_error"]
+    assert squeezed["kv_fraction"] < quest["kv_fraction"]
+    assert quest["recall"] == pytest.approx(0.33, abs=0.04)
+    assert quest["output_error"] == pytest.approx(0.135, abs=0.015)
+    assert oracle["recall"] == 1
+    assert oracle["output_error"] == pytest.approx(0.046, abs=0.002)
+    assert window["output_error"] == pytest.approx(0.59, abs=0.01)
+
+
+def test_everything_is_dense_attention(opened: OpenIndex) -> None:
+    """At budget 100% the text is transformers' own, and so are the logits of every token of it."""
+    model, question = opened.model, question_ids(opened, QUESTION)
+    prompt = torch.cat([opened.input_ids, question])[None]
+    plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
+    cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(1.0))
+    answer = generate(opened, cache, question, Sampling(max_new_tokens=40))
+    assert answer.generated_tokens > 10
+    new = plain[0, prompt.shape[1] :]
+    assert answer.text == opened.tokenizer.decode(new, skip_special_tokens=True)
+    assert answer.kv_fraction >= 1
+    cache.rewind()
+    followed = torch.cat([question, new])
+    with torch.inference_mode():
+        dense = model(input_ids=plain, logits_to_keep=len(followed)).logits[0]
+        with route_attention(model, cache.attend):
+            sparse = [model(input_ids=question[None], past_key_values=cache, use_cache=True).logits[0]]
+            sparse += [model(input_ids=token.view(1, 1), past_key_values=cache).logits[0] for token in new]
+    assert_close(torch.cat(sparse), dense, 1e-4)
+    assert float((torch.cat(sparse) - dense).abs().max() / dense.abs().max()) <= 1e-4
+
+
+def test_a_second_question_prefills_only_itself(opened: OpenIndex) -> None:
+    """The same cache answers again as a fresh one would, and reads a tenth and its index at most."""
+    cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(0.05))
+    first = generate(opened, cache, question_ids(opened, QUESTION), Sampling(max_new_tokens=12))
+    other = generate(opened, cache, question_ids(opened, "What is a lambda?"), Sampling(max_new_tokens=12))
+    again = generate(opened, cache, question_ids(opened, QUESTION), Sampling(max_new_tokens=12))
+    assert first.text == again.text != other.text
+    assert 0.05 < again.kv_fraction < 0.1
