@@ -1,0 +1,27 @@
+"""Writes docs/commands.md from the commands' own --help, so that the two cannot disagree."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from sparsekv.cli.main import app
+
+PAGE = Path(__file__).with_name("commands.md")
+COMMANDS = ["", "build-index", "generate", "recall-report", "inspect", "models", "models list", "models pull"]
+HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
+
+
+def render() -> str:
+    """The whole page."""
+    return HEAD + "".join(f"\n## sparsekv {name}".rstrip() + f"\n\n```\n{_help(name)}\n```\n" for name in COMMANDS)
+
+
+def _help(name: str) -> str:
+    text = io.StringIO()
+    with redirect_stdout(text):
+        app([*name.split(), "--help"], standalone_mode=False, prog_name="sparsekv", terminal_width=100)
+    return text.getvalue().strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
