@@ -41,11 +41,17 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
         facts = build_context(job)
         built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}
         methods = keep_methods(job) | built
-        base = writer.base
-        if base and base.methods == methods and base.files == writer.files:
+        manifest = _manifest(job, facts, methods)
+        if writer.base and _says_the_same(writer.base, manifest):
             writer.leave_as_it_was()
-            return base
-        return writer.finish(_manifest(job, facts, methods))
+            return writer.base
+        return writer.finish(manifest)
+
+
+def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
+    """Whether a finished index is this one, built at another time by another version or in other chunks."""
+    fields = ("model", "tokenizer", "prompt", "rope", "methods", "files")
+    return all(getattr(base, field) == getattr(manifest, field) for field in fields)
 
 
 def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecord]) -> Manifest:
@@ -81,5 +87,5 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         },
         methods=methods,
         probe=facts.probe,
-        files={},
+        files=job.writer.files,
     )

@@ -151,10 +151,10 @@ def test_new_rows_survive_every_growth_of_the_buffer(kind: str, steps: list[int]
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rewound_layer_answers_like_a_fresh_one(name: str) -> None:
     layer = small_layer(middle=100)
-    query = layer.queries[:, :, 0].flatten(0, 1)[:, None]
+    query, earlier = (layer.queries[:, :, number].flatten(0, 1)[:, None] for number in (0, 1))
     used, fresh = (_sparse(layer, METHODS[name], Budget(20)) for _ in range(2))
     _append(used, 1, 300)
-    used.attend(_call(layer, query, None, None))
+    used.attend(_call(layer, earlier, None, None))
     used.rewind()
     for sparse in (used, fresh):
         _append(sparse, 2, 1)
@@ -196,6 +196,7 @@ def test_kv_fraction_counts_the_rows_of_decode_steps_and_of_the_index() -> None:
         sparse.attend(_call(layer, query, None, None))
     # 30 keys and values and 20 centroids of 100 keys and values; the question's four tokens are no decode step.
     assert cache.kv_fraction() == pytest.approx((2 * 30 + 20) / (2 * 100))
+    assert sparse.read.dense == 2 * (2 * HEADS * 100)
 
 
 def test_rows_are_laid_out_cluster_by_cluster() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.reference import assert_close
 from support.small_layer import all_chosen, nothing_else, small_layer
 
 from sparsekv.formats.errors import UsageError
@@ -39,6 +40,15 @@ def test_no_logit_of_a_page_is_above_its_bound(
     of_token = bounds.repeat_interleave(page_size, -1)[..., :middle]
     # What a sum of 16 products in float32 may round off; the bound itself is exact for a page of equal keys.
     assert bool((logits <= of_token + 1e-5).all())
+
+
+@pytest.mark.parametrize("middle", [32, 37], ids=["whole pages", "a short last page"])
+def test_bounds_are_the_sums_of_each_channels_extreme_over_the_pages_own_keys(middle: int) -> None:
+    layer = small_layer(middle=middle)
+    bounds = Quest(page_size=16).prepare(layer.context).bounds(layer.queries)
+    products = layer.queries.double()[:, :, :, None] * layer.context.keys.double()[:, None, None]
+    expected = torch.stack([page.amax(3).sum(-1) for page in products.split(16, 3)], -1)
+    assert_close(bounds, layer.context.facts.softmax_scale * expected, 1e-5)
 
 
 @properties

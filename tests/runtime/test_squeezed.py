@@ -43,10 +43,10 @@ def _chosen(layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = 
     return all_chosen(selection, selector)
 
 
-def _flat_scores(layer: SmallLayer, shared: bool) -> torch.Tensor:
-    """S_i [Hk, Q or 1, C] of the finest clusters by its definition, in float64."""
-    counts = layer.context.tensors["level0.counts"].double()[:, None, None]
-    centroids = layer.context.tensors["level0.centroids"].double()
+def _scores(layer: SmallLayer, level: int, shared: bool) -> torch.Tensor:
+    """S_i [Hk, Q or 1, C] of all clusters of a level by its definition, in float64."""
+    counts = layer.context.tensors[f"level{level}.counts"].double()[:, None, None]
+    centroids = layer.context.tensors[f"level{level}.centroids"].double()
     logits = layer.context.facts.softmax_scale * torch.einsum("hgqd,hcd->hgqc", layer.queries.double(), centroids)
     weights = logits.exp() * (counts > 0)
     scores = (weights / (counts * weights).sum(-1, keepdim=True)).mean(1)
@@ -82,7 +82,7 @@ def test_whole_clusters_are_taken_in_order_of_score_and_the_last_one_in_part(
     layer: SmallLayer, budget: Budget, shared: bool
 ) -> None:
     selector, selection = _select(layer, FLAT, budget, shared)
-    scores, cluster_of = _flat_scores(layer, shared), _cluster_of(layer)
+    scores, cluster_of = _scores(layer, 0, shared), _cluster_of(layer)
     for head, of_head in enumerate(all_chosen(selection, selector)):
         counts = layer.context.tensors["level0.counts"][head].tolist()
         for query, tokens in enumerate(of_head):
@@ -172,6 +172,29 @@ def test_a_threshold_keeps_its_share_of_the_calibration_queries(
     kept = selection.lengths.sum(-1).double() / layer.split.middle
     assert float(kept.mean()) == pytest.approx(share, abs=0.01)
     assert float(kept.std()) > 0
+
+
+def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
+    """Everything passes the coarsest level, and of the next one the best cluster alone, by a threshold out of reach."""
+    layer = small_layer(levels=(0.4, 0.2, 0.1))
+    curve = layer.context.calibration["decode"]["flat"]["curve"]
+    calibration = {"decode": {"hierarchical": {"curve": curve, "coarse_thresholds": [0.0, 2.0]}}}
+    layer = replace(layer, context=replace(layer.context, calibration=calibration))
+    _, selection = _select(layer, Squeezed("hierarchical", "threshold"), Budget(0.1))
+    best = _scores(layer, 1, shared=False).argmax(-1)
+    children = torch.stack([torch.bincount(parent, minlength=40) for parent in layer.context.tensors["level0.parent"]])
+    assert torch.equal(torch.as_tensor(selection.index_rows), 20 + 40 + children.gather(1, best))
+
+
+def test_a_question_is_looked_up_by_the_threshold_for_questions() -> None:
+    layer = small_layer()
+    never, always = ({"curve": [[0.001, high], [0.5, high], [1.0, 0.0]]} for high in (2.0, 1e-30))
+    calibration = {"decode": {"flat": never}, "prefill": {"flat": always}}
+    layer = replace(layer, context=replace(layer.context, calibration=calibration))
+    assert not any(any(tokens) for tokens in _chosen(layer, BY_THRESHOLD, Budget(0.1)))
+    assert [[len(tokens) for tokens in head] for head in _chosen(layer, BY_THRESHOLD, Budget(0.1), shared=True)] == [
+        [layer.split.middle]
+    ] * 2
 
 
 def test_uneven_clusters_never_leave_a_hierarchical_choice_short() -> None:
