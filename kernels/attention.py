@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.lookup import attention_logits
@@ -80,11 +81,16 @@ def causal_attention(
         [Hq, Q, D].
     """
     Hk, (Hq, Q, D) = keys.shape[0], query.shape
-    mask = None if Q == 1 and window is None else causal_mask(Q, keys.shape[1], window, query.device)
+    if window is not None:
+        # No query sees further back than this: the first one is the earliest.
+        keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
     if softcap is None and sink_logits is None:
+        # A mask made of values would keep torch from its flash kernels on a GPU; `causal_lower_right` is none.
+        mask = causal_mask(Q, keys.shape[1], window, query.device) if window else causal_lower_right(Q, keys.shape[1])
         return scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=mask, scale=softmax_scale, enable_gqa=Hq != Hk
         )[0]
+    mask = causal_mask(Q, keys.shape[1], window, query.device)
     sinks = None if sink_logits is None else sink_logits.view(Hk, Hq // Hk)
     grouped = query.view(Hk, Hq // Hk, Q, D)
     return attend(grouped, [Segment(keys, values, mask)], softmax_scale, softcap, sinks).view(Hq, Q, -1)
