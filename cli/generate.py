@@ -36,6 +36,9 @@ def generate(
     model: ModelOption = None,
     method: Annotated[str | None, typer.Option(help="Default: the first that the index was built with.")] = None,
     budget: Annotated[str, typer.Option(help="Share (0.1, 10%) or number of the document's tokens to attend.")] = "0.1",
+    residual: Annotated[
+        bool, typer.Option("--residual", help="Let centroids stand for the tokens that the method does not choose.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = None,
@@ -67,7 +70,7 @@ def generate(
     questions = _questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
-    cache = opened.sparse_cache(name, configured, wanted)
+    cache = opened.sparse_cache(name, configured, wanted, residual=residual)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, raw)
     for question in questions:

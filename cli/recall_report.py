@@ -41,6 +41,9 @@ def recall_report(
         str | None,
         typer.Option(metavar="FILE", help="Measure on these questions, one a line, not on the held-out tail."),
     ] = None,
+    residual: Annotated[
+        bool, typer.Option("--residual", help="Each method also with centroids for what it does not choose.")
+    ] = False,
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows for each layer, KV head or both.")] = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
@@ -75,7 +78,7 @@ def recall_report(
         questions = read_questions(queries, "--queries")
         asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
     with progress(quiet=quiet) as show:
-        report = measure(artifact, names, budgets, asked, lambda done, of: show("layers", done, of))
+        report = measure(artifact, names, budgets, asked, lambda done, of: show("layers", done, of), residual=residual)
     if plot is not None:
         from sparsekv.cli.plots import plot_recall
 

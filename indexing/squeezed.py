@@ -6,16 +6,14 @@ decoding and for a question's prefill apart, because averaging over a question's
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.calibration import KeepCurve
-from sparsekv.indexing.clustering import SPACES
-from sparsekv.indexing.hierarchy import build_levels, level_tensors, number_neighbours
-from sparsekv.indexing.methods import BuiltLayer, Indexer, LayerInput, register
+from sparsekv.indexing.cluster_indexer import ClusterIndexer
+from sparsekv.indexing.methods import BuiltLayer, LayerInput, register
 from sparsekv.kernels.lookup import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
@@ -24,30 +22,14 @@ REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
 
 @register("squeezed")
 @dataclass(frozen=True)
-class SqueezedIndexer(Indexer):
-    """Clusters of keys and of centroids; `levels` are shares of the middle's tokens, finest first."""
+class SqueezedIndexer(ClusterIndexer):
+    """Clusters of all keys of the middle."""
 
-    levels: tuple[float, ...] = field(
-        default=(0.05, 0.01), metadata={"help": "Centroids per level as shares of the document's tokens, finest first."}
-    )
-    iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
-    space: str = field(default="normalised", metadata={"help": f"Space of k-means: {', '.join(SPACES)}."})
-
-    def __post_init__(self) -> None:
-        falling = all(a > b for a, b in zip(self.levels, self.levels[1:], strict=False))
-        if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
-            raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
-        if self.iterations < 1:
-            raise UsageError(f"--iterations {self.iterations}: give at least 1")
-        if self.space not in SPACES:
-            raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
+    revision: ClassVar[int] = 2
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """Levels of centroids and the token order; allocates the keys once more in float32."""
-        sizes = [max(1, round(share * layer.split.middle)) for share in self.levels]
-        levels, labels = build_levels(layer.keys, sizes, space=self.space, iterations=self.iterations, seed=self.seed)
-        labels = number_neighbours(levels, labels)
-        return level_tensors(levels, labels, layer.split.sinks, layer.keys.dtype)
+        """Levels of centroids and the token order; value centroids serve those who replace what is not attended."""
+        return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """For `decode` and `prefill`, `flat` and (with several levels) `hierarchical`: thresholds and keep rates."""

@@ -15,12 +15,14 @@ class Segment:
     """Some of the keys and values a query attends to: keys, values [Hk, T, D].
 
     `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them. Keys that are
-    masked out may be anything; their values must be finite, for they are multiplied by a weight of 0.
+    masked out may be anything; their values must be finite, for they are multiplied by a weight of 0. `bias` broadcasts
+    alike and is added to the logits: the logarithm of how many rows one stands for.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -50,6 +52,7 @@ def attend(
     logits = []
     for segment in segments:
         part = attention_logits(query, segment.keys, softmax_scale, softcap)
+        part = part if segment.bias is None else part + segment.bias
         logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
     widths = [part.shape[-1] for part in logits]
     if sink_logits is not None:

@@ -3,6 +3,20 @@
 import torch
 
 ROWS_AT_ONCE = 16_384
+SPACES = ("normalised", "raw", "centred")
+
+
+def to_space(keys: torch.Tensor, space: str) -> torch.Tensor:
+    """Keys [Hk, M, D] as k-means sees them, in float32: unit vectors, as they are, or unit after centring.
+
+    `normalised` is Squeezed Attention, section 3.1; `centred` subtracts each head's mean key first (RetroInfer).
+    """
+    keys = keys.float()
+    if space == "raw":
+        return keys
+    if space == "centred":
+        keys = keys - keys.mean(1, keepdim=True)
+    return torch.nn.functional.normalize(keys, dim=-1)
 
 
 def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
@@ -55,3 +69,28 @@ def lloyd(
         means, counts = cluster_means(points, assign(points, centres), centres.shape[1], weights)
         centres = torch.where(counts[..., None] > 0, means, centres)
     return assign(points, centres), centres
+
+
+def random_kmeans(
+    points: torch.Tensor,
+    clusters: int,
+    iterations: int,
+    generator: torch.Generator,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Labels of a k-means that starts from random points of each head.
+
+    Args:
+        points: [Hk, M, D] float32.
+        clusters: at most the number of valid points of any head.
+        generator: chooses them, on the points' device.
+        valid: [Hk, M] bool; points that take no part get label 0. None: all do.
+
+    Returns:
+        [Hk, M] int64.
+    """
+    random = torch.rand(points.shape[:2], generator=generator, device=points.device)
+    random = random if valid is None else random.masked_fill(~valid, 2.0)
+    first = random.argsort(dim=-1)[:, :clusters, None].expand(-1, -1, points.shape[-1])
+    labels, _ = lloyd(points, points.gather(1, first), iterations, None if valid is None else valid.float())
+    return labels if valid is None else labels.masked_fill(~valid, 0)

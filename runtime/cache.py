@@ -165,6 +165,7 @@ class SparseLayer(StoredLayer):
         segments = [
             Segment(self._take(self.middle_keys, flat, Hk), self._take(self.middle_values, flat, Hk), valid[:, None]),
             Segment(keys, values, mask),
+            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in chosen.replacements),
         ]
         return _grouped_attend(call, Hk, segments)
 

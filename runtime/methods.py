@@ -11,7 +11,7 @@ import torch
 
 import sparsekv.runtime
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.clusters import Clustering
 
@@ -31,17 +31,30 @@ class MiddleContext:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """Centroids in the place of tokens that are not attended one by one (Multipole Attention, equation 2).
+
+    keys, values [Hk, C, D]; log_counts [Hk, Q or 1, C] float32: the logarithm of how many tokens each stands for.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    log_counts: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Selection:
     """Chosen rows of the middle, as runs in the selector's layout: starts, lengths [Hk, Q or 1, R].
 
     `index_rows` is the number of D-sized rows read to choose them, beside keys and values: a number, or [Hk, Q or 1].
-    `capacity` bounds the sum of the lengths of any one query.
+    `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen.
     """
 
     starts: torch.Tensor
     lengths: torch.Tensor
     capacity: int
     index_rows: torch.Tensor | float
+    replacements: tuple[Replacement, ...] = ()
 
 
 class Selector(ABC):
@@ -64,6 +77,10 @@ class Selector(ABC):
             shared: one choice for all Q queries together (a question's prefill), not one for each.
         """
 
+    def replace_by_own_clusters(self) -> bool:
+        """Let centroids that the choice reads anyway stand for what it leaves; False where it has none."""
+        return False
+
 
 @dataclass(frozen=True)
 class Method(ABC):
@@ -75,9 +92,17 @@ class Method(ABC):
     def prepare(self, context: MiddleContext) -> Selector:
         """Make ready for one layer; says in its docstring what it allocates."""
 
+    def replaces(self) -> bool:
+        """Whether something stands for what the method does not choose."""
+        return False
+
     @classmethod
-    def variants(cls, calibration: dict[str, Any]) -> dict[str, Self]:
-        """The forms that a recall report compares, by name; the first is the default."""
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """The forms that a recall report compares, by name, the default first.
+
+        Args:
+            record: what the index says of the method, if it was built with it.
+        """
         return {"": cls()}
 
     @classmethod

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import DenseLayer, IndexCache, SparseLayer, StoredLayer
 from sparsekv.runtime.methods import Method, MiddleContext, Selector, methods
+from sparsekv.runtime.residual import ResidualSelector, residual_clusters
 
 # Largest difference of a probe's logits, relative to the largest of them, that rounding explains.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -36,9 +37,32 @@ def middle_context(artifact: Artifact, layer: int, name: str, device: torch.devi
     )
 
 
-def prepare_layer(artifact: Artifact, layer: int, name: str, method: Method, device: torch.device | str) -> Selector:
-    """A method made ready for one layer of an index."""
-    return method.prepare(middle_context(artifact, layer, name, device))
+def prepare_layer(
+    artifact: Artifact, layer: int, name: str, method: Method, device: torch.device | str, *, residual: bool = False
+) -> Selector:
+    """A method made ready for one layer of an index.
+
+    Args:
+        residual: centroids stand for what the method leaves: its own, or those of another method of the index.
+
+    Raises:
+        UsageError: no method of the index has value centroids.
+    """
+    selector = method.prepare(middle_context(artifact, layer, name, device))
+    if not residual or method.replaces() or selector.replace_by_own_clusters():
+        return selector
+    source = _residual_source(artifact, layer)
+    return ResidualSelector(selector, residual_clusters(middle_context(artifact, layer, source, device).tensors))
+
+
+def _residual_source(artifact: Artifact, layer: int) -> str:
+    files = artifact.manifest.files
+    for name in artifact.manifest.methods:
+        if "level0.value_centroids" in files[layer_file(name, layer)].tensors:
+            return name
+    raise UsageError(
+        "--residual needs clusters with value centroids, and the index has none: build it with --method multipole"
+    )
 
 
 @dataclass
@@ -56,9 +80,16 @@ class OpenIndex:
     def split(self) -> Split:
         return self.artifact.manifest.split
 
-    def sparse_cache(self, name: str, method: Method, budget: Budget) -> IndexCache:
+    def sparse_cache(self, name: str, method: Method, budget: Budget, *, residual: bool = False) -> IndexCache:
         """Decode with one method; layers with a sliding window stay dense. Allocates the context in the model's
-        dtype on its device, once as stored where the method does not lay it out, once laid out where it does."""
+        dtype on its device, once as stored where the method does not lay it out, once laid out where it does.
+
+        Args:
+            residual: centroids stand for what the method does not choose.
+
+        Raises:
+            UsageError: a residual is asked for and the index has no value centroids.
+        """
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = []
         for layer, facts in enumerate(manifest.layers):
@@ -66,7 +97,7 @@ class OpenIndex:
                 layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
             keys, values = self._rows(layer, slice(None))
-            selector = prepare_layer(self.artifact, layer, name, method, self.model.device)
+            selector = prepare_layer(self.artifact, layer, name, method, self.model.device, residual=residual)
             layers.append(SparseLayer(keys, values, self.split, facts, selector, budget))
         return IndexCache(layers)
 

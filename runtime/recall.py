@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Method, Selection, Selector
+from sparsekv.runtime.methods import Method, Replacement, Selection, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.queries import QueryBlock
 
@@ -24,12 +25,16 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 
 @dataclass(frozen=True)
 class Measured:
-    """A method at a budget; `variant` is empty for a method that has one form only."""
+    """A method at a budget; `variant` is empty for a method that has one form only.
+
+    With `residual` centroids stand for what the method does not choose.
+    """
 
     name: str
     variant: str
     method: Method
     budget: Budget
+    residual: bool = False
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Truth:
     probability: torch.Tensor
     output: torch.Tensor
     values: torch.Tensor
+    facts: LayerFacts
 
 
 def measure_layer(
@@ -73,15 +79,16 @@ def measure_layer(
 ) -> dict[Measured, Measures]:
     """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over."""
     results = {one: Measures() for one in measured}
-    selectors: dict[tuple[str, Method], Selector] = {}
+    selectors: dict[tuple[str, str], Selector] = {}
     for one in measured:
-        if (one.name, one.method) not in selectors:
-            selectors[one.name, one.method] = prepare_layer(artifact, layer, one.name, one.method, "cpu")
+        if (one.name, one.variant) not in selectors:
+            selector = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual)
+            selectors[one.name, one.variant] = selector
     for block in blocks:
         for queries in _pieces(block, artifact.manifest.split.tokens):
             truth, grouped = _truth(artifact, layer, block, queries)
             for one in measured:
-                _measure(one, selectors[one.name, one.method], grouped, truth, results[one])
+                _measure(one, selectors[one.name, one.variant], grouped, truth, results[one])
     return results
 
 
@@ -115,7 +122,7 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> t
     probability = (logits - total[..., None]).exp()
     exact_output = _weighted(weights, exact[1])
     output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
-    truth = Truth(logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle])
+    truth = Truth(logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
     return truth, grouped
 
 
@@ -126,7 +133,8 @@ def _measure(one: Measured, selector: Selector, grouped: torch.Tensor, truth: Tr
     oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
     selected = chosen.sum(-1)
     dense_norm = truth.output.norm(dim=-1)
-    error = (_sparse_output(chosen, truth) - truth.output).norm(dim=-1) / dense_norm
+    output = _sparse_output(chosen, truth, grouped, selection.replacements)
+    error = (output - truth.output).norm(dim=-1) / dense_norm
     into.add(
         selected_tokens=selected,
         recall=(chosen & oracle).sum(-1) / budget_tokens,
@@ -147,11 +155,21 @@ def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.
     return chosen.scatter_(-1, rows, True)[..., :-1]
 
 
-def _sparse_output(chosen: torch.Tensor, truth: Truth) -> torch.Tensor:
-    logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
-    total = torch.logaddexp(logits.logsumexp(-1), truth.exact_logsumexp)
-    chosen_part = _weighted((logits - total[..., None]).exp(), truth.values)
-    return chosen_part + truth.exact_output * (truth.exact_logsumexp - total).exp()[..., None]
+def _sparse_output(
+    chosen: torch.Tensor, truth: Truth, grouped: torch.Tensor, replacements: tuple[Replacement, ...]
+) -> torch.Tensor:
+    """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest."""
+    parts = [(truth.logits.masked_fill(~chosen[:, None], -torch.inf), truth.values)]
+    for one in replacements:
+        logits = attention_logits(grouped, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+        parts.append((logits + one.log_counts[:, None], one.values))
+    total = truth.exact_logsumexp
+    for logits, _ in parts:
+        total = torch.logaddexp(total, logits.logsumexp(-1))
+    output = truth.exact_output * (truth.exact_logsumexp - total).exp()[..., None]
+    for logits, values in parts:
+        output = output + _weighted((logits - total[..., None]).exp(), values)
+    return output
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -66,15 +66,21 @@ def recall_report(
     budgets: list[Budget],
     queries: Queries,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    *,
+    residual: bool = False,
 ) -> RecallReport:
     """Measure methods by name at each budget, layer by layer; memory is one layer's.
 
     Args:
         queries: the held-out tail's, or a person's questions; every method sees the same.
         progress: called with layers done and layers in all.
+        residual: measure each variant also with centroids in the place of what it does not choose.
+
+    Raises:
+        UsageError: a residual is asked for and the index has no value centroids.
     """
     manifest = artifact.manifest
-    measured = _variants(artifact, names, budgets)
+    measured = _variants(artifact, names, budgets, residual=residual)
     rows: list[RecallRow] = []
     for done, layer in enumerate(manifest.indexed_layers, 1):
         for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer)).items():
@@ -90,15 +96,19 @@ def recall_report(
     )
 
 
-def _variants(artifact: Artifact, names: list[str], budgets: list[Budget]) -> list[Measured]:
-    records, known = artifact.manifest.methods, methods()
-    calibrations = {name: records[name].calibration if name in records else {} for name in names}
-    return [
-        Measured(name, variant, method, budget)
-        for name in names
-        for variant, method in known[name].variants(calibrations[name]).items()
-        for budget in budgets
-    ]
+def _variants(artifact: Artifact, names: list[str], budgets: list[Budget], *, residual: bool) -> list[Measured]:
+    measured = []
+    for name in names:
+        variants = methods()[name].variants(artifact.manifest.methods.get(name))
+        forms = [(variant, method, False) for variant, method in variants.items()]
+        if residual and not any(method.replaces() for method in variants.values()):
+            forms += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
+        measured += [
+            Measured(name, variant, method, budget, replaced)
+            for variant, method, replaced in forms
+            for budget in budgets
+        ]
+    return measured
 
 
 def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
-from sparsekv.indexing.clustering import SPACES, _kmeans_torch, cluster_means, kmeans, to_space
+from sparsekv.indexing.clustering import kmeans
+from sparsekv.kernels.kmeans import SPACES, cluster_means, random_kmeans, to_space
 
 KMeans = Callable[[torch.Tensor, int, int, int, torch.Tensor], torch.Tensor]
-PATHS: dict[str, KMeans] = {"faiss": kmeans, "torch": _kmeans_torch}
+
+
+def _torch(points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor) -> torch.Tensor:
+    return random_kmeans(points, clusters, iterations, torch.Generator().manual_seed(seed), valid)
+
+
+PATHS: dict[str, KMeans] = {"faiss": kmeans, "torch": _torch}
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 
 
@@ -89,7 +96,7 @@ def test_both_paths_cluster_equally_well() -> None:
 
 def test_more_points_than_are_compared_at_once_are_all_labelled() -> None:
     points = clustered(4, 1, 20_000, 4, 3)
-    labels = _kmeans_torch(points, 3, 4, 0, _all(points))
+    labels = _torch(points, 3, 4, 0, _all(points))
     centres, _ = cluster_means(points, labels, 3)
     nearest = torch.cdist(points, centres).argmin(2)
     assert float((labels == nearest).float().mean()) > 0.95

@@ -136,9 +136,11 @@ def test_tensors_have_the_sizes_that_the_levels_ask_for(dtype: torch.dtype) -> N
         "token_order": ((2, 400), torch.int32),
         "token_offsets": ((2, 41), torch.int32),
         "level0.centroids": ((2, 40, 8), dtype),
+        "level0.value_centroids": ((2, 40, 8), dtype),
         "level0.counts": ((2, 40), torch.int32),
         "level0.parent": ((2, 40), torch.int32),
         "level1.centroids": ((2, 12, 8), dtype),
+        "level1.value_centroids": ((2, 12, 8), dtype),
         "level1.counts": ((2, 12), torch.int32),
     }
 

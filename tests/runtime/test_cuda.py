@@ -10,9 +10,10 @@ from support.small_index import plain_logits, random_ids, reopen, small_plan, st
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.clustering import cluster_means, kmeans
+from sparsekv.indexing.clustering import kmeans
 from sparsekv.kernels.attention import Segment, attend
 from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.kmeans import cluster_means
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.generate import Sampling, generate, question_ids

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from support.small_layer import SmallLayer, all_chosen, nothing_else, small_layer
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cluster_selector import ClusterSelector
 from sparsekv.runtime.methods import Selection
 from sparsekv.runtime.oracle import OracleSelector
-from sparsekv.runtime.squeezed import Squeezed, SqueezedSelector
+from sparsekv.runtime.squeezed import Squeezed
 
 FLAT, HIERARCHICAL = Squeezed("flat"), Squeezed("hierarchical")
 BY_THRESHOLD = Squeezed("flat", "threshold")
@@ -33,7 +35,7 @@ budgets = st.builds(Budget, st.integers(1, 300) | st.floats(0.01, 1.0))
 
 def _select(
     layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = False
-) -> tuple[SqueezedSelector, Selection]:
+) -> tuple[ClusterSelector, Selection]:
     selector = method.prepare(layer.context)
     return selector, selector.select(layer.queries, budget, lambda: nothing_else(layer.queries), shared=shared)
 
@@ -86,7 +88,8 @@ def test_whole_clusters_are_taken_in_order_of_score_and_the_last_one_in_part(
     for head, of_head in enumerate(all_chosen(selection, selector)):
         counts = layer.context.tensors["level0.counts"][head].tolist()
         for query, tokens in enumerate(of_head):
-            clusters = list(dict.fromkeys(cluster_of[head, tokens].tolist()))
+            of_query = scores[head, query]
+            clusters = sorted(set(cluster_of[head, tokens].tolist()), key=lambda one: -float(of_query[one]))
             taken = [cluster_of[head, tokens].tolist().count(cluster) for cluster in clusters]
             assert taken[:-1] == [counts[cluster] for cluster in clusters[:-1]]
             ordered = scores[head, query, clusters]
@@ -248,7 +251,10 @@ def test_a_large_budget_goes_without_the_hierarchy() -> None:
 
 
 def test_variants_are_those_the_index_was_calibrated_for_and_flat_is_the_default() -> None:
-    one, two = (small_layer(levels=levels).context.calibration for levels in ((0.1,), (0.1, 0.03)))
+    one, two = (
+        MethodRecord(revision=2, parameters={"levels": levels}, seed=0, calibration={}, built_from={})
+        for levels in ([0.1], [0.1, 0.03])
+    )
     assert list(Squeezed.variants(one)) == ["flat", "flat threshold"]
     assert list(Squeezed.variants(two)) == ["flat", "hierarchical", "flat threshold", "hierarchical threshold"]
     assert Squeezed.variants(two)["flat"] == Squeezed()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered
 from support.reference import assert_close
 
-from sparsekv.indexing.clustering import cluster_means
-from sparsekv.indexing.hierarchy import Level, build_levels, level_tensors, number_neighbours
+from sparsekv.indexing.clustering import kmeans
+from sparsekv.kernels.hierarchy import Level, level_tensors, levels_above, number_neighbours
+from sparsekv.kernels.kmeans import cluster_means, to_space
 
 FIRST = 7
 
@@ -37,6 +38,16 @@ class _Built:
         return labels
 
 
+def _levels(
+    keys: torch.Tensor, sizes: list[int], *, space: str, iterations: int, seed: int
+) -> tuple[list[Level], torch.Tensor]:
+    def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor | None) -> torch.Tensor:
+        return kmeans(to_space(points, space), clusters, iterations, seed, valid)
+
+    labels = cluster(keys, sizes[0], None)
+    return levels_above(keys, labels, sizes, cluster), labels
+
+
 @st.composite
 def _hierarchies(draw: st.DrawFn) -> _Built:
     """Hierarchies of keys with repetitions, whose clusters come out uneven and some of them empty."""
@@ -48,9 +59,9 @@ def _hierarchies(draw: st.DrawFn) -> _Built:
     middle = draw(st.integers(1, finest))
     sizes = [finest, middle, draw(st.integers(1, middle))][: draw(st.integers(1, 3))]
     space = draw(st.sampled_from(["normalised", "raw", "centred"]))
-    levels, labels = build_levels(keys, sizes, space=space, iterations=3, seed=seed)
+    levels, labels = _levels(keys, sizes, space=space, iterations=3, seed=seed)
     labels = number_neighbours(levels, labels)
-    return _Built(keys, level_tensors(levels, labels, FIRST, torch.float32), len(sizes))
+    return _Built(keys, level_tensors(levels, labels, keys, FIRST), len(sizes))
 
 
 properties = settings(max_examples=25, deadline=None)
@@ -102,8 +113,9 @@ def test_children_of_a_parent_are_neighbours_and_empty_clusters_come_last(built:
 
 
 def test_tokens_of_a_cluster_keep_their_order() -> None:
-    levels, labels = build_levels(clustered(0, 2, 60, 4, 5), [8, 3], space="normalised", iterations=5, seed=0)
-    built = level_tensors(levels, number_neighbours(levels, labels), 0, torch.float32)
+    keys = clustered(0, 2, 60, 4, 5)
+    levels, labels = _levels(keys, [8, 3], space="normalised", iterations=5, seed=0)
+    built = level_tensors(levels, number_neighbours(levels, labels), keys, 0)
     inside = torch.ones(2, 59, dtype=torch.bool)
     inside.scatter_(1, (built["token_offsets"][:, 1:-1].long() - 1).clamp(0, 58), False)
     assert bool((built["token_order"].diff(dim=1) > 0)[inside].all())
@@ -112,7 +124,7 @@ def test_tokens_of_a_cluster_keep_their_order() -> None:
 def test_an_empty_cluster_never_reaches_the_next_level() -> None:
     """Three kinds of key, near to each other and far from 0, fill three of ten clusters, and then one each of three."""
     kinds = torch.tensor([[1.0, 0.0], [1.0, 0.2], [1.0, -0.2]])
-    levels, _ = build_levels(kinds[None, torch.arange(30) % 3], [10, 5], space="raw", iterations=5, seed=0)
+    levels, _ = _levels(kinds[None, torch.arange(30) % 3], [10, 5], space="raw", iterations=5, seed=0)
     assert int((levels[0].counts > 0).sum()) == 3
     assert levels[1].counts.tolist() == [[10, 10, 10]]
 

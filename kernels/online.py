@@ -1,0 +1,52 @@
+"""New tokens join a block of clusters without clustering it from scratch (Multipole Attention, section 3.2)."""
+
+import torch
+
+from sparsekv.kernels.hierarchy import Level, level_sizes, levels_above
+from sparsekv.kernels.kmeans import assign, cluster_means, lloyd, random_kmeans, to_space
+
+REFINEMENTS = 3  # full iterations over the block after new tokens were assigned to it
+
+
+def join_tokens(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Labels of a block after tokens were added to its end.
+
+    Centres sampled from the new tokens join the old ones; the new tokens go to their nearest centre, which moves to the
+    mean of what it holds then (a step of sequential k-means); a few iterations over the whole block refine both.
+
+    Args:
+        points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
+        labels: [Hk, T_old] int64 of the old ones.
+        clusters: how many clusters these have; all_clusters: how many there shall be, at most T - T_old more.
+        generator: chooses the samples, on the points' device.
+
+    Returns:
+        [Hk, T] int64. Allocates the centres, and [Hk, 16384, C] scores at a time.
+    """
+    old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
+    centres, counts = cluster_means(old, labels, clusters)
+    order = torch.rand(new.shape[:2], generator=generator, device=points.device).argsort(dim=-1)
+    sampled = new.gather(1, order[:, : all_clusters - clusters, None].expand(-1, -1, new.shape[2]))
+    centres, counts = torch.cat([centres, sampled], 1), torch.nn.functional.pad(counts, (0, sampled.shape[1]))
+    means, joined = cluster_means(new, assign(new, centres), centres.shape[1])
+    moved = (centres * counts[..., None] + means * joined[..., None]) / (counts + joined).clamp(min=1)[..., None]
+    centres = torch.where(joined[..., None] > 0, moved, centres)
+    return lloyd(points, centres, REFINEMENTS)[0]
+
+
+def online_levels(
+    keys: torch.Tensor,
+    labels: torch.Tensor,
+    shares: tuple[float, ...],
+    space: str,
+    iterations: int,
+    generator: torch.Generator,
+) -> list[Level]:
+    """All levels of a block from the labels [Hk, T] of its finest, for keys [Hk, T, D]; coarse ones are made anew."""
+
+    def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
+        return random_kmeans(to_space(points, space), clusters, iterations, generator, valid)
+
+    return levels_above(keys, labels, level_sizes(shares, keys.shape[1]), cluster)

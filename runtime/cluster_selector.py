@@ -1,0 +1,160 @@
+"""Choosing clusters by their centroids, flat or down a hierarchy, and what stands for the clusters not chosen."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from sparsekv.kernels.lookup import cluster_scores
+from sparsekv.kernels.runs import fill_budget
+from sparsekv.kernels.tree import child_scores, tree_from_tensors
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import ExactLogsumexp, MiddleContext, Replacement, Selection, Selector
+from sparsekv.runtime.thresholds import Thresholds
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """Clusters of one level that were scored: numbers, scores, token counts [Hk, Q or 1, S]; and the rows read."""
+
+    level: int
+    clusters: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+    read: torch.Tensor | float
+
+
+class ClusterSelector(Selector):
+    """One layer's levels of centroids; runs are whole clusters of the artifact's token order.
+
+    Args:
+        hierarchical: score the children of what a coarse level leaves, not all clusters of the finest.
+        thresholds: choose by score; None: to the budget.
+        replace: let the centroids of clusters stand for their tokens that are not chosen.
+    """
+
+    def __init__(
+        self,
+        context: MiddleContext,
+        *,
+        hierarchical: bool,
+        thresholds: Thresholds | None = None,
+        replace: bool = False,
+    ):
+        self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
+        self.tree = tree_from_tensors(context.tensors)
+        self.parents = [context.tensors[f"level{level}.parent"].long() for level in range(len(self.tree.children))]
+        self.tensors = context.tensors
+        self.token_order = context.tensors["token_order"].long()
+        self.starts = context.tensors["token_offsets"][:, :-1].long()
+        self.middle = self.token_order.shape[1]
+        self.children = [
+            torch.zeros_like(self.tree.children[level]).scatter_add_(1, parent, (self.tree.counts[level] > 0).long())
+            for level, parent in enumerate(self.parents)
+        ]
+        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts]
+
+    def replace_by_own_clusters(self) -> bool:
+        self.replace = True
+        return True
+
+    def select(
+        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
+    ) -> Selection:
+        """By threshold, one sync a level sizes the gather; to a budget there is none."""
+        # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
+        flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
+        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, shared)]
+        while looked[-1].level:
+            looked.append(self._look_below(query, looked[-1], budget, shared))
+        lengths, capacity = self._choose(looked[-1], budget, shared)
+        read = sum((one.read for one in looked[1:]), looked[0].read)
+        return Selection(
+            starts=_gather(self.starts, looked[-1].clusters),
+            lengths=lengths,
+            capacity=capacity,
+            index_rows=read * 2 if self.replace else read,
+            replacements=self._replacements(looked, lengths) if self.replace else (),
+        )
+
+    def _look_at(self, query: torch.Tensor, level: int, shared: bool) -> _Looked:
+        centroids, counts = self.tree.centroids[level], self.tree.counts[level]
+        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
+        clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
+        return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
+
+    def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
+        """Score the children of the surviving clusters against each other alone."""
+        level = above.level - 1
+        starts, lengths, capacity = self._open(above, budget, shared)
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
+        return _Looked(level, clusters, scores, counts, lengths.sum(-1))
+
+    def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Runs of clusters whose parents survive: above the coarse threshold, or the best half of them.
+
+        Where clusters are so uneven that half of them could hold less than the budget, it is more than half.
+        """
+        level, depth = above.level - 1, len(self.tree.centroids) - above.level
+        order = above.scores.argsort(dim=-1, descending=True, stable=True)
+        parents = above.clusters.gather(-1, order)
+        starts = _gather(self.tree.first_child[level], parents)
+        # Empty clusters are the last children of the last parent: leaving them out keeps runs runs.
+        children = _gather(self.children[level], parents) * (above.counts.gather(-1, order) > 0)
+        if self.thresholds is not None:
+            alive = (above.scores >= self.thresholds.coarse(depth, shared=shared)) & (above.counts > 0)
+            # The best one is always opened: a head below the threshold everywhere still needs a denominator.
+            alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
+            lengths = children * alive
+            return starts, lengths, int(lengths.sum(-1).max())
+        half = round(self.tree.centroids[level].shape[1] * 0.5**depth)
+        enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
+        capacity = max(half, enough)
+        return starts, fill_budget(children, capacity), capacity
+
+    def _choose(self, looked: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, int]:
+        """Tokens to take from each cluster that was scored, and a bound of their sum."""
+        if self.thresholds is not None:
+            threshold = self.thresholds.finest(budget.share(self.middle), shared=shared)
+            kept = looked.counts.long() * (looked.scores >= threshold)
+            return kept, int(kept.sum(-1).max())
+        order = looked.scores.argsort(dim=-1, descending=True, stable=True)
+        tokens = budget.tokens(self.middle)
+        lengths = fill_budget(looked.counts.gather(-1, order).long(), tokens)
+        return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
+
+    def _replacements(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[Replacement, ...]:
+        """Each token not taken, once: by its coarsest cluster that was scored and whose child it lies in was not."""
+        parts = []
+        for above, below in pairwise(looked):
+            handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
+            handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
+            parts.append(self._replacement(above, above.counts - handed.gather(-1, above.clusters)))
+        return (*parts, self._replacement(looked[-1], looked[-1].counts - taken))
+
+    def _replacement(self, looked: _Looked, left: torch.Tensor) -> Replacement:
+        """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared."""
+        keys, values = self.tree.centroids[looked.level], self.tensors[f"level{looked.level}.value_centroids"]
+        if looked.clusters.shape[2] == keys.shape[1]:
+            everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
+            return Replacement(keys, values, everything.float().log())
+        if looked.clusters.shape[1] == 1:
+            rows = looked.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
+            return Replacement(keys.gather(1, rows), values.gather(1, rows), left.float().log())
+        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, looked.clusters, left)
+        return Replacement(keys, values, spread.float().log())
+
+
+def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """values [Hk, C] of clusters [Hk, Q or 1, S]."""
+    return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
+
+
+def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
+    """[C] on the CPU: entry n is the fewest tokens that n + 1 filled clusters of any head, or all of them, hold."""
+    total = counts.sum(-1, keepdim=True)
+    smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
+    return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()

@@ -1,0 +1,39 @@
+"""Multipole Attention, online (arXiv 2506.13059, section 3): the best clusters exactly, centroids for all others.
+
+Every token is represented once: exactly, or by the centroid of its cluster, which adds N_i exp(q Kc_i) Vc_i to the
+numerator and N_i exp(q Kc_i) to the denominator of one softmax. Down a hierarchy a coarse cluster that is not opened
+stands for its tokens; one that is opened hands over to its children. RetroInfer (arXiv 2505.02922) estimates attention
+from centroids too.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.cluster_method import ClusterMethod
+from sparsekv.runtime.cluster_selector import ClusterSelector
+from sparsekv.runtime.methods import MiddleContext, register
+
+
+@register("multipole")
+@dataclass(frozen=True)
+class Multipole(ClusterMethod):
+    """Chooses clusters of keys by their centroids and replaces the others by theirs."""
+
+    replace: bool = field(default=True, metadata={"help": "Let centroids stand for the clusters not chosen."})
+
+    def prepare(self, context: MiddleContext) -> ClusterSelector:
+        """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
+        return ClusterSelector(context, hierarchical=self.is_hierarchical(context), replace=self.replace)
+
+    def replaces(self) -> bool:
+        return self.replace
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """Each lookup with the replacement, and without it."""
+        return {
+            lookup if replaced else f"{lookup} without replacement": cls(lookup, replaced)
+            for replaced in (True, False)
+            for lookup in cls.lookups(record)
+        }

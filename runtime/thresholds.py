@@ -1,0 +1,30 @@
+"""Calibrated thresholds: from the share of tokens to keep to the score that keeps it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """An indexer's calibration of one lookup: for decoding, and for a question's prefill, where scores are flatter."""
+
+    calibration: dict[str, Any]
+    lookup: str
+
+    def coarse(self, depth: int, *, shared: bool) -> float:
+        """Threshold of the coarse level at a depth, 1 for the coarsest; `shared` is for a question's prefill."""
+        return float(self._of(shared)["coarse_thresholds"][depth - 1])
+
+    def finest(self, share: float, *, shared: bool) -> float:
+        """Threshold for any target share, between the calibrated points on logarithmic axes; 0 keeps everything."""
+        if share >= 1:
+            return 0.0
+        kept, thresholds = np.array(self._of(shared)["curve"]).T
+        known = thresholds > 0
+        return float(np.exp(np.interp(np.log(share), np.log(kept[known]), np.log(thresholds[known]))))
+
+    def _of(self, shared: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self.calibration["prefill" if shared else "decode"][self.lookup]
+        return found
