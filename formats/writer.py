@@ -23,6 +23,7 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.reader import map_tensors
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
+from sparsekv.formats.sync import sync_path
 
 JOURNAL = "unfinished.json"
 LOCK = ".lock"
@@ -189,7 +190,7 @@ class ArtifactWriter:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)
-            _sync_folder(target.parent)
+            sync_path(target.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -210,11 +211,3 @@ class ArtifactWriter:
         for path in self.folder.iterdir():
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

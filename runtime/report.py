@@ -101,7 +101,8 @@ def _variants(artifact: Artifact, names: list[str], budgets: list[Budget], *, re
     for name in names:
         variants = methods()[name].variants(artifact.manifest.methods.get(name))
         forms = [(variant, method, False) for variant, method in variants.items()]
-        if residual and not any(method.replaces() for method in variants.values()):
+        replaces_already = any(form.replaces() for form in variants.values())
+        if residual and not replaces_already:
             forms += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
         measured += [
             Measured(name, variant, method, budget, replaced)
