@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.questions import read_question, read_questions
+from sparsekv.cli.session import refuse_unsavable, save_session
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
@@ -45,6 +47,10 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
+    save_to: Annotated[
+        Path | None,
+        typer.Option(metavar="NAME.skv", help="Keep document, question and answer as an index to go on with."),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Times and rows read of each answer, on stderr.")] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -55,10 +61,12 @@ def generate(
     """Answer a question over an index; the text streams to stdout.
 
     Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them.
+    What --save-to keeps can be asked the next question; methods that cannot take new tokens are built again for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"
     echo "What is this about?" | sparsekv generate --index manual.skv --budget 5%
+    sparsekv generate --index manual.skv "How is it installed?" --save-to talk.skv
     sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
     """
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
@@ -67,6 +75,10 @@ def generate(
     name = choose_methods([method] if method else list(artifact.manifest.methods), list(artifact.manifest.methods))[0]
     refuse_unused({name: methods()[name]}, parameters)
     configured = configure(methods()[name], parameters)
+    if save_to is not None and batch_file is not None:
+        raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
+    if save_to is not None:
+        refuse_unsavable(artifact, save_to, dtype)
     questions = _questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
@@ -80,6 +92,10 @@ def generate(
         elif batch_file:
             typer.echo(" ".join(result.text.split()))
         note(_summary(result), quiet=quiet or not stats)
+    if save_to is not None:
+        del asked, cache  # the prefill of what is new needs the room
+        ids = question_ids(opened, questions[0], raw=raw)
+        save_session(opened, save_to, ids, result.ids, raw=raw, quiet=quiet)
 
 
 def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
@@ -111,7 +127,8 @@ class _Asked:
         return result
 
     def record(self, result: Answer) -> dict[str, Any]:
-        return {**asdict(result), "method": self.method, "budget": self.budget.value}
+        told = {name: value for name, value in asdict(result).items() if name != "ids"}
+        return {**told, "method": self.method, "budget": self.budget.value}
 
 
 def _summary(result: Answer) -> str:

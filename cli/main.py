@@ -15,6 +15,7 @@ COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
     "generate": "Answer questions over an index.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
+    "append": "Take more text into an index.",
     "inspect": "Show what is in an index, and recheck it.",
     "models": "List models that are ready, and fetch one.",
 }

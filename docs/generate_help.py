@@ -4,10 +4,11 @@ import io
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from sparsekv.cli.main import COMMANDS as MAIN
 from sparsekv.cli.main import app
 
 PAGE = Path(__file__).with_name("commands.md")
-COMMANDS = ["", "build-index", "generate", "recall-report", "inspect", "models", "models list", "models pull"]
+COMMANDS = ["", *MAIN, "models list", "models pull"]
 HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
 
 

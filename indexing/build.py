@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.schema import Manifest, MethodRecord, Prefill, Prompt
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_stage import ContextFacts, build_context
@@ -32,11 +33,13 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
 
     Raises:
         UsageError: the document does not fit the split or the model's positions.
-        ArtifactError: the folder cannot be written, is locked, or holds something damaged.
+        ArtifactError: the folder cannot be written, is locked, holds something damaged, or not what is to grow.
     """
     split = plan.split()
     model, tokenizer = identify(plan.loaded)
     with ArtifactWriter(folder, force=plan.force) as writer:
+        if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
+            raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
         job = BuildJob(plan, split, model, tokenizer, writer, progress)
         facts = build_context(job)
         built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.indexing.rope import rope_depends_on_length
 from sparsekv.kernels.attention import causal_attention
 from sparsekv.kernels.hook import AttentionCall, route_attention
 
@@ -154,7 +155,7 @@ def capture(
         progress: called with the number of tokens done after each chunk.
     """
     tokens, recorder = len(input_ids), _Recorder(len(input_ids), tail)
-    if _rope_depends_on_length(model):
+    if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
         chunk_size, prefix_tokens = tokens, 0
     layers = [
         _ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
@@ -175,10 +176,3 @@ def _first_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = rows
     return keys[:, :tokens].to(model.device), values[:, :tokens].to(model.device)
-
-
-def _rope_depends_on_length(model: PreTrainedModel) -> bool:
-    """Dynamic and longrope frequencies change once a sequence is long: parts of it would then disagree."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)

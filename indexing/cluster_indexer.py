@@ -23,6 +23,7 @@ class ClusterIndexer(Indexer):
     space: str = field(default="normalised", metadata={"help": f"Space of k-means: {', '.join(SPACES)}."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         falling = all(a > b for a, b in pairwise(self.levels))
         if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
             raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")

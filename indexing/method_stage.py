@@ -19,9 +19,7 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     built_from = {path: job.writer.files[path].sha256 for path in context}
     recipe = hash_json([name, indexer.revision, parameters, job.split.model_dump(), built_from])
     for done, layer in enumerate(facts.indexed_layers, 1):
-        if not job.writer.reuse(layer_file(name, layer), recipe):
-            tensors = indexer.build_layer(_layer_input(job, layer, facts))
-            job.writer.write(layer_file(name, layer), tensors, recipe)
+        _build_layer(job, layer_file(name, layer), indexer, facts, layer, recipe)
         job.progress(f"index {name}", done, len(facts.indexed_layers))
     return MethodRecord(
         revision=indexer.revision,
@@ -30,6 +28,19 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
         calibration=_known_calibration(job, name, recipe) or _calibrate(job, name, indexer, facts),
         built_from=built_from,
     )
+
+
+def _build_layer(job: BuildJob, path: str, indexer: Indexer, facts: ContextFacts, layer: int, recipe: str) -> None:
+    base = job.writer.base
+    if base is None or job.plan.growth is None or path.partition("/")[0] not in job.plan.growth.online:
+        if not job.writer.reuse(path, recipe):
+            job.writer.write(path, indexer.build_layer(_layer_input(job, layer, facts)), recipe)
+        return
+    # What a method grew into depends on what it was: a plain build of the same tokens is another file.
+    recipe = hash_json([recipe, "grown from", base.files[path].sha256])
+    if not job.writer.reuse(path, recipe):
+        grown = indexer.append_layer(job.read_base(path), _layer_input(job, layer, facts), base.split.middle)
+        job.writer.write(path, grown, recipe)
 
 
 def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:

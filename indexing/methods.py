@@ -13,6 +13,8 @@ import sparsekv.indexing
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 
+LARGEST_SEED = 2**31 - 1  # what faiss takes
+
 
 @dataclass(frozen=True)
 class LayerInput:
@@ -38,11 +40,26 @@ class Indexer(ABC):
     """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
+    takes_tokens: ClassVar[bool] = False
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """The artifact's tensors for one layer."""
+
+    def append_layer(
+        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
+    ) -> dict[str, torch.Tensor]:
+        """The artifact's tensors for one layer whose middle has grown; only methods with `takes_tokens` have this.
+
+        Args:
+            tensors: the ones made for the first `old_middle` tokens of the middle, with the same parameters.
+        """
+        raise NotImplementedError
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """Numbers that need all layers, for the manifest; `layers()` walks them anew at each call."""

@@ -14,8 +14,14 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.cluster_indexer import ClusterIndexer
 from sparsekv.indexing.methods import LayerInput, register
+from sparsekv.indexing.online_blocks import finest_labels, split_blocks
 from sparsekv.kernels.blocks import block_offsets
-from sparsekv.kernels.hierarchy import join_blocks
+from sparsekv.kernels.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
+from sparsekv.kernels.kmeans import to_space
+from sparsekv.kernels.online import join_tokens, online_levels
+
+STEP = 128  # most tokens that join a block at once
+MOST_JOINS = 2  # more of them cost more than clustering the block anew
 
 
 @register("multipole")
@@ -28,6 +34,7 @@ class MultipoleIndexer(ClusterIndexer):
     )
     block: int = field(default=8192, metadata={"help": "Tokens that are clustered together."})
     smallest_block: ClassVar[int] = 16
+    takes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,9 +46,44 @@ class MultipoleIndexer(ClusterIndexer):
 
         Allocates a block's keys once more in float32.
         """
+        return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
+
+    def append_layer(
+        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
+    ) -> dict[str, torch.Tensor]:
+        """Closed blocks as they are. A few tokens join the clusters of the last block; with more of them, or when it
+        closes, its tokens are clustered anew, which then costs less than joining and finds better clusters.
+
+        Allocates the changed blocks' keys once more in float32.
+        """
         offsets = block_offsets(layer.keys.shape[1], self.block)
-        blocks = [
+        blocks = split_blocks(tensors)
+        opened = blocks.pop()
+        stays_open = len(offsets) == len(blocks) + 2
+        if stays_open and layer.keys.shape[1] - old_middle <= MOST_JOINS * STEP:
+            blocks.append(self._extend(opened, layer, slice(offsets[-2], offsets[-1]), old_middle - offsets[-2]))
+        return self._join(layer, blocks, offsets)
+
+    def _join(
+        self, layer: LayerInput, blocks: list[dict[str, torch.Tensor]], offsets: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """The blocks there are and, clustered, those that the offsets have beyond them."""
+        made = [
             self.cluster(layer.keys[:, start:stop], layer.values[:, start:stop], layer.split.sinks + start)
-            for start, stop in pairwise(offsets)
+            for start, stop in list(pairwise(offsets))[len(blocks) :]
         ]
-        return join_blocks(blocks) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
+        return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
+
+    def _extend(
+        self, block: dict[str, torch.Tensor], layer: LayerInput, tokens: slice, old: int
+    ) -> dict[str, torch.Tensor]:
+        """A block whose first `old` tokens have clusters, and whose others join them."""
+        keys, values = layer.keys[:, tokens], layer.values[:, tokens]
+        generator = torch.Generator(keys.device).manual_seed(self.seed)
+        labels, clusters = finest_labels(block), block["level0.counts"].shape[1]
+        for end in [*range(old + STEP, keys.shape[1], STEP), keys.shape[1]]:
+            points, before = to_space(keys[:, :end], self.space), clusters
+            clusters = level_sizes(self.levels, end)[0]
+            labels = join_tokens(points, labels, before, clusters, generator)
+        levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
+        return level_tensors(levels, number_neighbours(levels, labels), values, layer.split.sinks + tokens.start)

@@ -16,6 +16,14 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
+class Growth:
+    """That a build adds tokens to the index with the uuid `base`; methods in `online` take them, others start over."""
+
+    base: str
+    online: frozenset[str]
+
+
+@dataclass(frozen=True)
 class BuildPlan:
     """Everything that decides what an index will hold."""
 
@@ -27,6 +35,7 @@ class BuildPlan:
     chunk_size: int = 512
     rope_scaling: str | None = None
     force: bool = False
+    growth: Growth | None = None
 
     def __post_init__(self) -> None:
         if self.sinks < 1 or self.tail < 2:
@@ -58,6 +67,11 @@ class BuildPlan:
             )
         if positions is not None and tokens > positions:
             factor = -(-tokens // positions)
+            if self.growth is not None:
+                raise UsageError(
+                    f"the document and what is added have {tokens} tokens and {self.loaded.name} has {positions} "
+                    f"positions; add less, or build the index again with --rope-scaling yarn:{factor}"
+                )
             raise UsageError(
                 f"the document has {tokens} tokens and {self.loaded.name} has {positions} positions; shorten it with "
                 f"--max-tokens or stretch the model with --rope-scaling yarn:{factor}"
@@ -78,5 +92,12 @@ class BuildJob:
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of this build, on the model's device."""
+        return self._on_device(self.writer.read(name))
+
+    def read_base(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of a file of the index that is built upon, on the model's device."""
+        return self._on_device(self.writer.read_base(name))
+
+    def _on_device(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         device = self.plan.loaded.model.device
-        return {key: tensor.to(device) for key, tensor in self.writer.read(name).items()}
+        return {key: tensor.to(device) for key, tensor in tensors.items()}

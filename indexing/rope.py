@@ -9,6 +9,13 @@ from transformers import PreTrainedConfig
 from sparsekv.formats.errors import UsageError
 
 
+def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
+    """Dynamic and longrope frequencies change once a sequence is long: parts of it would then disagree."""
+    rope = parameters or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How to give a model `factor` times its positions.

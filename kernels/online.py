@@ -1,6 +1,7 @@
-"""New tokens join a block of clusters without clustering it from scratch (Multipole Attention, section 3.2)."""
+"""New tokens join a block of clusters without clustering it from scratch (Multipole Attention, section 3.3)."""
 
 import torch
+from torch.nn.functional import pad
 
 from sparsekv.kernels.hierarchy import Level, level_sizes, levels_above
 from sparsekv.kernels.kmeans import assign, cluster_means, lloyd, random_kmeans, to_space
@@ -13,23 +14,29 @@ def join_tokens(
 ) -> torch.Tensor:
     """Labels of a block after tokens were added to its end.
 
-    Centres sampled from the new tokens join the old ones; the new tokens go to their nearest centre, which moves to the
-    mean of what it holds then (a step of sequential k-means); a few iterations over the whole block refine both.
+    Centres sampled from the new tokens join the old ones, and replace those that hold no token; the new tokens go to
+    their nearest centre, which moves to the mean of what it holds then (a step of sequential k-means); a few iterations
+    over the whole block refine both.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
         labels: [Hk, T_old] int64 of the old ones.
-        clusters: how many clusters these have; all_clusters: how many there shall be, at most T - T_old more.
+        clusters: how many clusters these have; all_clusters: how many there shall be, as many or more.
         generator: chooses the samples, on the points' device.
 
     Returns:
         [Hk, T] int64. Allocates the centres, and [Hk, 16384, C] scores at a time.
     """
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
+    more = all_clusters - clusters
     centres, counts = cluster_means(old, labels, clusters)
+    centres, counts = pad(centres, (0, 0, 0, more)), pad(counts, (0, more))
     order = torch.rand(new.shape[:2], generator=generator, device=points.device).argsort(dim=-1)
-    sampled = new.gather(1, order[:, : all_clusters - clusters, None].expand(-1, -1, new.shape[2]))
-    centres, counts = torch.cat([centres, sampled], 1), torch.nn.functional.pad(counts, (0, sampled.shape[1]))
+    empty = counts == 0
+    number = empty.cumsum(1) - 1
+    sample = order.gather(1, number.clamp(0, order.shape[1] - 1))[..., None].expand_as(centres)
+    sampled = empty & (number < order.shape[1])
+    centres = torch.where(sampled[..., None], new.gather(1, sample), centres)
     means, joined = cluster_means(new, assign(new, centres), centres.shape[1])
     moved = (centres * counts[..., None] + means * joined[..., None]) / (counts + joined).clamp(min=1)[..., None]
     centres = torch.where(joined[..., None] > 0, moved, centres)

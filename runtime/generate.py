@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -37,9 +37,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text and what it took; seconds are wall time, `kv_fraction` a mean over decode steps."""
+    """A generated text, its tokens and what it took; seconds are wall time, `kv_fraction` a mean over decode steps."""
 
     text: str
+    ids: list[int] = field(repr=False)
     prompt_tokens: int
     generated_tokens: int
     tokens_per_second: float
@@ -114,6 +115,7 @@ def generate(
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
     return Answer(
         text=str(index.tokenizer.decode(generated, skip_special_tokens=True)),
+        ids=generated.tolist(),
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),
         tokens_per_second=steps / seconds if steps and seconds else 0.0,

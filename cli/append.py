@@ -1,0 +1,67 @@
+"""`sparsekv append`: take more text into an index."""
+
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.console import note, progress
+from sparsekv.cli.index_option import open_artifact
+from sparsekv.cli.loading import load_for
+from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, ModelOption, QuietOption
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, refuse_other_dtype
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.prompt import read_document
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def append(
+    document: Annotated[str, typer.Argument(metavar="MORE", help="A text file, or - for standard input.")],
+    index: IndexOption = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build methods that cannot take new tokens again, from all tokens.")
+    ] = False,
+    model: ModelOption = None,
+    chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+) -> None:
+    """Add a blank line and MORE to the end of an index's document, and print the index's path.
+
+    Only what is new is prefilled. The index stays as it was until the longer one is whole; an interrupted run goes on
+    where it stopped when the same command runs again. Methods that cluster block by block (multipole) keep their
+    closed blocks; the command stops before any work when the index has another method, unless --rebuild is given.
+
+    \b
+    sparsekv append --index manual.skv chapter2.txt
+    sparsekv append --index manual.skv --rebuild chapter2.txt
+    git log -3 | sparsekv append --index manual.skv -
+    """
+    artifact = open_artifact(index)
+    refuse_other_dtype(artifact.manifest, dtype)
+    if not rebuild:
+        _refuse_fixed_methods(artifact)
+    text = read_document(document)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet)
+    identity = artifact.manifest.model
+    loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
+    addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat)
+    plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
+    note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
+    with progress(quiet=quiet) as show:
+        build_index(plan, artifact.folder, show)
+    typer.echo(artifact.folder)
+
+
+def _refuse_fixed_methods(artifact: Artifact) -> None:
+    fixed = sorted(artifact.manifest.methods.keys() - online_methods(artifact.manifest))
+    if fixed:
+        raise UsageError(
+            f"{', '.join(fixed)} of {artifact.folder} cannot take new tokens; give --rebuild to build it again from "
+            "all of them"
+        )

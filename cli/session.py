@@ -1,0 +1,48 @@
+"""Keeping a conversation as an index, so that another call can go on with it."""
+
+from pathlib import Path
+
+import torch
+
+from sparsekv.cli.console import note, progress
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.append import Addition, copied_index, growing_plan, refuse_other_dtype, stored_indexers
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.turns import next_turn
+from sparsekv.runtime.open import OpenIndex
+
+
+def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str) -> None:
+    """Better before the answer than after it.
+
+    Raises:
+        UsageError: something has the name already, or the answer's rows would be of another dtype.
+        ArtifactError: this version cannot build the index's methods.
+    """
+    if folder.exists():
+        raise UsageError(f"--save-to {folder} exists already; give another name")
+    if not folder.absolute().parent.is_dir():
+        raise UsageError(f"--save-to {folder}: its folder does not exist; make it first")
+    refuse_other_dtype(artifact.manifest, dtype)
+    stored_indexers(artifact.manifest)
+
+
+def save_session(
+    opened: OpenIndex, folder: Path, question: torch.Tensor, answer: list[int], *, raw: bool, quiet: bool
+) -> None:
+    """An index of the stored prompt, a question's ids [Q] and its answer's [A], in the same model.
+
+    Raises:
+        ArtifactError: it cannot be written, or the index it grows from is damaged.
+    """
+    identity, chat = opened.artifact.manifest.model, opened.artifact.manifest.prompt.chat
+    ids = torch.cat([question, torch.tensor(answer)])
+    if chat is not None and not raw:
+        chat = next_turn(opened.tokenizer, chat, str(opened.tokenizer.decode(answer[-1:])))
+    loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
+    plan = growing_plan(opened.artifact, loaded, Addition(ids, str(opened.tokenizer.decode(ids)), chat))
+    with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
+        build_index(plan, copy, show)
+    note(f"saved {folder}", quiet=quiet)

@@ -1,0 +1,48 @@
+"""Blocks of clusters taken apart again, so that closed ones stay as they are while the last one grows."""
+
+import torch
+
+
+def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The blocks that `join_blocks` made one hierarchy of, each numbered from 0 again, without token_offsets.
+
+    Args:
+        tensors: those of `join_blocks`, and block_offsets [blocks + 1].
+
+    Returns:
+        one dictionary a block, of views but for the parents.
+    """
+    offsets = tensors["block_offsets"].long()
+    blocks: list[dict[str, torch.Tensor]] = [{} for _ in offsets[1:]]
+    for name, tensor in tensors.items():
+        level = name.partition(".")[0]
+        if name != "token_order" and not level.startswith("level"):
+            continue
+        cuts = offsets if name == "token_order" else _first_clusters(tensors[f"{level}.counts"], offsets)
+        first_parents = [0] * len(blocks)
+        if name.endswith(".parent"):
+            above = f"level{int(level.removeprefix('level')) + 1}.counts"
+            first_parents = _first_clusters(tensors[above], offsets).tolist()
+        pieces = tensor.tensor_split(cuts[1:-1].cpu(), 1)
+        for block, piece, first in zip(blocks, pieces, first_parents, strict=False):
+            block[name] = piece - first if first else piece
+    return blocks
+
+
+def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """First cluster of each block in one level, and the end; counts [Hk, C], offsets [blocks + 1].
+
+    Empty clusters come last in their block, so a block's first cluster is the first to pass its offset; every head has
+    as many clusters in a block as the others.
+    """
+    ends = counts[0].long().cumsum(0)
+    return torch.cat([torch.searchsorted(ends, offsets[:-1], right=True), offsets.new_tensor([len(ends)])])
+
+
+def finest_labels(block: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[Hk, T] int64: the finest cluster of each token of a block, in the order of the prompt."""
+    order = block["token_order"].long()
+    ends = block["level0.counts"].long().cumsum(1)
+    rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
+    clusters = torch.searchsorted(ends, rows, right=True)
+    return torch.empty_like(clusters).scatter_(1, order - order.min(), clusters)

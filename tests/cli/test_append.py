@@ -1,0 +1,173 @@
+"""`append` and `generate --save-to` as a person uses them, and everything that can be done wrong with them."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.command import run_here
+from support.tiny_models import POSITIONS, tiny_tokenizer
+
+from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.identify import identify
+from sparsekv.indexing.models import load_model
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.generate import Sampling, generate, question_ids
+from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.open import OpenIndex, open_index
+
+MORE = "One more line, which the index has to take in.\n"
+TOKENS = 12
+
+
+@pytest.fixture
+def online(place: Path) -> Path:
+    """`place` with an index of multipole alone, and `more.txt`."""
+    shutil.rmtree("doc.skv")
+    done = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    assert done.code == 0, done.stderr
+    (place / "more.txt").write_text(MORE)
+    return place
+
+
+def _refused(code: int, says: tuple[str, ...], *command: str | Path) -> None:
+    """Fail unless a command ends with one line that says all this, and leaves every file as it is."""
+    files = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file() and path.name != ".lock"}
+    outcome = run_here(*command)
+    message = outcome.error()
+    assert (outcome.code, [part for part in says if part not in message]) == (code, []), message
+    assert files == {
+        path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_file_and_standard_input_are_taken_in(online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Artifact(Path("doc.skv")).input_ids()
+    first = run_here("append", "more.txt", "-q")
+    assert (first.code, first.stdout, first.stderr) == (0, "doc.skv\n", "")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"From a pipe.")))
+    second = run_here("append", "--index", "doc.skv", "-")
+    assert (second.code, second.stdout) == (0, "doc.skv\n")
+    assert "adding 14 tokens" in second.stderr
+    ids = Artifact(Path("doc.skv")).input_ids()
+    assert torch.equal(ids[: len(before)], before)
+    assert tiny_tokenizer().decode(ids[len(before) :]) == f"\n\n{MORE}\n\nFrom a pipe."
+    verified = run_here("inspect", "--verify", "--json", "-q")
+    assert json.loads(verified.stdout)["verified"] is True
+
+
+def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_again(place: Path) -> None:
+    (place / "more.txt").write_text(MORE)
+    _refused(2, ("squeezed of doc.skv", "--rebuild"), "append", "more.txt")
+    done = run_here("append", "more.txt", "--rebuild", "-q")
+    assert (done.code, done.stdout) == (0, "doc.skv\n"), done.stderr
+    manifest = Artifact(place / "doc.skv").manifest
+    assert {"squeezed", "multipole"} <= manifest.methods.keys()
+    for method in ("squeezed", "multipole"):
+        orders = manifest.files[f"{method}/layer_000.safetensors"].tensors["token_order"].shape
+        assert orders[1] == manifest.split.middle
+    assert run_here("inspect", "--verify", "-q").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (("append", "none.txt"), 2, ("no such file", "none.txt")),
+        (("append", "model"), 2, ("model is a folder",)),
+        (("append", "empty.txt"), 1, ("empty.txt is empty",)),
+        (("append", "long.txt"), 2, (f"{POSITIONS} positions", "add less", "--rope-scaling")),
+        (("append", "more.txt", "--index", "none.skv"), 1, ("none.skv", "build-index")),
+        (("append", "more.txt", "--chunk-size", "0"), 2, ("--chunk-size 0",)),
+        (("append", "more.txt", "--device", "tpu"), 2, ("--device tpu", "cpu")),
+        (("append", "more.txt", "--dtype", "bfloat16"), 2, ("--dtype bfloat16", "float32")),
+        (("append", "more.txt", "--model", "none"), 2, ("none", "models list")),
+        (("append",), 2, ("MORE",)),
+        (("generate", "--batch-file", "more.txt", "--save-to", "talk.skv"), 2, ("--save-to", "--batch-file")),
+        (("generate", "Why?", "--save-to", "doc.skv"), 2, ("--save-to doc.skv exists",)),
+        (("generate", "Why?", "--save-to", "none/talk.skv"), 2, ("none/talk.skv", "folder")),
+        (("generate", "Why?", "--save-to", "talk.skv", "--dtype", "float16"), 2, ("--dtype float16", "float32")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_usage(online: Path, command: tuple[str, ...], code: int, says: tuple[str, ...]) -> None:
+    (online / "empty.txt").write_text(" \n")
+    (online / "long.txt").write_text("x" * POSITIONS)
+    quiet = ("-q",) if command[-1] == "long.txt" else ()
+    _refused(code, says, *command, *quiet)
+
+
+def _flip_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "queries" / "layer_000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "queries" / "layer_000.safetensors").write_bytes(data)
+
+
+def _other_revision(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    record = manifest.methods["multipole"].model_copy(update={"revision": 99})
+    changed = manifest.model_copy(update={"methods": {"multipole": record}})
+    (folder / "manifest.json").write_bytes(manifest_bytes(changed)[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_flip_a_byte, ("queries/layer_000.safetensors", "sha256", "--force")),
+        (_other_revision, ("method multipole", "another version", "--force")),
+    ],
+)
+def test_damage_and_other_versions(online: Path, damage: Callable[[Path], None], says: tuple[str, ...]) -> None:
+    damage(online / "doc.skv")
+    _refused(1, says, "append", "more.txt", "-q")
+
+
+def test_another_build_holds_the_folder(online: Path) -> None:
+    with ArtifactWriter(Path("doc.skv")):
+        _refused(1, ("doc.skv", "another process"), "append", "more.txt", "-q")
+
+
+def _ask(index: OpenIndex, ids: torch.Tensor) -> list[int]:
+    """Tokens of the answer to question ids [Q] with everything attended."""
+    cache = index.sparse_cache("multipole", Multipole(), Budget(1.0))
+    return generate(index, cache, ids, Sampling(max_new_tokens=TOKENS)).ids
+
+
+def test_a_saved_conversation_goes_on_as_if_all_of_it_had_been_asked_at_once(online: Path) -> None:
+    options = ("--budget", "100%", "--max-new-tokens", str(TOKENS))
+    answered = run_here("generate", "Why?", *options, "--save-to", "talk.skv", "--json")
+    assert answered.code == 0, answered.stderr
+    assert "ids" not in json.loads(answered.stdout)
+    assert sorted(path.name for path in online.glob("*.skv*")) == ["doc.skv", "talk.skv"]
+    assert run_here("inspect", "-i", "talk.skv", "--verify", "-q").code == 0
+    loaded = load_model("model", device="cpu")
+    document, talk = (
+        open_index(Artifact(online / name), loaded.model, loaded.tokenizer, identify(loaded))
+        for name in ("doc.skv", "talk.skv")
+    )
+    first = question_ids(document, "Why?")
+    said = torch.cat([first, torch.tensor(_ask(document, first))])
+    assert torch.equal(talk.input_ids, torch.cat([document.input_ids, said]))
+    assert talk.artifact.manifest.parent_uuid == document.artifact.manifest.uuid
+    second = question_ids(talk, "And then?")
+    assert str(talk.tokenizer.decode(second)).startswith("<|end|>\n<|start|>user\nAnd then?")
+    at_once = _ask(document, torch.cat([said, second]))
+    assert _ask(talk, second) == at_once
+    went_on = run_here("generate", "And then?", "-i", "talk.skv", *options)
+    assert went_on.stdout == f"{talk.tokenizer.decode(at_once, skip_special_tokens=True)}\n"
+
+
+def test_methods_that_take_no_tokens_are_built_again_for_a_conversation(place: Path) -> None:
+    done = run_here("generate", "Why?", "--max-new-tokens", "4", "--save-to", "talk.skv", "--raw", "-q")
+    assert done.code == 0, done.stderr
+    document, talk = Artifact(place / "doc.skv").manifest, Artifact(place / "talk.skv").manifest
+    assert talk.methods.keys() == document.methods.keys()
+    assert talk.split.middle == document.split.middle + len("Why?") + 4
+    assert talk.prompt.chat == document.prompt.chat
+    again = run_here("generate", "And then?", "-i", "talk.skv", "--method", "squeezed", "--max-new-tokens", "4", "-q")
+    assert again.code == 0, again.stderr

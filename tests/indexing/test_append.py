@@ -1,0 +1,229 @@
+"""More tokens for an index on disk: what it then holds, and that no interruption or damage makes it wrong."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.artifacts import assert_no_strays
+from support.interrupted import interrupted_builds
+from support.reference import assert_close
+from support.small_index import TEXT, recorded_attention, small_plan
+from support.tiny_models import POSITIONS
+
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import Manifest, layer_file
+from sparsekv.indexing.append import copied_index, encode_addition, growing_plan, online_methods, stored_indexers
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.models import LoadedModel, load_model
+from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prompt import encode_prompt
+from sparsekv.indexing.squeezed import SqueezedIndexer
+from sparsekv.kernels.blocks import block_offsets
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.queries import Queries
+from sparsekv.runtime.report import recall_report
+
+FIRST, MORE = TEXT[:600], TEXT[600:800]
+MULTIPOLE = MultipoleIndexer(levels=(0.2, 0.06), block=64)
+
+
+def _plan(family: str = "llama", text: str = FIRST) -> BuildPlan:
+    return small_plan(family, text=text, tokens=len(text), methods={"multipole": MULTIPOLE})
+
+
+def _grow(folder: Path, loaded: LoadedModel, text: str = MORE) -> Manifest:
+    artifact = Artifact(folder)
+    addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat)
+    return build_index(growing_plan(artifact, loaded, addition), folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str, tmp_path: Path) -> None:
+    plan = _plan(family)
+    first = build_index(plan, tmp_path / "a.skv")
+    with recorded_attention(plan.loaded.model) as outputs:
+        second = _grow(tmp_path / "a.skv", plan.loaded)
+    build_index(_plan(family, f"{FIRST}\n\n{MORE}"), tmp_path / "b.skv")
+    grown, whole = Artifact(tmp_path / "a.skv"), Artifact(tmp_path / "b.skv")
+    assert sum(len(rows) for rows in outputs[0]) == second.split.tokens - first.split.tokens // 256 * 256
+    assert torch.equal(grown.input_ids(), whole.input_ids())
+    assert (second.split, second.layers, second.prompt.chat) == (
+        whole.manifest.split,
+        whole.manifest.layers,
+        whole.manifest.prompt.chat,
+    )
+    assert second.parent_uuid == first.uuid
+    assert second.prompt.text_sha256 not in (first.prompt.text_sha256, whole.manifest.prompt.text_sha256)
+    assert second.methods["multipole"].parameters == first.methods["multipole"].parameters
+    for layer in range(len(second.layers)):
+        for actual, expected in zip(grown.context(layer), whole.context(layer), strict=True):
+            assert_close(actual, expected, 1e-4)
+        assert_close(grown.queries(layer)["tail"], whole.queries(layer)["tail"], 1e-4)
+    for layer in second.indexed_layers:
+        offsets = grown.method_tensors("multipole", layer)["block_offsets"]
+        assert offsets.tolist() == block_offsets(second.split.middle, MULTIPOLE.block)
+    assert len(list(grown.verify())) == len(second.files)
+    assert_no_strays(tmp_path / "a.skv")
+
+
+def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: Path) -> None:
+    plan = replace(_plan(), methods={"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE})
+    first = build_index(plan, tmp_path / "a.skv")
+    assert online_methods(first) == {"multipole"}
+    assert stored_indexers(first) == plan.methods
+    grown = _grow(tmp_path / "a.skv", plan.loaded)
+    order = Artifact(tmp_path / "a.skv").method_tensors("squeezed", 0)["token_order"]
+    middle = torch.arange(grown.split.sinks, grown.split.sinks + grown.split.middle, dtype=torch.int32)
+    assert torch.equal(order.sort(dim=1).values, middle.expand_as(order))
+    assert grown.methods["squeezed"].parameters == first.methods["squeezed"].parameters
+    assert grown.methods["squeezed"].calibration != first.methods["squeezed"].calibration
+
+
+def test_no_method_goes_on_online_where_the_keys_depend_on_the_prompts_length(tmp_path: Path) -> None:
+    first = build_index(_plan(), tmp_path / "a.skv")
+    for rope in ({"rope_type": "longrope"}, {"full_attention": {"rope_type": "dynamic"}}):
+        assert online_methods(first.model_copy(update={"rope": {"parameters": rope}})) == frozenset()
+
+
+def test_a_method_of_another_revision_is_refused(tmp_path: Path) -> None:
+    first = build_index(_plan(), tmp_path / "a.skv")
+    record = first.methods["multipole"].model_copy(update={"revision": 99})
+    for methods in ({"multipole": record}, {"unheard-of": first.methods["multipole"]}):
+        with pytest.raises(
+            ArtifactError, match=rf"method {next(iter(methods))} was built by another version .*--force"
+        ):
+            stored_indexers(first.model_copy(update={"methods": methods}))
+
+
+def _keep_layers(loaded: LoadedModel, layers: int) -> None:
+    stack = loaded.model.base_model.layers
+    assert isinstance(stack, torch.nn.ModuleList)
+    del stack[layers:]
+    loaded.model.config.num_hidden_layers = layers
+
+
+def _one_layer() -> LoadedModel:
+    loaded = _plan().loaded
+    _keep_layers(loaded, 1)
+    return loaded
+
+
+def test_an_index_that_is_killed_while_it_grows_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    loaded, base = _one_layer(), tmp_path / "base.skv"
+    first = build_index(replace(_plan(), loaded=loaded), base)
+    shutil.copytree(base, tmp_path / "straight.skv")
+    sums = _sums(_grow(tmp_path / "straight.skv", loaded))
+    outcomes, resumed = [], 0
+    for folder in interrupted_builds(tmp_path / "killed", partial(_grow, loaded=loaded), base):
+        artifact = Artifact(folder)
+        assert len(list(artifact.verify())) == len(first.files)
+        outcomes.append(artifact.manifest.uuid != first.uuid)
+        if outcomes[-1]:
+            assert _sums(artifact.manifest) == sums
+            continue
+        grown = folder / f"multipole/layer_000.{_grown_recipe(tmp_path / 'straight.skv')}.safetensors"
+        written = grown.stat().st_ino if grown.exists() else None
+        assert _sums(_grow(folder, loaded)) == sums
+        assert_no_strays(folder)
+        resumed += written == grown.stat().st_ino
+    assert outcomes == sorted(outcomes)
+    assert {False, True} == set(outcomes)
+    assert resumed
+
+
+def _sums(manifest: Manifest) -> dict[str, str]:
+    return {name: record.sha256 for name, record in manifest.files.items()}
+
+
+def _grown_recipe(folder: Path) -> str:
+    return Artifact(folder).manifest.files[layer_file("multipole", 0)].recipe[:8]
+
+
+def test_an_index_that_another_process_changed_is_left_alone(tmp_path: Path) -> None:
+    plan = _plan()
+    build_index(plan, tmp_path / "a.skv")
+    artifact = Artifact(tmp_path / "a.skv")
+    late = growing_plan(artifact, plan.loaded, encode_addition(plan.loaded.tokenizer, "late", None))
+    grown = _grow(tmp_path / "a.skv", plan.loaded)
+    with pytest.raises(ArtifactError, match=r"a\.skv was changed meanwhile"):
+        build_index(late, tmp_path / "a.skv")
+    assert Artifact(tmp_path / "a.skv").manifest == grown
+
+
+def _flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_never_gets_a_sum_of_its_own(tmp_path: Path) -> None:
+    """Neither by growing, which is refused, nor by an edit, which computes everything anew."""
+    plan = _plan()
+    build_index(plan, tmp_path / "a.skv")
+    _flip_last_byte(tmp_path / "a.skv" / layer_file("context", 1))
+    with pytest.raises(ArtifactError, match=r"context/layer_001.* is damaged"):
+        _grow(tmp_path / "a.skv", plan.loaded)
+    edited = _plan(text=FIRST[:500] + MORE)
+    with recorded_attention(plan.loaded.model) as outputs:
+        build_index(replace(edited, loaded=plan.loaded), tmp_path / "a.skv")
+    assert sum(len(rows) for rows in outputs[0]) == len(edited.prompt.input_ids)
+
+
+def test_more_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    plan = _plan()
+    first = build_index(plan, tmp_path / "a.skv")
+    tokens = first.split.tokens + 2 + POSITIONS
+    with pytest.raises(UsageError, match=rf"have {tokens} tokens .* {POSITIONS} positions; add less"):
+        _grow(tmp_path / "a.skv", plan.loaded, "x" * POSITIONS)
+    assert Artifact(tmp_path / "a.skv").manifest == first
+
+
+def test_a_copy_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+    plan = _plan()
+    first = build_index(plan, tmp_path / "a.skv")
+    artifact = Artifact(tmp_path / "a.skv")
+
+    def copy_and_fail() -> None:
+        with copied_index(artifact, tmp_path / "b.skv") as copy:
+            assert Artifact(copy).manifest == first
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_and_fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.skv"]
+    with copied_index(artifact, tmp_path / "b.skv") as copy:
+        grown = _grow(copy, plan.loaded)
+    assert Artifact(tmp_path / "b.skv").manifest == grown
+    assert Artifact(tmp_path / "a.skv").manifest == first
+    assert len(list(Artifact(tmp_path / "a.skv").verify())) == len(first.files)
+    with (
+        pytest.raises(ArtifactError, match=r"cannot write .*b\.skv: directory not empty"),
+        copied_index(artifact, tmp_path / "b.skv"),
+    ):
+        pass
+
+
+def test_recall_after_growing_is_nearly_that_of_one_build(embedded_folder: Path, tmp_path: Path) -> None:
+    """A third more tokens for an open block of the real model, of which six layers are enough."""
+    loaded = load_model(str(embedded_folder), device="cpu", dtype="float32")
+    _keep_layers(loaded, 6)
+    prompt = encode_prompt(loaded.tokenizer, TEXT, max_tokens=1536)
+    whole = BuildPlan(loaded, prompt, {"multipole": MultipoleIndexer(block=1024)}, tail=64)
+    start = replace(whole, prompt=replace(prompt, input_ids=prompt.input_ids[:-512]))
+    build_index(whole, tmp_path / "whole.skv")
+    build_index(start, tmp_path / "grown.skv")
+    artifact = Artifact(tmp_path / "grown.skv")
+    rest = replace(encode_addition(loaded.tokenizer, "", prompt.chat), input_ids=prompt.input_ids[-512:])
+    build_index(growing_plan(artifact, loaded, rest), tmp_path / "grown.skv")
+    assert _recall(tmp_path / "grown.skv") >= _recall(tmp_path / "whole.skv") - 0.02
+
+
+def _recall(folder: Path) -> float:
+    artifact = Artifact(folder)
+    report = recall_report(artifact, ["multipole"], [Budget(0.1)], Queries(artifact))
+    return next(row.recall for row in report.by() if row.variant == "flat")
