@@ -16,7 +16,8 @@ class Segment:
 
     `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them. Keys that are
     masked out may be anything; their values must be finite, for they are multiplied by a weight of 0. `bias` broadcasts
-    alike and is added to the logits: the logarithm of how many rows one stands for.
+    alike and is added to the logits: the logarithm of how many rows one stands for. Keys and values may be of another
+    dtype than the query, as centroids are of the index's dtype, not the model's.
     """
 
     keys: torch.Tensor
@@ -60,7 +61,7 @@ def attend(
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).view(Hk, G * Q, -1)
     output = query.new_zeros(Hk, G * Q, segments[0].values.shape[-1])
     for segment, part in zip(segments, weights[..., : sum(widths)].split(widths, -1), strict=True):
-        output = torch.baddbmm(output, part, segment.values)
+        output = torch.baddbmm(output, part, segment.values.to(query.dtype))
     return output.view(Hk, G, Q, -1)
 
 

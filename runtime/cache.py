@@ -12,6 +12,7 @@ from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.growing import GrowingRows
 from sparsekv.runtime.methods import Selector
 
 FIRST_NEW_ROWS = 256
@@ -116,6 +117,7 @@ class ReadRows:
 class SparseLayer(StoredLayer):
     """Attends to sinks, tail and new tokens exactly, and to the rows of the middle that a selector chooses.
 
+    A selector that takes tokens in gets the oldest exact ones but the sinks while the model decodes: the middle grows.
     Allocates the middle's keys and values once more where the selector wants them cluster by cluster.
     """
 
@@ -133,23 +135,63 @@ class SparseLayer(StoredLayer):
             torch.cat([rows[:, : split.sinks], rows[:, middle.stop :]], 1) for rows in (keys, values)
         )
         super().__init__(split.tokens, first_keys, first_values)
-        self.facts, self.selector, self.budget = facts, selector, budget
-        self.middle_keys = lay_out(keys[:, middle], selector.token_order)
-        self.middle_values = lay_out(values[:, middle], selector.token_order)
-        heads = torch.arange(keys.shape[0], device=keys.device)
-        self.head_start = (heads * split.middle)[:, None, None]
+        self.facts, self.selector, self.budget, self.split = facts, selector, budget, split
+        self.first_keys, self.first_values = first_keys, first_values
+        self.middle_keys = GrowingRows(lay_out(keys[:, middle], selector.token_order))
+        self.middle_values = GrowingRows(lay_out(values[:, middle], selector.token_order))
+        self.heads = torch.arange(keys.shape[0], device=keys.device)[:, None, None]
         self.read = self._nothing_read()
 
     def _nothing_read(self) -> ReadRows:
-        return ReadRows(torch.zeros((), dtype=torch.float64, device=self.middle_keys.device))
+        return ReadRows(torch.zeros((), dtype=torch.float64, device=self.heads.device))
 
     def rewind(self) -> None:
         super().rewind()
         self.read = self._nothing_read()
+        self._take_back()
+
+    @torch.inference_mode()
+    def _take_back(self) -> None:
+        # In inference mode, because rows that grew while a model decoded may be written in no other.
+        order = self.selector.forget()
+        if order is None:
+            return
+        self.stored, start = self.split.tokens, self.selector.open_row
+        for middle in (self.middle_keys, self.middle_values):
+            middle.write(start, lay_out(middle.rows[:, start:], order))
+        keys, values = self.exact_rows()
+        keys.copy_(self.first_keys)
+        values.copy_(self.first_values)
+
+    def _hand_over(self) -> None:
+        """Leave the newest rows exact, fewer than twice what the selector takes at a time, and hand it those before."""
+        step, start = self.selector.takes, self.split.sinks
+        if not step or self.used - start < 2 * step:
+            return
+        keys, values = self.exact_rows()
+        moved = ((self.used - start) // step - 1) * step
+        for first in range(start, start + moved, step):
+            self._join(keys[:, first : first + step], values[:, first : first + step])
+        for rows in (keys, values):
+            rows[:, start : self.used - moved] = rows[:, start + moved :].clone()
+        self.used, self.stored = self.used - moved, self.stored + moved
+
+    def _join(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        start = self.selector.open_row
+        keys = torch.cat([self.middle_keys.rows[:, start:], keys], 1)
+        values = torch.cat([self.middle_values.rows[:, start:], values], 1)
+        taken = self.selector.take(keys, values)
+        self.middle_keys.write(start, lay_out(keys, taken.order))
+        self.middle_values.write(start, lay_out(values, taken.order))
+        self.read.sparse += len(keys) * (taken.index_rows + 2 * keys.shape[1])
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        queries = call.query.shape[1]
+        if queries == 1:
+            # Not within a question: its first tokens must not see what its last ones did to the clusters.
+            self._hand_over()
         keys, values = self.exact_rows()
-        Hk, queries = keys.shape[0], call.query.shape[1]
+        Hk = keys.shape[0]
         mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)
         grouped = call.query.unflatten(0, (Hk, -1))
 
@@ -161,27 +203,29 @@ class SparseLayer(StoredLayer):
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
         if queries == 1:
             self._count(chosen.lengths, chosen.index_rows, Hk)
-        flat = (rows + self.head_start).flatten()
         segments = [
-            Segment(self._take(self.middle_keys, flat, Hk), self._take(self.middle_values, flat, Hk), valid[:, None]),
+            Segment(self._gather(self.middle_keys, rows), self._gather(self.middle_values, rows), valid[:, None]),
             Segment(keys, values, mask),
             *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in chosen.replacements),
         ]
         return _grouped_attend(call, Hk, segments)
 
-    def _take(self, rows: torch.Tensor, flat: torch.Tensor, Hk: int) -> torch.Tensor:
-        return rows.reshape(-1, rows.shape[-1]).index_select(0, flat).view(Hk, -1, rows.shape[-1])
+    def _gather(self, middle: GrowingRows, rows: torch.Tensor) -> torch.Tensor:
+        """[Hk, Q or 1 times S, D] for rows [Hk, Q or 1, S]."""
+        flat = (rows + self.heads * middle.buffer.shape[1]).flatten()
+        return middle.buffer.flatten(0, 1).index_select(0, flat).view(len(rows), -1, middle.buffer.shape[2])
 
     def _count(self, lengths: torch.Tensor, index_rows: torch.Tensor | float, Hk: int) -> None:
         # A number stays one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
         read = index_rows.expand(Hk, 1).sum() if isinstance(index_rows, torch.Tensor) else Hk * index_rows
         self.read.sparse += 2 * lengths.sum() + read
-        self.read.dense += 2 * Hk * self.middle_keys.shape[1]
+        self.read.dense += 2 * Hk * self.middle_keys.used
 
 
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Rows [Hk, M, D] in the order [Hk, M] that makes each cluster a run; contiguous."""
-    return (rows if order is None else rows.gather(1, order[..., None].expand_as(rows))).contiguous()
+    """Rows [Hk, M, D] in an order [Hk, M or fewer], such as the one that makes each cluster a run; contiguous."""
+    order = None if order is None else order[..., None].expand(-1, -1, rows.shape[2])
+    return (rows if order is None else rows.gather(1, order)).contiguous()
 
 
 def _grouped_attend(call: AttentionCall, Hk: int, segments: list[Segment]) -> torch.Tensor:

@@ -7,9 +7,10 @@ import torch
 
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
-from sparsekv.kernels.tree import child_scores, tree_from_tensors
+from sparsekv.kernels.tree import Tree, child_scores
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, MiddleContext, Replacement, Selection, Selector
+from sparsekv.runtime.methods import ExactLogsumexp, MiddleContext, Replacement, Selection, Selector, Taken
+from sparsekv.runtime.streaming import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.thresholds import Thresholds
 
 
@@ -31,6 +32,7 @@ class ClusterSelector(Selector):
         hierarchical: score the children of what a coarse level leaves, not all clusters of the finest.
         thresholds: choose by score; None: to the budget.
         replace: let the centroids of clusters stand for their tokens that are not chosen.
+        clustering: how new tokens are clustered, `takes` at a time; None: they are not taken in.
     """
 
     def __init__(
@@ -40,23 +42,46 @@ class ClusterSelector(Selector):
         hierarchical: bool,
         thresholds: Thresholds | None = None,
         replace: bool = False,
+        clustering: BlockClustering | None = None,
+        takes: int = 0,
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
-        self.tree = tree_from_tensors(context.tensors)
-        self.parents = [context.tensors[f"level{level}.parent"].long() for level in range(len(self.tree.children))]
-        self.tensors = context.tensors
-        self.token_order = context.tensors["token_order"].long()
-        self.starts = context.tensors["token_offsets"][:, :-1].long()
+        self.stream = None
+        if clustering is None:
+            self._look_in(lookup_tensors(context.tensors))
+        else:
+            self.stream, self.takes = ClusterStream(context.tensors, clustering), takes
+            self._look_in(self.stream.found())
+
+    def _look_in(self, found: dict[str, torch.Tensor]) -> None:
+        """Let these be the clusters to choose from; one sync where there are levels."""
+        levels = sum(name.endswith(".centroids") for name in found)
+        of_levels = {
+            name: tuple(found[f"level{level}.{name}"] for level in range(levels) if f"level{level}.{name}" in found)
+            for name in ("centroids", "counts", "first_child", "children", "parent", "value_centroids")
+        }
+        self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
+        self.tree = Tree(**of_levels)
+        self.token_order, self.starts = found["token_order"], found["starts"]
         self.middle = self.token_order.shape[1]
-        self.children = [
-            torch.zeros_like(self.tree.children[level]).scatter_add_(1, parent, (self.tree.counts[level] > 0).long())
-            for level, parent in enumerate(self.parents)
-        ]
-        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts]
+        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
+        self.open_row = 0 if self.stream is None else self.stream.open.row
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        assert self.stream is not None
+        taken = self.stream.take(keys, values)
+        self._look_in(self.stream.found())
+        return taken
+
+    def forget(self) -> torch.Tensor | None:
+        order = None if self.stream is None else self.stream.forget()
+        if self.stream is not None and order is not None:
+            self._look_in(self.stream.found())
+        return order
 
     def replace_by_own_clusters(self) -> bool:
-        self.replace = True
-        return True
+        self.replace = bool(self.values)
+        return self.replace
 
     def select(
         self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
@@ -103,7 +128,7 @@ class ClusterSelector(Selector):
         parents = above.clusters.gather(-1, order)
         starts = _gather(self.tree.first_child[level], parents)
         # Empty clusters are the last children of the last parent: leaving them out keeps runs runs.
-        children = _gather(self.children[level], parents) * (above.counts.gather(-1, order) > 0)
+        children = _gather(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
             alive = (above.scores >= self.thresholds.coarse(depth, shared=shared)) & (above.counts > 0)
             # The best one is always opened: a head below the threshold everywhere still needs a denominator.
@@ -137,7 +162,7 @@ class ClusterSelector(Selector):
 
     def _replacement(self, looked: _Looked, left: torch.Tensor) -> Replacement:
         """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared."""
-        keys, values = self.tree.centroids[looked.level], self.tensors[f"level{looked.level}.value_centroids"]
+        keys, values = self.tree.centroids[looked.level], self.values[looked.level]
         if looked.clusters.shape[2] == keys.shape[1]:
             everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
             return Replacement(keys, values, everything.float().log())

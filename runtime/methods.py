@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -21,13 +21,14 @@ ExactLogsumexp = Callable[[], torch.Tensor]
 @dataclass(frozen=True)
 class MiddleContext:
     """What a method selects from: one layer's middle keys [Hk, M, D] in order of position, how the layer attends,
-    the tensors that the method's indexer built (token positions counted from the first middle token), and its
-    calibration."""
+    the tensors that the method's indexer built (token positions counted from the first middle token), its calibration
+    and its parameters."""
 
     keys: torch.Tensor
     facts: LayerFacts
     tensors: dict[str, torch.Tensor]
     calibration: dict[str, Any]
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,26 @@ class Selection:
     replacements: tuple[Replacement, ...] = ()
 
 
+@dataclass(frozen=True)
+class Taken:
+    """New tokens that a selector took in: the order [Hk, T] in which rows lie from now on, as numbers of those it was
+    given, and `index_rows`, the D-sized rows of each head that were read to find it."""
+
+    order: torch.Tensor
+    index_rows: float
+
+
 class Selector(ABC):
     """One method, ready for one layer."""
 
     token_order: torch.Tensor | None = None
     """[Hk, M] int64: the layout in which the runs are runs, as middle positions; None for order of position."""
+
+    takes: int = 0
+    """How many tokens after the middle it takes in at a time; 0: none, they stay exact."""
+
+    open_row: int = 0
+    """The first row of the layout that moves when tokens are taken in."""
 
     @abstractmethod
     def select(
@@ -76,6 +92,23 @@ class Selector(ABC):
                 anyway (sinks, tail, new tokens); computed when a method asks for it.
             shared: one choice for all Q queries together (a question's prefill), not one for each.
         """
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        """Take in the tokens that follow the middle, which is longer from now on; only where `takes` is not 0.
+
+        Args:
+            keys, values: [Hk, T, D], the rows from `open_row` on as they lie, then `takes` new ones.
+        """
+        raise NotImplementedError
+
+    def forget(self) -> torch.Tensor | None:
+        """Forget what was taken in.
+
+        Returns:
+            [Hk, T]: the rows that lie again from `open_row` (as it is then) on, as numbers of those that lie there;
+            None when nothing was taken in.
+        """
+        return None
 
     def replace_by_own_clusters(self) -> bool:
         """Let centroids that the choice reads anyway stand for what it leaves; False where it has none."""

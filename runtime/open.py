@@ -34,6 +34,7 @@ def middle_context(artifact: Artifact, layer: int, name: str, device: torch.devi
         facts=manifest.layers[layer],
         tensors=tensors,
         calibration={} if record is None else record.calibration,
+        parameters={} if record is None else record.parameters,
     )
 
 

@@ -29,11 +29,12 @@ def document(shared_folder: Path) -> Path:
     return path
 
 
-def _build(document: Path, name: str, tokens: int) -> Artifact:
+def _build(document: Path, name: str, tokens: int, *options: str) -> Artifact:
     folder = document.parent / name
+    command = ("build-index", document, "-o", folder, "--max-tokens", str(tokens), *options)
     with FileLock(f"{folder}.building"):
         if not (folder / "manifest.json").exists():
-            done = sparsekv("build-index", document, "-o", folder, "--max-tokens", str(tokens), cwd=document.parent)
+            done = sparsekv(*command, cwd=document.parent)
             assert done.returncode == 0, done.stderr
             assert done.stdout == f"{folder}\n"
     return Artifact(folder)
@@ -47,5 +48,5 @@ def index(embedded_folder: Path, document: Path) -> Artifact:
 
 @pytest.fixture(scope="session")
 def long_index(embedded_folder: Path, document: Path) -> Artifact:
-    """The first 6,144 tokens, everything else by default."""
-    return _build(document, "long.skv", 6144)
+    """The first 6,144 tokens, in blocks short enough that there are several; everything else by default."""
+    return _build(document, "long.skv", 6144, "--block", "2048")

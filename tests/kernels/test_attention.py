@@ -1,5 +1,7 @@
 """Attention over segments against dense attention over their concatenation, in float64."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,6 +80,25 @@ def test_masked_slots_weigh_nothing_however_low_the_other_logits_are() -> None:
     mask = torch.arange(50) < 40
     expected = values[:, None, None, :40].double().mean(3).expand_as(query)
     assert_close(attend(query, [Segment(keys, values, mask), Segment(-keys, values, ~mask[:1])], 1.0), expected, 2e-6)
+
+
+@by_dtype
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+@pytest.mark.parametrize("shape", [(2, 1, 4), (2, 1, 1), (2, 3, 4)], ids=str)
+def test_a_row_with_the_logarithm_of_a_count_as_its_bias_weighs_as_so_many_rows(
+    dtype: torch.dtype, tolerance: float, softcap: float | None, shape: tuple[int, ...]
+) -> None:
+    """Counts from 0, which is no row at all, to far more than half precision counts to; rows are in full precision."""
+    query, keys, values = random_attention(T=30, dtype=dtype)
+    counts = torch.randint(0, 400, (*shape, 20), generator=torch.Generator().manual_seed(2))
+    biased = Segment(keys[:, :20].float(), values[:, :20].float(), bias=counts.float().log())
+    output = attend(query, [biased, Segment(keys[:, 20:], values[:, 20:])], 0.125, softcap)
+    weights = torch.cat([counts.expand(2, 3, 4, -1), torch.ones(2, 3, 4, 10, dtype=torch.int64)], -1)
+    for head, part, row in itertools.product(*map(range, (2, 3, 4))):
+        times = weights[head, part, row]
+        rows = (tensor[None, head].repeat_interleave(times, 1) for tensor in (keys, values))
+        one = reference_attention(query[None, head, None, part, None, row], *rows, 0.125, softcap=softcap)
+        assert_close(output[head, part, row], one[0, 0, 0], 3 * tolerance)
 
 
 def test_large_logits_do_not_overflow() -> None:

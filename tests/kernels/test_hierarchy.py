@@ -1,17 +1,18 @@
 """A hierarchy of clusters: every token in one cluster, every number and mean consistent from level to level."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_tensors import clustered
+from support.clusters import member_means, token_labels
+from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
 from sparsekv.indexing.clustering import kmeans
-from sparsekv.kernels.hierarchy import Level, level_tensors, levels_above, number_neighbours
-from sparsekv.kernels.kmeans import cluster_means, to_space
+from sparsekv.kernels.hierarchy import Level, join_blocks, level_sizes, level_tensors, levels_above, number_neighbours
+from sparsekv.kernels.kmeans import to_space
 
 FIRST = 7
 
@@ -19,6 +20,7 @@ FIRST = 7
 @dataclass(frozen=True)
 class _Built:
     keys: torch.Tensor
+    values: torch.Tensor
     tensors: dict[str, torch.Tensor]
     depth: int
 
@@ -27,15 +29,7 @@ class _Built:
 
     def labels(self, number: int) -> torch.Tensor:
         """[Hk, M]: the cluster of each token at a level, by what the artifact's tensors say."""
-        heads, tokens = self.keys.shape[:2]
-        labels = torch.full((heads, tokens), -1)
-        for head in range(heads):
-            offsets = self.tensors["token_offsets"][head].tolist()
-            for cluster, (start, end) in enumerate(pairwise(offsets)):
-                labels[head, self.tensors["token_order"][head, start:end].long() - FIRST] = cluster
-        for below in range(number):
-            labels = self.level(below, "parent").long().gather(1, labels)
-        return labels
+        return token_labels(self.tensors, number, FIRST)
 
 
 def _levels(
@@ -61,7 +55,8 @@ def _hierarchies(draw: st.DrawFn) -> _Built:
     space = draw(st.sampled_from(["normalised", "raw", "centred"]))
     levels, labels = _levels(keys, sizes, space=space, iterations=3, seed=seed)
     labels = number_neighbours(levels, labels)
-    return _Built(keys, level_tensors(levels, labels, keys, FIRST), len(sizes))
+    values = normal(seed + 5, heads, tokens, 4)
+    return _Built(keys, values, level_tensors(levels, labels, values, FIRST), len(sizes))
 
 
 properties = settings(max_examples=25, deadline=None)
@@ -93,12 +88,15 @@ def test_counts_are_of_tokens_at_every_level_and_sum_from_children_to_parents(bu
 
 @properties
 @given(built=_hierarchies())
-def test_centroid_of_every_level_is_the_mean_of_its_member_keys(built: _Built) -> None:
+def test_centroids_of_every_level_are_the_means_of_its_member_keys_and_values(built: _Built) -> None:
     for number in range(built.depth):
-        centroids = built.level(number, "centroids")
-        means, counts = cluster_means(built.keys.double(), built.labels(number), centroids.shape[1])
-        assert torch.equal(counts.int(), built.level(number, "counts"))
-        assert_close(centroids, means, 1e-5)
+        labels, counts = built.labels(number), built.level(number, "counts").long()
+        assert torch.equal(torch.zeros_like(counts).scatter_add_(1, labels, torch.ones_like(labels)), counts)
+        for name, rows in (("centroids", built.keys), ("value_centroids", built.values)):
+            centroids = built.level(number, name)
+            of_token = centroids.gather(1, labels[..., None].expand_as(rows))
+            assert_close(of_token, member_means(rows, labels), 1e-5)
+            assert not centroids[counts == 0].any()
 
 
 @properties
@@ -139,3 +137,75 @@ def test_numbering_puts_the_children_of_an_empty_parent_last() -> None:
     assert fine.parent.tolist() == [[0, 1, 1, 2]]
     assert labels.tolist() == [[1, 1, 0, 2, 2, 2]]
     assert fine.centroids[0, :, 0].tolist() == [2, 0, 3, 1]
+
+
+def _block(seed: int, tokens: int, first: int, sizes: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Values of a block's tokens, and its tensors; keys repeat, so that some clusters are empty."""
+    keys = clustered(seed, 2, tokens, 4, 5)[:, torch.arange(tokens) // 2]
+    values = normal(seed + 5, 2, tokens, 4)
+    levels, labels = _levels(keys, sizes, space="normalised", iterations=3, seed=seed)
+    return values, level_tensors(levels, number_neighbours(levels, labels), values, first)
+
+
+@st.composite
+def _blocks(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], int]:
+    """Values and tensors of one to four neighbouring blocks of one to three levels, and how many levels."""
+    depth, lengths = draw(st.integers(1, 3)), draw(st.lists(st.integers(6, 40), min_size=1, max_size=4))
+    first, built = FIRST, []
+    for length in lengths:
+        finest = draw(st.integers(2, length))
+        sizes = [finest, max(1, finest // 2), max(1, finest // 4)][:depth]
+        built.append(_block(draw(st.integers(0, 10**6)), length, first, sizes))
+        first += length
+    values, tensors = zip(*built, strict=True)
+    return list(values), list(tensors), depth
+
+
+@properties
+@given(built=_blocks())
+def test_joined_blocks_hold_what_each_held_and_keep_to_themselves(
+    built: tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], int],
+) -> None:
+    values, blocks, depth = built
+    joined, tokens = join_blocks(blocks), sum(rows.shape[1] for rows in values)
+    assert torch.equal(joined["token_order"].long().sort(1).values, (FIRST + torch.arange(tokens)).expand(2, -1))
+    assert torch.equal(joined["token_offsets"].diff(dim=1), joined["level0.counts"])
+    for level in range(depth):
+        labels = token_labels(joined, level, FIRST)
+        expected, clusters, first = [], 0, FIRST
+        for rows, block in zip(values, blocks, strict=True):
+            expected.append(token_labels(block, level, first) + clusters)
+            clusters += block[f"level{level}.counts"].shape[1]
+            first += rows.shape[1]
+        assert torch.equal(labels, torch.cat(expected, 1))
+        of_token = joined[f"level{level}.value_centroids"].gather(1, labels[..., None].expand(-1, -1, 4))
+        assert_close(of_token, member_means(torch.cat(values, 1), labels), 1e-5)
+        if level + 1 < depth:
+            assert bool((joined[f"level{level}.parent"].diff(dim=1) >= 0).all())
+
+
+@properties
+@given(built=_blocks())
+def test_block_clusters_say_where_each_blocks_tokens_are(
+    built: tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], int],
+) -> None:
+    values, blocks, _ = built
+    joined, first = join_blocks(blocks), FIRST
+    assert joined["block_clusters"].dtype == torch.int32
+    for number, rows in enumerate(values):
+        for head in range(2):
+            start, end = joined["block_clusters"][head, number : number + 2].tolist()
+            inside = slice(*joined["token_offsets"][head, [start, end]].tolist())
+            tokens = joined["token_order"][head, inside].sort().values
+            assert torch.equal(tokens, torch.arange(first, first + rows.shape[1], dtype=torch.int32))
+        first += rows.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("shares", "tokens", "sizes"),
+    [((0.0625,), 8192, [512]), ((0.125, 1 / 64), 2048, [256, 32]), ((0.05, 0.01), 30, [2, 1])],
+)
+def test_sizes_of_levels_are_shares_of_the_tokens_and_one_at_least(
+    shares: tuple[float, ...], tokens: int, sizes: list[int]
+) -> None:
+    assert level_sizes(shares, tokens) == sizes

@@ -6,32 +6,53 @@ import pytest
 import torch
 from support.random_tensors import clustered
 from support.reference import assert_close, attention_probabilities, random_attention, reference_attention
+from support.replaced_decoding import decoding_errors
 from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.clustering import kmeans
+from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.attention import Segment, attend
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.kmeans import cluster_means
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.generate import Sampling, generate, question_ids
-from sparsekv.runtime.methods import choose_methods
+from sparsekv.runtime.methods import Method, choose_methods
+from sparsekv.runtime.multipole import Multipole
 from sparsekv.runtime.open import OpenIndex
 from sparsekv.runtime.queries import Queries
+from sparsekv.runtime.quest import Quest
 from sparsekv.runtime.report import recall_report
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.window import Window
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
+INDEXERS = {
+    "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
+    "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
+}
+METHODS: dict[str, tuple[Method, bool]] = {
+    "squeezed": (Squeezed(), False),
+    "squeezed hierarchical": (Squeezed("hierarchical"), False),
+    "squeezed hierarchical + residual": (Squeezed("hierarchical"), True),
+    "multipole": (Multipole(), False),
+    "multipole hierarchical": (Multipole("hierarchical"), False),
+    "quest + residual": (Quest(), True),
+    "window + residual": (Window(), True),
+}
+"""Each method that is decoded with, and whether with a residual."""
+
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt-oss"])
 def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     """A small index built and opened on the GPU."""
-    plan, folder = small_plan(request.param), tmp_path_factory.mktemp("gpu") / "small.skv"
+    plan, folder = small_plan(request.param, methods=INDEXERS), tmp_path_factory.mktemp("gpu") / "small.skv"
     plan.loaded.model.to("cuda")  # type: ignore[arg-type]  # transformers wraps torch's own `to`
     build_index(plan, folder)
     return reopen(plan, folder)
@@ -63,12 +84,34 @@ def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
     assert torch.equal(labels, kmeans(points, 20, 60, seed=0))
 
 
-def test_everything_is_the_plain_model(on_gpu: OpenIndex) -> None:
+@pytest.mark.parametrize("name", ["squeezed", "multipole"])
+def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
     tokens = random_ids(40)
-    cache = on_gpu.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = on_gpu.sparse_cache(name, METHODS[name][0], Budget(1.0))
     logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
     plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "clusters"),
+    [("multipole", Multipole(), "multipole"), ("squeezed", Squeezed(), "squeezed"), ("quest", Quest(), "squeezed")],
+    ids=["multipole", "squeezed", "quest"],
+)
+def test_centroids_stand_for_tokens_as_the_definition_says(
+    on_gpu: OpenIndex, name: str, method: Method, clusters: str
+) -> None:
+    assert next(iter(on_gpu.artifact.manifest.methods)) == "squeezed"
+    assert max(decoding_errors(on_gpu, name, method, clusters, Budget(0.05))) <= 1e-4
+
+
+def test_a_biased_row_in_another_precision_than_the_query() -> None:
+    query, keys, values = random_attention(T=100, dtype=torch.bfloat16)
+    bias = torch.full((1, 1, 1, 60), 300.0).log().cuda()
+    biased = Segment(keys[:, :60].float().cuda(), values[:, :60].float().cuda(), bias=bias)
+    output = attend(query.cuda(), [biased, Segment(keys[:, 60:].cuda(), values[:, 60:].cuda())], 0.125)
+    repeated = [torch.cat([rows[:, :60].repeat(1, 300, 1), rows[:, 60:]], 1) for rows in (keys, values)]
+    assert_close(output.cpu(), reference_attention(query, *repeated, 0.125), TOLERANCE[torch.bfloat16])
 
 
 def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
@@ -77,9 +120,10 @@ def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
     assert 0 < answer.kv_fraction < 1
     report = recall_report(
         on_gpu.artifact,
-        choose_methods([], ["squeezed"]),
+        choose_methods([], list(INDEXERS)),
         [Budget(0.1)],
         Queries(on_gpu.artifact, on_gpu, ["What next?"]),
+        residual=True,
     )
     assert all(0 <= row.recall <= 1 for row in report.by())
 
@@ -91,10 +135,11 @@ def test_an_index_of_the_gpu_opens_on_the_cpu(on_gpu: OpenIndex, tmp_path: Path)
     assert list(Artifact(on_gpu.artifact.folder).verify())
 
 
-@pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
-def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, lookup: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, name: str) -> None:
     """Every layer's attention, selection included, with each synchronisation made an error."""
-    cache = on_gpu.sparse_cache("squeezed", Squeezed(lookup=lookup), Budget(0.1))
+    method, residual = METHODS[name]
+    cache = on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual)
     config, manifest = on_gpu.model.config, on_gpu.artifact.manifest
     for number in manifest.indexed_layers:
         layer, facts = cache.stored_layers[number], manifest.layers[number]

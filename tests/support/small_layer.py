@@ -6,6 +6,7 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.indexing.methods import BuiltLayer, LayerInput
+from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.methods import MiddleContext, Selection, Selector
 
@@ -39,14 +40,20 @@ def small_layer(
     levels: tuple[float, ...] = (0.1, 0.03),
     softcap: float | None = None,
     repeated: int = 0,
+    block: int | None = None,
 ) -> SmallLayer:
-    """A layer that squeezed attention has indexed; the first `repeated` middle keys of head 0 are one and the same."""
+    """A layer that squeezed attention has indexed, or multipole attention in blocks of so many tokens; the first
+    `repeated` middle keys of head 0 are one and the same."""
     split = Split(sinks=SINKS, middle=middle, tail=TAIL)
     keys = clustered(seed, Hk, split.tokens, D, 12)
     keys[0, SINKS : SINKS + repeated] = keys[0, SINKS]
     values, queries = normal(seed + 3, Hk, split.tokens, D), normal(seed + 4, Hk * G, TAIL, D)
     facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False)
-    indexer = SqueezedIndexer(levels=levels, iterations=5)
+    indexer = (
+        SqueezedIndexer(levels=levels, iterations=5)
+        if block is None
+        else MultipoleIndexer(levels=levels, iterations=5, block=block)
+    )
     inside = slice(SINKS, SINKS + middle)
     tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))

@@ -1,0 +1,23 @@
+"""Which tokens a cluster holds, by what an index's tensors say."""
+
+from itertools import pairwise
+
+import torch
+
+
+def token_labels(tensors: dict[str, torch.Tensor], level: int = 0, first_token: int = 0) -> torch.Tensor:
+    """[Hk, M]: the cluster of each token at a level, -1 for a token in none; `first_token` is that of `token_order`."""
+    order, offsets = tensors["token_order"].long() - first_token, tensors["token_offsets"]
+    labels = torch.full_like(order, -1)
+    for head, of_head in enumerate(offsets.tolist()):
+        for cluster, (start, end) in enumerate(pairwise(of_head)):
+            labels[head, order[head, start:end]] = cluster
+    for below in range(level):
+        labels = tensors[f"level{below}.parent"].long().gather(1, labels)
+    return labels
+
+
+def member_means(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """[Hk, M, D] float64: for each of the rows [Hk, M, D] the mean of all rows with its label [Hk, M]."""
+    same = (labels[:, :, None] == labels[:, None]).double()
+    return same @ rows.double() / same.sum(-1, keepdim=True)

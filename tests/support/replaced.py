@@ -1,0 +1,138 @@
+"""Attention with centroids in the place of tokens, by its definition, and a decode step to compare with it.
+
+N exp(q Kc) Vc is what N tokens add whose keys are all Kc and whose values are Vc. So the reference is dense attention
+in which a token that a cluster stands for has the cluster's mean key and mean value.
+"""
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.attention import causal_mask
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cache import SparseLayer
+from sparsekv.runtime.methods import Selection, Selector
+
+from .clusters import member_means, token_labels
+from .random_tensors import normal
+from .reference import reference_attention
+from .small_layer import SmallLayer, all_chosen
+
+EXACT = -1
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [Hk, T, D]."""
+
+
+def represented(selection: Selection, selector: Selector, level: torch.Tensor | int, middle: int) -> torch.Tensor:
+    """[Hk, R, M]: EXACT for chosen tokens, else the level, one number or [Hk, R, M], of what stands for a token."""
+    chosen = torch.zeros(*selection.starts.shape[:2], middle, dtype=torch.bool)
+    for head, of_head in enumerate(all_chosen(selection, selector)):
+        for row, tokens in enumerate(of_head):
+            chosen[head, row, tokens] = True
+    return torch.where(chosen, EXACT, torch.as_tensor(level))
+
+
+def tokens_represented(selection: Selection) -> torch.Tensor:
+    """[Hk, R]: tokens that are chosen, and those that something stands for."""
+    stood_for = [part.log_counts.exp().sum(-1) for part in selection.replacements]
+    return selection.lengths.sum(-1) + torch.stack(stood_for).sum(0)
+
+
+def replaced_attention(
+    query: torch.Tensor,
+    middle: Rows,
+    exact: Rows,
+    level: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    facts: LayerFacts,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries [Hk, G, Q, D], the last of the exact rows, over what stands for each middle token, in float64.
+
+    Args:
+        level: [Hk, Q or 1, M] as from `represented`.
+        tensors: the clusters, token positions counted from the first middle token.
+        sink_logits: [Hk, G].
+
+    Returns:
+        [Hk, G, Q, D].
+    """
+    Hk, _, Q, _ = query.shape
+    rows = []
+    for inside, outside in zip(middle, exact, strict=True):
+        stand_ins = _substituted(inside, tensors, level).expand(-1, Q, -1, -1)
+        whole = torch.cat([stand_ins, outside.double()[:, None].expand(-1, Q, -1, -1)], 2)
+        rows.append(whole.flatten(0, 1))
+    mask = causal_mask(Q, rows[0].shape[1], None, query.device).repeat(Hk, 1)[:, None, None]
+    sinks = None if sink_logits is None else sink_logits.repeat_interleave(Q, 0)
+    each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+    output = reference_attention(each, *rows, facts.softmax_scale, mask=mask, softcap=facts.softcap, sink_logits=sinks)
+    return output[:, :, 0].unflatten(0, (Hk, Q)).transpose(1, 2)
+
+
+def _substituted(rows: torch.Tensor, tensors: dict[str, torch.Tensor], level: torch.Tensor) -> torch.Tensor:
+    """[Hk, R, M, D] float64: rows [Hk, M, D], or the mean of their cluster at a level [Hk, R, M]."""
+    result = rows.double()[:, None].expand(-1, level.shape[1], -1, -1)
+    for number in range(int(level.max()) + 1):
+        means = member_means(rows, token_labels(tensors, number))
+        result = torch.where((level == number)[..., None], means[:, None], result)
+    return result
+
+
+class Step:
+    """One step of a sparse layer over random new tokens, which are the queries' own.
+
+    query and output [Hk, G, Q, D]; `exact` the sinks, tail and new rows; `selection` what was chosen.
+    """
+
+    def __init__(
+        self,
+        layer: SmallLayer,
+        selector: Selector,
+        budget: Budget,
+        *,
+        queries: int = 1,
+        seed: int = 0,
+        sink_logits: torch.Tensor | None = None,
+    ):
+        self.layer, self.selector, self.sink_logits, facts = layer, selector, sink_logits, layer.context.facts
+        Hk, G, _, D = layer.queries.shape
+        new = normal(seed, Hk, queries, D), normal(seed + 1, Hk, queries, D)
+        self.query = normal(seed + 2, Hk, G, queries, D)
+        self.sparse = SparseLayer(layer.keys, layer.values, layer.split, facts, selector, budget)
+        self.sparse.update(new[0][None], new[1][None])
+        flat, sinks = self.query.flatten(0, 1), None if sink_logits is None else sink_logits.flatten()
+        call = AttentionCall(0, flat, *new, facts.softmax_scale, facts.softcap, None, sinks)
+        self.output = self.sparse.attend(call).view_as(self.query)
+        outside = [
+            torch.cat([rows[:, : layer.middle.start], rows[:, layer.middle.stop :]], 1)
+            for rows in (layer.keys, layer.values)
+        ]
+        self.exact = torch.cat([outside[0], new[0]], 1), torch.cat([outside[1], new[1]], 1)
+        self.selection = selector.select(self.query, budget, self._exact_logsumexp, shared=queries > 1)
+
+    def _exact_logsumexp(self) -> torch.Tensor:
+        facts = self.layer.context.facts
+        logits = facts.softmax_scale * torch.einsum("hgqd,htd->hgqt", self.query, self.exact[0])
+        if facts.softcap is not None:
+            logits = facts.softcap * torch.tanh(logits / facts.softcap)
+        hidden = ~causal_mask(self.query.shape[2], logits.shape[3], None, logits.device)
+        return logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+
+    def expected(self, level: torch.Tensor | int = 0, tensors: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The output by definition, where clusters of a level, or of a level for each token, stand for what is left."""
+        layer = self.layer
+        stands = represented(self.selection, self.selector, level, layer.split.middle)
+        middle = layer.keys[:, layer.middle], layer.values[:, layer.middle]
+        tensors = layer.context.tensors if tensors is None else tensors
+        return replaced_attention(
+            self.query, middle, self.exact, stands, tensors, layer.context.facts, self.sink_logits
+        )
+
+    def dense(self) -> torch.Tensor:
+        """Dense attention over everything."""
+        everything = torch.full((len(self.query), 1, self.layer.split.middle), EXACT)
+        middle = self.layer.keys[:, self.layer.middle], self.layer.values[:, self.layer.middle]
+        return replaced_attention(
+            self.query, middle, self.exact, everything, {}, self.layer.context.facts, self.sink_logits
+        )

@@ -1,0 +1,67 @@
+"""A model that decodes with centroids in the place of tokens, checked layer by layer against the definition."""
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.hook import AttentionCall, route_attention
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cache import IndexCache, SparseLayer
+from sparsekv.runtime.methods import Method
+from sparsekv.runtime.open import OpenIndex, middle_context
+
+from .reference import relative_error
+from .replaced import EXACT, replaced_attention, represented
+from .small_index import random_ids
+from .small_layer import nothing_else
+
+
+def middle_rows(artifact: Artifact, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hk, M, D] of what an index covers."""
+    split, (keys, values) = artifact.manifest.split, artifact.context(layer)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    return keys[:, middle], values[:, middle]
+
+
+class _Checked:
+    """A cache's attention, with the relative error of each sparse layer's every output against the definition."""
+
+    def __init__(self, index: OpenIndex, cache: IndexCache, clusters: str):
+        self.index, self.cache, self.clusters = index, cache, clusters
+        self.errors: list[float] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        output = self.cache.attend(call)
+        layer = self.cache.stored_layers[call.layer]
+        if isinstance(layer, SparseLayer):
+            self.errors.append(relative_error(output.cpu(), self._expected(call, layer).flatten(0, 1)))
+        return output
+
+    def _expected(self, call: AttentionCall, layer: SparseLayer) -> torch.Tensor:
+        artifact, (keys, values) = self.index.artifact, layer.exact_rows()
+        grouped = call.query.unflatten(0, (len(keys), -1))
+        shared = grouped.shape[2] > 1
+        selection = layer.selector.select(grouped, layer.budget, lambda: nothing_else(grouped), shared=shared)
+        stands = represented(selection, layer.selector, 0, artifact.manifest.split.middle)
+        assert 0 < int((stands == EXACT).sum()) < stands.numel() // 10
+        return replaced_attention(
+            grouped.cpu(),
+            middle_rows(artifact, call.layer),
+            (keys.cpu(), values.cpu()),
+            stands,
+            middle_context(artifact, call.layer, self.clusters).tensors,
+            artifact.manifest.layers[call.layer],
+            None if call.sink_logits is None else call.sink_logits.view(grouped.shape[:2]).cpu(),
+        )
+
+
+def decoding_errors(index: OpenIndex, name: str, method: Method, clusters: str, budget: Budget) -> list[float]:
+    """Errors of each sparse layer while a question of nine tokens is prefilled, and then three more come one by one.
+
+    Args:
+        name: the method's; what it leaves is replaced by the flat clusters of the one called `clusters`.
+    """
+    checked = _Checked(index, index.sparse_cache(name, method, budget, residual=True), clusters)
+    with torch.inference_mode(), route_attention(index.model, checked.attend):
+        for tokens in random_ids(12).to(index.model.device).split([9, 1, 1, 1]):
+            index.model(input_ids=tokens[None], past_key_values=checked.cache, use_cache=True)
+    return checked.errors
