@@ -1,4 +1,4 @@
-"""Where a growing sequence is cut into blocks that are clustered one by one (Multipole Attention, section 3.2)."""
+"""Where a growing sequence is cut into blocks that are clustered one by one (Multipole Attention, section 3.3)."""
 
 
 def block_offsets(tokens: int, block: int) -> list[int]:

@@ -23,7 +23,10 @@ class Multipole(ClusterMethod):
     """Chooses clusters of keys by their centroids and replaces the others by theirs."""
 
     replace: bool = field(default=True, metadata={"help": "Let centroids stand for the clusters not chosen."})
-    stream: bool = field(default=True, metadata={"help": "Let generated tokens join the clusters."})
+    stream: bool = field(
+        default=False,
+        metadata={"help": "Let generated tokens join the clusters: for long answers, one step in --buffer is slow."},
+    )
     buffer: int = field(
         default=128, metadata={"help": "Generated tokens that join at a time; as many wait, up to twice as many."}
     )
