@@ -157,7 +157,9 @@ class ClusterSelector(Selector):
         for above, below in pairwise(looked):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
             handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
-            parts.append(self._replacement(above, above.counts - handed.gather(-1, above.clusters)))
+            # An unused slot names cluster 0 and has no tokens to leave, whatever that cluster handed over.
+            left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
+            parts.append(self._replacement(above, left))
         return (*parts, self._replacement(looked[-1], looked[-1].counts - taken))
 
     def _replacement(self, looked: _Looked, left: torch.Tensor) -> Replacement:

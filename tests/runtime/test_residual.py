@@ -125,7 +125,9 @@ def test_a_hierarchy_with_everything_open_replaces_as_the_flat_lookup(levels: tu
         assert_close(step.output, step.expected(), 1e-5)
 
 
-@pytest.mark.parametrize("levels", [(0.1,), (0.2, 0.05)], ids=["one level", "two levels"])
+@pytest.mark.parametrize(
+    "levels", [(0.1,), (0.2, 0.05), (0.4, 0.2, 0.1)], ids=["one level", "two levels", "three levels"]
+)
 @pytest.mark.parametrize("share", [0.02, 0.2])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_choice_by_threshold_leaves_no_token_without_one_that_stands_for_it(
