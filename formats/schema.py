@@ -75,6 +75,17 @@ class Split(Record):
         return self.sinks + self.middle + self.tail
 
 
+class RopeFacts(Record):
+    """How a layer turns its queries and keys with their position: channel pairs, by so many radians a position.
+
+    Without frequencies it turns nothing. Pairs are channels i and i + P for P frequencies, or 2 i and 2 i + 1 where
+    they are interleaved; channels from 2 P on are not turned.
+    """
+
+    frequencies: list[float]
+    interleaved: bool
+
+
 class LayerFacts(Record):
     """How one layer attends; a layer with a sliding window stays dense and is not indexed."""
 
@@ -82,6 +93,7 @@ class LayerFacts(Record):
     softcap: float | None
     sliding_window: int | None
     attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
+    rope: RopeFacts | None = Field(default=None, description="null where it is not known")
 
 
 class Prefill(Record):

@@ -13,7 +13,7 @@ from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.growing import GrowingRows
-from sparsekv.runtime.methods import Selector
+from sparsekv.runtime.methods import Asked, Selector
 
 FIRST_NEW_ROWS = 256
 
@@ -199,7 +199,9 @@ class SparseLayer(StoredLayer):
             logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
             return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
 
-        chosen = self.selector.select(grouped, self.budget, exact_logsumexp, shared=queries > 1)
+        tokens = self.get_seq_length()
+        positions = torch.arange(tokens - queries, tokens, device=keys.device)
+        chosen = self.selector.select(Asked(grouped, positions, exact_logsumexp, shared=queries > 1), self.budget)
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
         if queries == 1:
             self._count(chosen.lengths, chosen.index_rows, Hk)

@@ -9,7 +9,7 @@ from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, MiddleContext, Replacement, Selection, Selector, Taken
+from sparsekv.runtime.methods import Asked, MiddleContext, Replacement, Selection, Selector, Taken
 from sparsekv.runtime.streaming import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.thresholds import Thresholds
 
@@ -83,16 +83,14 @@ class ClusterSelector(Selector):
         self.replace = bool(self.values)
         return self.replace
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         """By threshold, one sync a level sizes the gather; to a budget there is none."""
         # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
         flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
-        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, shared)]
+        looked = [self._look_at(asked, 0 if flat else len(self.tree.centroids) - 1)]
         while looked[-1].level:
-            looked.append(self._look_below(query, looked[-1], budget, shared))
-        lengths, capacity = self._choose(looked[-1], budget, shared)
+            looked.append(self._look_below(asked, looked[-1], budget))
+        lengths, capacity = self._choose(looked[-1], budget, asked.shared)
         read = sum((one.read for one in looked[1:]), looked[0].read)
         return Selection(
             starts=_gather(self.starts, looked[-1].clusters),
@@ -102,20 +100,22 @@ class ClusterSelector(Selector):
             replacements=self._replacements(looked, lengths) if self.replace else (),
         )
 
-    def _look_at(self, query: torch.Tensor, level: int, shared: bool) -> _Looked:
+    def _look_at(self, asked: Asked, level: int) -> _Looked:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
-        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
-        scores = scores.mean(1, keepdim=True) if shared else scores
+        scores = cluster_scores(asked.query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = scores.mean(1, keepdim=True) if asked.shared else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
         return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
-    def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
+    def _look_below(self, asked: Asked, above: _Looked, budget: Budget) -> _Looked:
         """Score the children of the surviving clusters against each other alone."""
         level = above.level - 1
-        starts, lengths, capacity = self._open(above, budget, shared)
+        starts, lengths, capacity = self._open(above, budget, asked.shared)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
-        scores = scores.mean(1, keepdim=True) if shared else scores
+        scores, clusters, counts = child_scores(
+            asked.query, self.tree, level, starts, lengths, capacity, scale, softcap
+        )
+        scores = scores.mean(1, keepdim=True) if asked.shared else scores
         return _Looked(level, clusters, scores, counts, lengths.sum(-1))
 
     def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:

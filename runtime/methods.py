@@ -15,8 +15,6 @@ from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.clusters import Clustering
 
-ExactLogsumexp = Callable[[], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class MiddleContext:
@@ -29,6 +27,21 @@ class MiddleContext:
     tensors: dict[str, torch.Tensor]
     calibration: dict[str, Any]
     parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries of one layer that rows are to be chosen for.
+
+    query [Hk, G, Q, D], after RoPE; positions [Q] int64, theirs in the sequence. `exact_logsumexp()` is [Hk, G, Q], the
+    log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens), computed when a
+    method asks for it. With `shared` there is one choice for all Q queries together (a question's prefill).
+    """
+
+    query: torch.Tensor
+    positions: torch.Tensor
+    exact_logsumexp: Callable[[], torch.Tensor]
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -80,18 +93,8 @@ class Selector(ABC):
     """The first row of the layout that moves when tokens are taken in."""
 
     @abstractmethod
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
-        """Choose rows for queries.
-
-        Args:
-            query: [Hk, G, Q, D], after RoPE.
-            budget: how much of the middle to choose.
-            exact_logsumexp: gives [Hk, G, Q], the log of the sum of exponents over all that is attended exactly
-                anyway (sinks, tail, new tokens); computed when a method asks for it.
-            shared: one choice for all Q queries together (a question's prefill), not one for each.
-        """
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """Choose rows of the middle for queries, as many as the budget allows."""
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         """Take in the tokens that follow the middle, which is longer from now on; only where `takes` is not 0.

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, register
 
 
 @register("oracle")
@@ -25,14 +25,12 @@ class OracleSelector(Selector):
     def __init__(self, context: MiddleContext):
         self.keys, self.facts = context.keys, context.facts
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         """Probabilities are of the whole softmax, what is attended exactly included, so that heads weigh rightly."""
-        logits = attention_logits(query, self.keys, self.facts.softmax_scale, self.facts.softcap)
-        total = torch.logaddexp(logits.logsumexp(-1), exact_logsumexp())
+        logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        total = torch.logaddexp(logits.logsumexp(-1), asked.exact_logsumexp())
         probability = (logits - total[..., None]).exp().mean(1)
-        probability = probability.mean(1, keepdim=True) if shared else probability
+        probability = probability.mean(1, keepdim=True) if asked.shared else probability
         tokens = budget.tokens(self.keys.shape[1])
         starts = probability.topk(tokens, -1).indices
         # A bound knows what it read only in hindsight: the index is counted as free.

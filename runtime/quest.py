@@ -8,7 +8,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, register
 
 
 @register("quest")
@@ -47,12 +47,10 @@ class QuestSelector(Selector):
         bounds = bounds + attention_logits(query.clamp(max=0), self.lowest, scale)
         return bounds if softcap is None else softcap * torch.tanh(bounds / softcap)
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
-        scores = self.bounds(query).softmax(-1).mean(1)
-        scores = scores.mean(1, keepdim=True) if shared else scores
+        scores = self.bounds(asked.query).softmax(-1).mean(1)
+        scores = scores.mean(1, keepdim=True) if asked.shared else scores
         order = scores.argsort(dim=-1, descending=True, stable=True)
         tokens = budget.tokens(self.middle)
         return Selection(self.starts[order], fill_budget(self.lengths[order], tokens), tokens, 2.0 * len(self.starts))

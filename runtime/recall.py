@@ -16,7 +16,7 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Method, Replacement, Selection, Selector
+from sparsekv.runtime.methods import Asked, Method, Replacement, Selection, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.queries import QueryBlock
 
@@ -62,9 +62,11 @@ class Measures:
 
 @dataclass(frozen=True)
 class Truth:
-    """Dense attention of some queries: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp [Hk, G, Q]
-    and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's mean."""
+    """Some queries and their dense attention: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp
+    [Hk, G, Q] and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's
+    mean."""
 
+    asked: Asked
     logits: torch.Tensor
     exact_logsumexp: torch.Tensor
     exact_output: torch.Tensor
@@ -86,9 +88,9 @@ def measure_layer(
             selectors[one.name, one.variant] = selector
     for block in blocks:
         for queries in _pieces(block, artifact.manifest.split.tokens):
-            truth, grouped = _truth(artifact, layer, block, queries)
+            truth = _truth(artifact, layer, block, queries)
             for one in measured:
-                _measure(one, selectors[one.name, one.variant], grouped, truth, results[one])
+                _measure(one, selectors[one.name, one.variant], truth, results[one])
     return results
 
 
@@ -98,7 +100,7 @@ def _pieces(block: QueryBlock, tokens: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, queries, step))
 
 
-def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> tuple[Truth, torch.Tensor]:
+def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> Truth:
     facts, split = artifact.manifest.layers[layer], artifact.manifest.split
     keys, values = artifact.context(layer)
     middle = slice(split.sinks, split.sinks + split.middle)
@@ -122,18 +124,19 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> t
     probability = (logits - total[..., None]).exp()
     exact_output = _weighted(weights, exact[1])
     output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
-    truth = Truth(logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
-    return truth, grouped
+    positions = middle.stop - 1 + block.visible[piece]
+    asked = Asked(grouped, positions, lambda: exact_lse, shared=False)
+    return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 
 
-def _measure(one: Measured, selector: Selector, grouped: torch.Tensor, truth: Truth, into: Measures) -> None:
-    selection = selector.select(grouped, one.budget, lambda: truth.exact_logsumexp, shared=False)
+def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
+    selection = selector.select(truth.asked, one.budget)
     chosen = _chosen(selection, selector.token_order, truth.probability)
     budget_tokens = one.budget.tokens(truth.logits.shape[-1])
     oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
     selected = chosen.sum(-1)
     dense_norm = truth.output.norm(dim=-1)
-    output = _sparse_output(chosen, truth, grouped, selection.replacements)
+    output = _sparse_output(chosen, truth, selection.replacements)
     error = (output - truth.output).norm(dim=-1) / dense_norm
     into.add(
         selected_tokens=selected,
@@ -155,13 +158,11 @@ def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.
     return chosen.scatter_(-1, rows, True)[..., :-1]
 
 
-def _sparse_output(
-    chosen: torch.Tensor, truth: Truth, grouped: torch.Tensor, replacements: tuple[Replacement, ...]
-) -> torch.Tensor:
+def _sparse_output(chosen: torch.Tensor, truth: Truth, replacements: tuple[Replacement, ...]) -> torch.Tensor:
     """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest."""
     parts = [(truth.logits.masked_fill(~chosen[:, None], -torch.inf), truth.values)]
     for one in replacements:
-        logits = attention_logits(grouped, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+        logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
         parts.append((logits + one.log_counts[:, None], one.values))
     total = truth.exact_logsumexp
     for logits, _ in parts:

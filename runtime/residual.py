@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, Replacement, Selection, Selector
+from sparsekv.runtime.methods import Asked, Replacement, Selection, Selector
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,9 @@ class ResidualSelector(Selector):
         labels = clusters.labels
         self.labels = labels if self.token_order is None else labels.gather(1, self.token_order)
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         """Reads all key and value centroids beside what the inner choice read."""
-        chosen = self.inner.select(query, budget, exact_logsumexp, shared=shared)
+        chosen = self.inner.select(asked, budget)
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
         counts = self.clusters.counts[:, None].expand(-1, rows.shape[1], -1).float()

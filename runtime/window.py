@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, register
 
 
 @register("window")
@@ -21,11 +21,8 @@ class Window(Method):
 class WindowSelector(Selector):
     """No state."""
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         """One empty run."""
-        nothing = torch.zeros(
-            query.shape[0], 1 if shared else query.shape[2], 1, dtype=torch.int64, device=query.device
-        )
+        Hk, _, Q, _ = asked.query.shape
+        nothing = torch.zeros(Hk, 1 if asked.shared else Q, 1, dtype=torch.int64, device=asked.query.device)
         return Selection(nothing, nothing, 0, 0.0)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import attention_probabilities
-from support.small_layer import SmallLayer, all_chosen, small_layer
+from support.small_layer import SmallLayer, all_chosen, asked, small_layer
 
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Method, Selection, Selector
@@ -36,7 +36,7 @@ def _select(
     layer: SmallLayer, method: Method, budget: Budget, exact: torch.Tensor, shared: bool
 ) -> tuple[Selection, Selector]:
     selector = method.prepare(layer.context)
-    return selector.select(layer.queries, budget, lambda: exact, shared=shared), selector
+    return selector.select(asked(layer.queries, exact, shared=shared), budget), selector
 
 
 def _mass(layer: SmallLayer, exact: torch.Tensor, chosen: list[list[list[int]]], shared: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
-from support.small_layer import SmallLayer, all_chosen, small_layer
+from support.small_layer import SmallLayer, all_chosen, asked, small_layer
 
 from sparsekv.kernels.attention import causal_mask
 from sparsekv.kernels.hook import AttentionCall
@@ -60,14 +60,14 @@ def _attended(layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: 
     queries, tokens = query.shape[2], layer.split.tokens
     facts = layer.context.facts
 
-    def exact_logsumexp() -> torch.Tensor:
-        keys, _ = sparse.exact_rows()
-        logits = facts.softmax_scale * torch.einsum("hgqd,htd->hgqt", query.double(), keys.double())
-        if facts.softcap is not None:
-            logits = facts.softcap * torch.tanh(logits / facts.softcap)
-        return logits.masked_fill(~causal_mask(queries, keys.shape[1], None, keys.device), -torch.inf).logsumexp(-1)
-
-    selection = sparse.selector.select(query, sparse.budget, exact_logsumexp, shared=queries > 1)
+    keys, _ = sparse.exact_rows()
+    logits = facts.softmax_scale * torch.einsum("hgqd,htd->hgqt", query.double(), keys.double())
+    if facts.softcap is not None:
+        logits = facts.softcap * torch.tanh(logits / facts.softcap)
+    exact = logits.masked_fill(~causal_mask(queries, keys.shape[1], None, keys.device), -torch.inf).logsumexp(-1)
+    selection = sparse.selector.select(
+        asked(query, exact, shared=queries > 1, first=tokens + new - queries), sparse.budget
+    )
     mask = causal_mask(queries, tokens + new, None, query.device).repeat(HEADS, 1, 1)
     mask[:, :, layer.middle] = False
     for head, of_head in enumerate(all_chosen(selection, sparse.selector)):

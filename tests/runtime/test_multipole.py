@@ -11,7 +11,7 @@ from support.clusters import token_labels
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import EXACT, Step, represented, tokens_represented
-from support.small_layer import SmallLayer, nothing_else, small_layer
+from support.small_layer import SmallLayer, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -47,7 +47,7 @@ def _lookup(layer: SmallLayer, lookup: str) -> Multipole:
 
 def _select(layer: SmallLayer, method: Multipole, budget: Budget, shared: bool) -> Selection:
     selector = method.prepare(layer.context)
-    return selector.select(layer.queries, budget, lambda: nothing_else(layer.queries), shared=shared)
+    return selector.select(asked(layer.queries, shared=shared), budget)
 
 
 @properties

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close
-from support.small_layer import all_chosen, nothing_else, small_layer
+from support.small_layer import all_chosen, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
@@ -59,7 +59,7 @@ def test_whole_pages_are_taken_and_the_last_one_from_its_start(
 ) -> None:
     layer = small_layer(seed, middle=middle)
     selector = Quest(page_size=page_size).prepare(layer.context)
-    selection = selector.select(layer.queries, Budget(budget), lambda: nothing_else(layer.queries), shared=shared)
+    selection = selector.select(asked(layer.queries, shared=shared), Budget(budget))
     assert selection.starts.shape[1] == (1 if shared else layer.queries.shape[2])
     for of_head in all_chosen(selection, selector):
         for tokens in of_head:
@@ -72,12 +72,7 @@ def test_whole_pages_are_taken_and_the_last_one_from_its_start(
 def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
     layer = small_layer(middle=80)
     quest, oracle = Quest(page_size=1).prepare(layer.context), OracleSelector(layer.context)
-    chosen = [
-        all_chosen(
-            selector.select(layer.queries, Budget(9), lambda: nothing_else(layer.queries), shared=False), selector
-        )
-        for selector in (quest, oracle)
-    ]
+    chosen = [all_chosen(selector.select(asked(layer.queries), Budget(9)), selector) for selector in (quest, oracle)]
     assert [[set(tokens) for tokens in head] for head in chosen[0]] == [
         [set(tokens) for tokens in head] for head in chosen[1]
     ]
@@ -86,7 +81,7 @@ def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
 def test_two_rows_are_read_for_each_page() -> None:
     layer = small_layer(middle=50)
     selector = Quest().prepare(layer.context)
-    selection = selector.select(layer.queries, Budget(16), lambda: nothing_else(layer.queries), shared=False)
+    selection = selector.select(asked(layer.queries), Budget(16))
     assert selection.index_rows == 2 * 4
 
 

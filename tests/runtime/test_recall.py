@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.reference import attention_probabilities, reference_attention
 from support.small_index import build_small
-from support.small_layer import chosen_tokens
+from support.small_layer import asked, chosen_tokens
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.budget import Budget
@@ -93,7 +93,7 @@ def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: st
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     inside = tail.probability[..., middle].sum(-1)
     exact = logits.logsumexp(-1) + ((1 - inside) / inside).log()
-    selection = selector.select(tail.queries, budget, exact.float, shared=False)
+    selection = selector.select(asked(tail.queries, exact.float(), first=split.tokens - split.tail // 2), budget)
     rows = torch.as_tensor(selection.index_rows, dtype=torch.float64).expand(selection.starts.shape[:2])
     return selector, selection, rows
 

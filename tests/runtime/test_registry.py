@@ -16,7 +16,7 @@ from sparsekv.indexing.methods import Indexer, LayerInput, choose_indexers
 from sparsekv.runtime import methods as runtime_methods
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.generate import Sampling, generate, question_ids
-from sparsekv.runtime.methods import ExactLogsumexp, Method, MiddleContext, Selection, Selector, choose_methods
+from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, choose_methods
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.report import recall_report
 
@@ -42,11 +42,9 @@ class LoudestSelector(Selector):
     def __init__(self, order: torch.Tensor):
         self.order = order
 
-    def select(
-        self, query: torch.Tensor, budget: Budget, exact_logsumexp: ExactLogsumexp, *, shared: bool
-    ) -> Selection:
+    def select(self, asked: Asked, budget: Budget) -> Selection:
         tokens = budget.tokens(self.order.shape[1])
-        starts = self.order[:, None, :tokens].expand(-1, 1 if shared else query.shape[2], -1)
+        starts = self.order[:, None, :tokens].expand(-1, 1 if asked.shared else asked.query.shape[2], -1)
         return Selection(starts, torch.ones_like(starts), tokens, 0.0)
 
 

@@ -8,7 +8,7 @@ from support.reference import assert_close
 from support.replaced import EXACT, replaced_attention, represented
 from support.replaced_decoding import decoding_errors, middle_rows
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import nothing_else
+from support.small_layer import asked
 from support.tiny_models import FAMILIES
 
 from sparsekv.indexing.multipole import MultipoleIndexer
@@ -70,7 +70,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     query = stored["tail"][:, split.tail // 2 :].unflatten(0, (len(exact[0]), -1))
     sinks = stored["sink_logits"].view(query.shape[:2]) if "sink_logits" in stored else None
     selector = prepare_layer(artifact, number, name, method, "cpu", residual=True)
-    selection = selector.select(query, FEW, lambda: nothing_else(query), shared=False)
+    selection = selector.select(asked(query), FEW)
     stands = represented(selection, selector, 0, split.middle)
     tensors = middle_context(artifact, number, clusters).tensors
     sparse, dense = (

@@ -13,7 +13,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step, tokens_represented
 from support.small_index import build_small
-from support.small_layer import SmallLayer, nothing_else, small_layer
+from support.small_layer import SmallLayer, asked, small_layer
 from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import UsageError
@@ -135,7 +135,7 @@ def test_a_choice_by_threshold_leaves_no_token_without_one_that_stands_for_it(
 ) -> None:
     layer = small_layer(seed, levels=levels, repeated=40)
     selector = _by_own_clusters(layer, Squeezed("hierarchical" if levels[1:] else "flat", "threshold"))
-    selection = selector.select(layer.queries, Budget(share), lambda: nothing_else(layer.queries), shared=False)
+    selection = selector.select(asked(layer.queries), Budget(share))
     counted = tokens_represented(selection)
     assert_close(counted, torch.full_like(counted, layer.split.middle), 1e-5)
 

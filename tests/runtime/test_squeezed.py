@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.small_layer import SmallLayer, all_chosen, nothing_else, small_layer
+from support.small_layer import SmallLayer, all_chosen, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -37,7 +37,7 @@ def _select(
     layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = False
 ) -> tuple[ClusterSelector, Selection]:
     selector = method.prepare(layer.context)
-    return selector, selector.select(layer.queries, budget, lambda: nothing_else(layer.queries), shared=shared)
+    return selector, selector.select(asked(layer.queries, shared=shared), budget)
 
 
 def _chosen(layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = False) -> list[list[list[int]]]:
@@ -122,9 +122,9 @@ def test_with_one_token_a_cluster_the_choice_is_the_oracles(
     assert bool((layer.context.tensors["level0.counts"] == 1).all())
     _, selection = _select(layer, FLAT, budget)
     selector = FLAT.prepare(layer.context)
-    other = torch.randn(layer.queries.shape[:3]) if group == 1 else nothing_else(layer.queries)
+    other = torch.randn(layer.queries.shape[:3]) if group == 1 else None
     oracle = OracleSelector(layer.context)
-    best = oracle.select(layer.queries, budget, lambda: other, shared=False)
+    best = oracle.select(asked(layer.queries, other), budget)
     for ours, theirs in zip(all_chosen(selection, selector), all_chosen(best, oracle), strict=True):
         assert [set(tokens) for tokens in ours] == [set(tokens) for tokens in theirs]
 
@@ -227,7 +227,7 @@ def test_no_token_is_chosen_twice_where_what_is_opened_has_fewer_children_than_s
     context = replace(small_layer().context, tensors=tensors, calibration={"decode": {"flat": {}, "hierarchical": {}}})
     query = torch.ones(1, 1, 1, 1)
     selector = HIERARCHICAL.prepare(context)
-    selection = selector.select(query, Budget(10), lambda: nothing_else(query), shared=False)
+    selection = selector.select(asked(query), Budget(10))
     tokens = all_chosen(selection, selector)[0][0]
     assert tokens[:4] == [0, 1, 2, 3]
     assert len(set(tokens)) == 10

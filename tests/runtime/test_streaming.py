@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close, reference_attention
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import SmallLayer, nothing_else, small_layer
+from support.small_layer import SmallLayer, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.multipole import MultipoleIndexer
@@ -77,7 +77,7 @@ class Decoding:
     def select(self, budget: Budget) -> Selection:
         """What is chosen for a random query."""
         query = normal(self.new, HEADS, GROUP, 1, SIZE)
-        return self.selector.select(query, budget, lambda: nothing_else(query), shared=False)
+        return self.selector.select(asked(query), budget)
 
     def steps(self, pieces: list[int]) -> list[torch.Tensor]:
         return [self.step(tokens) for tokens in pieces]

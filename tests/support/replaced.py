@@ -16,7 +16,7 @@ from sparsekv.runtime.methods import Selection, Selector
 from .clusters import member_means, token_labels
 from .random_tensors import normal
 from .reference import reference_attention
-from .small_layer import SmallLayer, all_chosen
+from .small_layer import SmallLayer, all_chosen, asked
 
 EXACT = -1
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -109,7 +109,9 @@ class Step:
             for rows in (layer.keys, layer.values)
         ]
         self.exact = torch.cat([outside[0], new[0]], 1), torch.cat([outside[1], new[1]], 1)
-        self.selection = selector.select(self.query, budget, self._exact_logsumexp, shared=queries > 1)
+        self.selection = selector.select(
+            asked(self.query, self._exact_logsumexp(), shared=queries > 1, first=layer.split.tokens), budget
+        )
 
     def _exact_logsumexp(self) -> torch.Tensor:
         facts = self.layer.context.facts

@@ -12,7 +12,7 @@ from sparsekv.runtime.open import OpenIndex, middle_context
 from .reference import relative_error
 from .replaced import EXACT, replaced_attention, represented
 from .small_index import random_ids
-from .small_layer import nothing_else
+from .small_layer import asked
 
 
 def middle_rows(artifact: Artifact, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ class _Checked:
         artifact, (keys, values) = self.index.artifact, layer.exact_rows()
         grouped = call.query.unflatten(0, (len(keys), -1))
         shared = grouped.shape[2] > 1
-        selection = layer.selector.select(grouped, layer.budget, lambda: nothing_else(grouped), shared=shared)
+        selection = layer.selector.select(asked(grouped, shared=shared), layer.budget)
         stands = represented(selection, layer.selector, 0, artifact.manifest.split.middle)
         assert 0 < int((stands == EXACT).sum()) < stands.numel() // 10
         return replaced_attention(

@@ -8,7 +8,7 @@ from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.indexing.methods import BuiltLayer, LayerInput
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
-from sparsekv.runtime.methods import MiddleContext, Selection, Selector
+from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector
 
 from .random_tensors import clustered, normal
 
@@ -78,6 +78,8 @@ def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]
     return [[chosen_tokens(selection, selector, head, query) for query in range(queries)] for head in range(heads)]
 
 
-def nothing_else(query: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exp of no tokens at all, for selectors that ask what else is attended: [Hk, G, Q]."""
-    return torch.full(query.shape[:3], -torch.inf)
+def asked(query: torch.Tensor, exact: torch.Tensor | None = None, *, shared: bool = False, first: int = 0) -> Asked:
+    """Queries [Hk, G, Q, D] at positions from `first` on; `exact` [Hk, G, Q] is the log-sum-exp of what else is
+    attended, by default nothing."""
+    nothing = torch.full(query.shape[:3], -torch.inf)
+    return Asked(query, first + torch.arange(query.shape[2]), lambda: nothing if exact is None else exact, shared)
