@@ -28,7 +28,8 @@ def build_index(
     ] = None,
     model: ModelOption = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="A method to build; repeatable; `all`. Default: all.")
+        list[str] | None,
+        typer.Option(help=f"A method to build; repeatable; `all`. Default: {', '.join(choose_indexers([]))}."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Only the first N tokens of the document.")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that are always attended.")] = 10,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.console import note
+from sparsekv.cli.generate_stats import print_layers
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
@@ -20,8 +21,10 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.generate import generate as answer
+from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import choose_methods, methods
-from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.middle_rows import PLACEMENTS, check_placement
+from sparsekv.runtime.open import OpenIndex, residual_source
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -41,6 +44,15 @@ def generate(
     residual: Annotated[
         bool, typer.Option("--residual", help="Let centroids stand for the tokens that the method does not choose.")
     ] = False,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Read more, then everything, for heads that leave more than this of their attention."
+        ),
+    ] = None,
+    placement: Annotated[
+        str, typer.Option(metavar="|".join(PLACEMENTS), help="Where the document's keys and values lie.")
+    ] = "device",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = None,
@@ -51,7 +63,9 @@ def generate(
         Path | None,
         typer.Option(metavar="NAME.skv", help="Keep document, question and answer as an index to go on with."),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Times and rows read of each answer, on stderr.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Times, rows read, attention left by layer, on stderr.")
+    ] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -79,10 +93,18 @@ def generate(
         raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
     if save_to is not None:
         refuse_unsavable(artifact, save_to, dtype)
+    check_placement(placement)
+    guarded = None if guard is None else Guard(guard)
+    if guarded is not None:
+        guarded.check(name, configured, residual=residual)
+    if residual:
+        residual_source(artifact)
     questions = _questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
-    cache = opened.sparse_cache(name, configured, wanted, residual=residual)
+    cache = opened.sparse_cache(
+        name, configured, wanted, residual=residual, gauge=stats, guard=guarded, placement=placement
+    )
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, raw)
     for question in questions:
@@ -92,6 +114,8 @@ def generate(
         elif batch_file:
             typer.echo(" ".join(result.text.split()))
         note(_summary(result), quiet=quiet or not stats)
+        if stats and not quiet:
+            print_layers(result.layers)
     if save_to is not None:
         del asked, cache  # the prefill of what is new needs the room
         ids = question_ids(opened, questions[0], raw=raw)
@@ -127,7 +151,7 @@ class _Asked:
         return result
 
     def record(self, result: Answer) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(result).items() if name != "ids"}
+        told = {name: value for name, value in asdict(result).items() if name != "ids" and (value or name != "layers")}
         return {**told, "method": self.method, "budget": self.budget.value}
 
 

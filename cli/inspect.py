@@ -17,7 +17,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models import load_tokenizer
 from sparsekv.runtime.clusters import Cluster, Clustering
-from sparsekv.runtime.methods import methods
+from sparsekv.runtime.describe import describe_layers
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -35,7 +35,10 @@ def inspect(
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show sizes, parameters, the distribution of cluster sizes, and the biggest clusters with their words.
+    """Show sizes, parameters, blocks, the distribution of cluster sizes, and the biggest clusters with their words.
+
+    Key and value spread say how far keys and values lie from their clusters' centroids, relative to their distance from
+    the mean: 0 when a centroid stands for its tokens exactly, 1 when it tells nothing of them.
 
     \b
     sparsekv inspect --index manual.skv
@@ -49,7 +52,7 @@ def inspect(
             for done, _ in enumerate(artifact.verify(), 1):
                 show("verify", done, len(artifact.manifest.files))
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
-    described = {name: _describe(artifact, name, clusters) for name in artifact.manifest.methods}
+    described = _describe(artifact, clusters, quiet=quiet)
     words = _words(artifact, model, quiet=quiet)
     inspection = _inspection(artifact, described, shown, words, verified=verify)
     if plot is not None:
@@ -73,12 +76,15 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
     return layer
 
 
-def _describe(artifact: Artifact, method: str, biggest: int) -> Described:
-    described = {}
-    for layer in artifact.manifest.indexed_layers:
-        found = methods()[method].describe(artifact.method_tensors(method, layer), biggest)
-        if found is not None:
-            described[layer] = found
+def _describe(artifact: Artifact, biggest: int, *, quiet: bool) -> dict[str, Described]:
+    described: dict[str, Described] = {}
+    with progress(quiet=quiet) as show:
+        for name in artifact.manifest.methods:
+            described[name] = {}
+            for done, (layer, found) in enumerate(describe_layers(artifact, name, biggest), 1):
+                if found is not None:
+                    described[name][layer] = found
+                show(name, done, len(artifact.manifest.indexed_layers))
     return described
 
 
@@ -118,7 +124,8 @@ def _inspection(
         "methods": {
             name: {
                 **manifest.methods[name].model_dump(include={"revision", "seed", "parameters", "calibration"}),
-                "layers": [{"layer": number, **asdict(level)} for number, one in found.items() for level in one.sizes],
+                "layers": [{"layer": number, **asdict(level)} for number, one in found.items() for level in one.levels],
+                "blocks": [asdict(block) for block in found[layer].blocks] if found else [],
                 "biggest": [_cluster(cluster, layer, words) for cluster in found[layer].biggest] if found else [],
             }
             for name, found in described.items()

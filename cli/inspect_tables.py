@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 WORDS_SHOWN = 8
+BLOCKS_SHOWN = 6
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
@@ -19,6 +20,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         console.print(f"\n[bold]{escape(name)}[/bold]: {escape(parameters)}")
         for line in _held_out(method["calibration"]):
             console.print(line)
+        if method["blocks"]:
+            console.print(_blocks(method["blocks"]))
         if method["layers"]:
             console.print(_sizes(method["layers"]))
         if method["biggest"]:
@@ -57,13 +60,33 @@ def _held_out(calibration: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _blocks(blocks: list[dict[str, Any]]) -> Table:
+    """Every block, or the first ones and the last two where there are many: closed ones are alike."""
+    table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
+    for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
+        table.add_column(name, justify="right")
+    for number, block in enumerate(blocks):
+        if BLOCKS_SHOWN - 2 <= number < len(blocks) - 2:
+            if number == BLOCKS_SHOWN - 2:
+                table.add_row("...")
+            continue
+        numbers = (number, block["start"], block["stop"] - 1, block["tokens"], block["clusters"])
+        table.add_row(*(f"{number:,}" for number in numbers), "open" if block["open"] else "")
+    return table
+
+
 def _sizes(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="tokens in a cluster, over all KV heads", title_justify="left", title_style="")
-    for name in ("layer", "level", "clusters", "min", "median", "p99", "max", "empty"):
+    table = Table(
+        title="tokens in a cluster, and how far keys and values are from its centroids, over all KV heads",
+        title_justify="left",
+        title_style="",
+    )
+    for name in ("layer", "level", "clusters", "min", "median", "p99", "max", "empty", "key spread", "value spread"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (row[name] for name in ("clusters", "min", "median", "p99", "max", "empty"))
-        table.add_row(str(row["layer"]), str(row["level"]), *(f"{number:,.0f}" for number in numbers))
+        sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty"))
+        spreads = ("none" if row[name] is None else f"{row[name]:.3f}" for name in ("key_spread", "value_spread"))
+        table.add_row(str(row["layer"]), str(row["level"]), *sizes, *spreads)
     return table
 
 

@@ -18,7 +18,9 @@ from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOpt
 from sparsekv.cli.questions import read_questions
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import choose_methods
+from sparsekv.runtime.open import residual_source
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.report import RecallReport, RecallRow
 from sparsekv.runtime.report import recall_report as measure
@@ -44,6 +46,13 @@ def recall_report(
     residual: Annotated[
         bool, typer.Option("--residual", help="Each method also with centroids for what it does not choose.")
     ] = False,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Each method also reading more for heads that leave more than this of attention.",
+        ),
+    ] = None,
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows for each layer, KV head or both.")] = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
@@ -59,7 +68,9 @@ def recall_report(
     """Compare methods and budgets by what they keep of dense attention.
 
     Recall is the share of the oracle's tokens that a method chose; mass the attention on what it chose; error that
-    of the attention's output; KV read what it reads of the document's keys and values, its index included.
+    of the attention's output; KV read what it reads of the document's keys and values, its index included; left the
+    attention on what it did not choose, and by estimate as a step itself can tell. Under a --guard, more and all are
+    the shares of heads that had to read more, or everything.
 
     \b
     sparsekv recall-report --index manual.skv
@@ -73,12 +84,23 @@ def recall_report(
     _refuse_unwritable(plot)
     artifact = open_artifact(index)
     names = choose_methods(method or [], list(artifact.manifest.methods))
+    guarded = None if guard is None else Guard(guard)
+    if residual:
+        residual_source(artifact)
     asked = Queries(artifact)
     if queries is not None:
         questions = read_questions(queries, "--queries")
         asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
     with progress(quiet=quiet) as show:
-        report = measure(artifact, names, budgets, asked, lambda done, of: show("layers", done, of), residual=residual)
+        report = measure(
+            artifact,
+            names,
+            budgets,
+            asked,
+            lambda done, of: show("layers", done, of),
+            residual=residual,
+            guard=guarded,
+        )
     if plot is not None:
         from sparsekv.cli.plots import plot_recall
 
@@ -109,6 +131,10 @@ def _refuse_unwritable(plot: Path | None) -> None:
         raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
 
 
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
 def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) -> None:
     table = Table(
         title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
@@ -118,7 +144,9 @@ def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str])
     )
     for name in ["method", *groups]:
         table.add_column(name)
-    for name in ("budget", "tokens", "recall", "mass", "error", "KV read"):
+    guarded = any(row.raised is not None for row in rows)
+    told = {"missed_estimate": "estimate"} | ({"raised": "more", "dense": "all"} if guarded else {})
+    for name in ("budget", "tokens", "recall", "mass", "error", "KV read", "left", *told.values()):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -130,6 +158,8 @@ def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str])
             f"{row.attention_mass:.3f}",
             f"{row.output_error:.4f}",
             f"{row.kv_fraction:.3f}",
+            f"{row.missed_mass:.3f}",
+            *(_number(getattr(row, name)) for name in told),
         )
     # Piped output is not wrapped to a terminal's width.
     Console(width=None if sys.stdout.isatty() else 120).print(table)

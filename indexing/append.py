@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST, ChatFrame, Manifest
-from sparsekv.formats.sync import sync_path
 from sparsekv.indexing.methods import Indexer, indexers
 from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.partial_folder import partial_folder
 from sparsekv.indexing.plan import BuildPlan, Growth
 from sparsekv.indexing.prompt import FixedPrompt
 from sparsekv.indexing.rope import rope_depends_on_length
@@ -101,25 +100,22 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
 def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
     """A copy of an index to build upon, which takes the name `folder` at the end, and only if all went well.
 
-    Files of an index are replaced and never changed in place, so the copy shares them with it where the disk can.
+    Files of an index are replaced and never changed in place, so the copy shares them with it where the disk can. What
+    killed processes left of such copies goes away first.
 
     Raises:
         ArtifactError: the folder exists or cannot be written.
     """
-    unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        for path in [*(record.path for record in artifact.manifest.files.values()), MANIFEST]:
-            target = unfinished / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _link(artifact.folder / path, target)
-        yield unfinished
-        unfinished.rename(folder)
-        sync_path(folder.absolute().parent)
+        with partial_folder(folder) as unfinished:
+            for path in [*(record.path for record in artifact.manifest.files.values()), MANIFEST]:
+                target = unfinished / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(artifact.folder / path, target)
+            yield unfinished
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _link(source: Path, target: Path) -> None:

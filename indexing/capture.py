@@ -1,7 +1,8 @@
 """Capture of keys, values and queries as a model attends to them, by a dense prefill in chunks.
 
 The model runs as it is, chunk after chunk, into a cache that is allocated once: N rows of keys and values a layer.
-Beside that, one layer's chunk of attention is in memory at a time, and the last R queries of each layer.
+Beside that, one layer's chunk of attention is in memory at a time, and of each layer the last R queries and those of a
+sample of positions, where one is asked for.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from sparsekv.kernels.attention import causal_attention
 from sparsekv.kernels.hook import AttentionCall, route_attention
 
 PROBE_LOGITS = 32
+PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
+"""Queries [Hq, P, D] of a layer at positions [P] of a prefix that is not run."""
 
 
 class _ContextLayer(CacheLayerMixin):
@@ -61,20 +64,27 @@ class _ContextLayer(CacheLayerMixin):
 
 @dataclass
 class CapturedLayer:
-    """One layer: keys, values [Hk, N, D] as attended, the last R queries [Hq, R, D], sink logits [Hq]."""
+    """One layer: keys, values [Hk, N, D] as attended, the last R queries [Hq, R, D], sink logits [Hq], and the queries
+    [Hq, P, D] of the sampled positions; None for a layer with a sliding window."""
 
     keys: torch.Tensor
     values: torch.Tensor
     tail: torch.Tensor
     sink_logits: torch.Tensor | None
+    sample: torch.Tensor | None
 
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture: dense causal attention that keeps the last R queries."""
+    """The attention function of a capture: dense causal attention that keeps the last R queries, and those of some
+    positions [P], rising; `prefix_queries` gives those of the ones before the prefix's end."""
 
     tokens: int
     tail: int
+    positions: torch.Tensor
+    prefix_tokens: int
+    prefix_queries: PrefixQueries | None
+    samples: dict[int, torch.Tensor] = field(default_factory=dict)
     tails: dict[int, torch.Tensor] = field(default_factory=dict)
     facts: dict[int, LayerFacts] = field(default_factory=dict)
     sink_logits: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -89,6 +99,8 @@ class _Recorder:
         if call.sink_logits is not None:
             self.sink_logits[call.layer] = call.sink_logits.detach()
         self._keep_tail(call)
+        if call.window is None:
+            self._keep_sample(call)
         return causal_attention(
             call.query,
             call.keys,
@@ -105,6 +117,22 @@ class _Recorder:
         if rows.shape[1]:
             kept = self.tails.get(call.layer, rows[:, :0])
             self.tails[call.layer] = torch.cat([kept, rows], 1)
+
+    def _keep_sample(self, call: AttentionCall) -> None:
+        start, end = call.keys.shape[1] - call.query.shape[1], call.keys.shape[1]
+        if call.layer not in self.samples:
+            self.samples[call.layer] = self._first_sample(call)
+        first, last = torch.searchsorted(self.positions, torch.tensor([start, end])).tolist()
+        rows = (self.positions[first:last] - start).to(call.query.device)
+        self.samples[call.layer][:, first:last] = call.query[:, rows]
+
+    def _first_sample(self, call: AttentionCall) -> torch.Tensor:
+        sample = call.query.new_empty(len(call.query), len(self.positions), call.query.shape[2])
+        known = int((self.positions < self.prefix_tokens).sum())
+        if known:
+            assert self.prefix_queries is not None
+            sample[:, :known] = self.prefix_queries(call.layer, self.positions[:known])
+        return sample
 
 
 @dataclass
@@ -129,6 +157,7 @@ class Capture:
             values=values[0],
             tail=self._recorder.tails.pop(layer),
             sink_logits=self._recorder.sink_logits.get(layer),
+            sample=self._recorder.samples.pop(layer, None),
         )
 
 
@@ -138,9 +167,11 @@ def capture(
     input_ids: torch.Tensor,
     *,
     tail: int,
+    positions: torch.Tensor | None = None,
     chunk_size: int = 512,
     prefix_tokens: int = 0,
     prefix: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    prefix_queries: PrefixQueries | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
     """Prefill `input_ids` densely in chunks, keeping what each layer attends to.
@@ -148,15 +179,19 @@ def capture(
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
+        positions: [P] int64, rising: where to keep the queries too, allocated at once.
         chunk_size: tokens a forward pass; the result does not depend on it beyond rounding. A model whose RoPE depends
             on the length of the sequence is run over the whole prompt at once, whatever is given here.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: gives keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
+        prefix_queries: gives the queries at those positions that are not run; needed where there are any.
         progress: called with the number of tokens done after each chunk.
     """
-    tokens, recorder = len(input_ids), _Recorder(len(input_ids), tail)
+    tokens = len(input_ids)
+    positions = torch.zeros(0, dtype=torch.int64) if positions is None else positions
     if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
         chunk_size, prefix_tokens = tokens, 0
+    recorder = _Recorder(tokens, tail, positions, prefix_tokens, prefix_queries)
     layers = [
         _ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
         for layer in range(model.config.get_text_config().num_hidden_layers)

@@ -32,17 +32,21 @@ class ClusterIndexer(Indexer):
         if self.space not in SPACES:
             raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
 
-    def cluster(self, keys: torch.Tensor, values: torch.Tensor, first_token: int) -> dict[str, torch.Tensor]:
+    def cluster(
+        self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """The tensors of `level_tensors` for tokens clustered together; allocates the keys once more in float32.
 
         Args:
             keys, values: [Hk, M, D].
             first_token: position in the prompt of the first of them.
+            lookup_keys: [Hk, M, D], clustered in the place of the keys.
         """
-        sizes = level_sizes(self.levels, keys.shape[1])
-        labels = self._kmeans(keys, sizes[0])
-        levels = levels_above(keys, labels, sizes, self._kmeans)
-        return level_tensors(levels, number_neighbours(levels, labels), values, first_token)
+        points, sizes = keys if lookup_keys is None else lookup_keys, level_sizes(self.levels, keys.shape[1])
+        labels = self._kmeans(points, sizes[0])
+        levels = levels_above(points, labels, sizes, self._kmeans)
+        attended = None if lookup_keys is None else keys
+        return level_tensors(levels, number_neighbours(levels, labels), values, first_token, attended)
 
     def _kmeans(self, points: torch.Tensor, clusters: int, valid: torch.Tensor | None = None) -> torch.Tensor:
-        return kmeans(to_space(points, self.space), clusters, self.iterations, self.seed, valid)
+        return kmeans(to_space(points, self.space, valid), clusters, self.iterations, self.seed, valid)

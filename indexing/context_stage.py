@@ -7,8 +7,17 @@ import torch
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_file, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.schema import TOKENS, FileRecord, LayerFacts, ModelIdentity, Probe, layer_file
-from sparsekv.indexing.capture import Capture, capture
+from sparsekv.indexing.capture import Capture, CapturedLayer, capture
 from sparsekv.indexing.plan import BuildJob
+from sparsekv.indexing.rotation import measure_rotations
+from sparsekv.indexing.sampling import (
+    first_unknown,
+    known_queries,
+    reuse_samples,
+    sample_recipe,
+    wanted_positions,
+    write_sample,
+)
 
 
 @dataclass(frozen=True)
@@ -35,18 +44,28 @@ def build_context(job: BuildJob) -> ContextFacts:
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     reused = [job.writer.reuse(name, recipe) for name in names]
     known = _known_facts(job, recipe)
-    if known and all(reused):
+    positions = wanted_positions(job)
+    sampled = sample_recipe(recipe, positions)
+    if known and all(reused) and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
-    job.writer.need_space(_context_bytes(job))
-    captured = _capture(job)
-    facts = ContextFacts([captured.facts(layer) for layer in layers], captured.probe)
+    job.writer.need_space(_context_bytes(job, len(positions)))
+    captured = _capture(job, positions)
+    # After the prefill: frequencies that depend on a sequence's length are then those of the prompt again.
+    rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
+    facts = ContextFacts(
+        [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers], captured.probe
+    )
     if not facts.indexed_layers:
         raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
     job.writer.note(recipe, _note(facts))
     if not job.writer.reuse(TOKENS, recipe):
         job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
     for layer in layers:
-        _write_layer(job, captured, layer, recipe)
+        rows = captured.take(layer)
+        _write_layer(job, rows, layer, recipe)
+        if rows.sample is not None and len(positions):
+            write_sample(job, layer, rows.sample, positions, sampled)
+        job.progress("write context", layer + 1, job.plan.num_hidden_layers)
     return facts
 
 
@@ -79,15 +98,19 @@ def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
     return None
 
 
-def _capture(job: BuildJob) -> Capture:
-    input_ids = job.plan.prompt.input_ids
+def _capture(job: BuildJob, positions: torch.Tensor) -> Capture:
+    input_ids, prefix_tokens = job.plan.prompt.input_ids, _shared_prefix(job)
+    if prefix_tokens and (unknown := first_unknown(job, positions)) is not None:
+        prefix_tokens = min(prefix_tokens, unknown)
     return capture(
         job.plan.loaded.model,
         input_ids,
         tail=job.split.tail,
+        positions=positions,
         chunk_size=job.plan.chunk_size,
-        prefix_tokens=_shared_prefix(job),
+        prefix_tokens=prefix_tokens,
         prefix=lambda layer: _base_rows(job, layer),
+        prefix_queries=lambda layer, at: known_queries(job, layer, at),
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )
 
@@ -117,8 +140,7 @@ def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors["keys"], tensors["values"]
 
 
-def _write_layer(job: BuildJob, captured: Capture, layer: int, recipe: str) -> None:
-    rows = captured.take(layer)
+def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str) -> None:
     queries = {"tail": rows.tail}
     if rows.sink_logits is not None:
         queries["sink_logits"] = rows.sink_logits
@@ -126,13 +148,17 @@ def _write_layer(job: BuildJob, captured: Capture, layer: int, recipe: str) -> N
         name = layer_file(folder, layer)
         if not job.writer.reuse(name, recipe):
             job.writer.write(name, tensors, recipe)
-    job.progress("write context", layer + 1, job.plan.num_hidden_layers)
 
 
-def _context_bytes(job: BuildJob) -> int:
-    """Size of the context's files, and a tenth more for the methods'."""
+def _context_bytes(job: BuildJob, sampled: int) -> int:
+    """Size of the context's files with queries at so many positions, a tenth more for the methods', and what those that
+    need more than that expect."""
     model = job.plan.loaded.model
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    row = 2 * config.num_key_value_heads * head_dim * model.dtype.itemsize
-    return int(1.1 * row * job.split.tokens * config.num_hidden_layers)
+    row = head_dim * model.dtype.itemsize
+    context = 2.2 * row * config.num_key_value_heads * job.split.tokens
+    samples = row * config.num_attention_heads * sampled
+    tables = sum(indexer.bytes_per_token(head_dim) for indexer in job.plan.methods.values())
+    methods = tables * config.num_key_value_heads * job.split.middle
+    return int((context + samples + methods) * config.num_hidden_layers)

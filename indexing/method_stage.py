@@ -15,8 +15,9 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     """Take over or write one file a layer, then calibrate, unless nothing changed since the finished index."""
     # Through JSON, so that the parameters compare equal to those read back from a manifest.
     parameters = json.loads(json.dumps(asdict(indexer)))
-    context = [layer_file("context", layer) for layer in facts.indexed_layers]
-    built_from = {path: job.writer.files[path].sha256 for path in context}
+    folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
+    sources = [layer_file(folder, layer) for folder in folders for layer in facts.indexed_layers]
+    built_from = {path: job.writer.files[path].sha256 for path in sources}
     recipe = hash_json([name, indexer.revision, parameters, job.split.model_dump(), built_from])
     for done, layer in enumerate(facts.indexed_layers, 1):
         _build_layer(job, layer_file(name, layer), indexer, facts, layer, recipe)
@@ -34,12 +35,12 @@ def _build_layer(job: BuildJob, path: str, indexer: Indexer, facts: ContextFacts
     base = job.writer.base
     if base is None or job.plan.growth is None or path.partition("/")[0] not in job.plan.growth.online:
         if not job.writer.reuse(path, recipe):
-            job.writer.write(path, indexer.build_layer(_layer_input(job, layer, facts)), recipe)
+            job.writer.write(path, indexer.build_layer(_layer_input(job, indexer, layer, facts)), recipe)
         return
     # What a method grew into depends on what it was: a plain build of the same tokens is another file.
     recipe = hash_json([recipe, "grown from", base.files[path].sha256])
     if not job.writer.reuse(path, recipe):
-        grown = indexer.append_layer(job.read_base(path), _layer_input(job, layer, facts), base.split.middle)
+        grown = indexer.append_layer(job.read_base(path), _layer_input(job, indexer, layer, facts), base.split.middle)
         job.writer.write(path, grown, recipe)
 
 
@@ -48,10 +49,12 @@ def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
     base = job.writer.base
     if base is None or job.plan.force or base.split != job.split:
         return {}
-    context, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
+    here, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
     for name, record in base.methods.items():
-        same = all(context.get(path) == sha256 for path, sha256 in record.built_from.items())
-        paths = [path for path in base.files if path.startswith(f"{name}/")]
+        # Samples that no named method wants are not in the build yet: they are taken over with what is built from them.
+        samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
+        same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
+        paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]
         if name not in job.plan.methods and same and all(job.writer.reuse(p, base.files[p].recipe) for p in paths):
             kept[name] = record
     return kept
@@ -74,7 +77,9 @@ def _calibrate(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) 
     return indexer.calibrate(layers)
 
 
-def _layer_input(job: BuildJob, layer: int, facts: ContextFacts) -> LayerInput:
+def _layer_input(job: BuildJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
     tensors = job.read(layer_file("context", layer))
     middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
-    return LayerInput(tensors["keys"][:, middle], tensors["values"][:, middle], facts.layers[layer], job.split)
+    queries = job.read(layer_file("samples", layer))["queries"] if indexer.queries_wanted() else None
+    keys, values = tensors["keys"][:, middle], tensors["values"][:, middle]
+    return LayerInput(keys, values, facts.layers[layer], job.split, queries)

@@ -18,12 +18,16 @@ LARGEST_SEED = 2**31 - 1  # what faiss takes
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends."""
+    """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends.
+
+    `queries` [Hq, P, D] are those of a sample of the middle's positions, rising, for methods that want some.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     facts: LayerFacts
     split: Split
+    queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,20 @@ class Indexer(ABC):
 
     revision: ClassVar[int] = 1
     takes_tokens: ClassVar[bool] = False
+    by_default: ClassVar[bool] = True
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= LARGEST_SEED:
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
+
+    def queries_wanted(self) -> int:
+        """How many queries of the prompt, per KV head, the method builds from; 0: none."""
+        return 0
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        """Bytes that its files take for each middle token and KV head, where that is much beside keys and values."""
+        return 0.0
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
@@ -88,9 +101,15 @@ def indexers() -> dict[str, type[Indexer]]:
 
 
 def choose_indexers(names: list[str]) -> list[str]:
-    """Names of the methods to build: all of them for an empty list or `all`; UsageError for an unknown one."""
+    """Names of the methods to build: all of them for `all`, those that are built by default for an empty list.
+
+    Raises:
+        UsageError: a method that does not exist.
+    """
     known = indexers()
     for name in names:
         if name not in known and name != "all":
             raise UsageError(f"no method '{name}' can be built; there are: {', '.join(known)}")
-    return list(known) if not names or "all" in names else list(dict.fromkeys(names))
+    if not names:
+        return [name for name, indexer in known.items() if indexer.by_default]
+    return list(known) if "all" in names else list(dict.fromkeys(names))

@@ -69,10 +69,17 @@ class MultipoleIndexer(ClusterIndexer):
     ) -> dict[str, torch.Tensor]:
         """The blocks there are and, clustered, those that the offsets have beyond them."""
         made = [
-            self.cluster(layer.keys[:, start:stop], layer.values[:, start:stop], layer.split.sinks + start)
-            for start, stop in list(pairwise(offsets))[len(blocks) :]
+            self._cluster_block(layer, slice(start, stop)) for start, stop in list(pairwise(offsets))[len(blocks) :]
         ]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
+
+    def _cluster_block(self, layer: LayerInput, tokens: slice) -> dict[str, torch.Tensor]:
+        keys, values = layer.keys[:, tokens], layer.values[:, tokens]
+        return self.cluster(keys, values, layer.split.sinks + tokens.start, self.lookup_keys(layer, tokens))
+
+    def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor | None:
+        """Keys [Hk, T, D] by which tokens of the middle are clustered and looked up; None: as they are attended."""
+        return None
 
     def _extend(
         self, block: dict[str, torch.Tensor], layer: LayerInput, tokens: slice, old: int
@@ -81,9 +88,12 @@ class MultipoleIndexer(ClusterIndexer):
         keys, values = layer.keys[:, tokens], layer.values[:, tokens]
         generator = torch.Generator(keys.device).manual_seed(self.seed)
         labels, clusters = finest_labels(block), block["level0.counts"].shape[1]
+        lookup_keys = self.lookup_keys(layer, tokens)
+        clustered, attended = (keys, None) if lookup_keys is None else (lookup_keys, keys)
         for end in [*range(old + STEP, keys.shape[1], STEP), keys.shape[1]]:
-            points, before = to_space(keys[:, :end], self.space), clusters
+            points, before = to_space(clustered[:, :end], self.space), clusters
             clusters = level_sizes(self.levels, end)[0]
             labels = join_tokens(points, labels, before, clusters, generator)
-        levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
-        return level_tensors(levels, number_neighbours(levels, labels), values, layer.split.sinks + tokens.start)
+        levels = online_levels(clustered, labels, self.levels, self.space, self.iterations, generator)
+        numbers, first = number_neighbours(levels, labels), layer.split.sinks + tokens.start
+        return level_tensors(levels, numbers, values, first, attended)

@@ -49,18 +49,59 @@ def attend(
     Returns:
         [Hk, G, Q, D] in the query's dtype. Allocates the logits: [Hk, G, Q, all T] float32, twice.
     """
-    Hk, G, Q, _ = query.shape
+    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
+    return _output(torch.cat(logits, -1).softmax(-1), segments, query)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention gave, [Hk, G, Q, D], and its denominators: the log-sum-exp of each segment [Hk, G, Q, S], minus
+    infinity where all of it is masked, and that of everything, sink logits included, [Hk, G, Q]; both float32."""
+
+    output: torch.Tensor
+    logsumexps: torch.Tensor
+    total: torch.Tensor
+
+
+def attend_with_logsumexps(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> Attended:
+    """The same as `attend`, with its denominators: how much of the attention each segment has."""
+    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
+    logsumexps = torch.stack([part.logsumexp(-1) for part in logits], -1)
+    total = logsumexps.logsumexp(-1)
+    weights = (torch.cat(logits, -1) - total[..., None]).exp()
+    return Attended(_output(weights, segments, query), logsumexps[..., : len(segments)], total)
+
+
+def _logits(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> list[torch.Tensor]:
     logits = []
     for segment in segments:
         part = attention_logits(query, segment.keys, softmax_scale, softcap)
         part = part if segment.bias is None else part + segment.bias
         logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
-    widths = [part.shape[-1] for part in logits]
     if sink_logits is not None:
-        logits.append(sink_logits.float()[:, :, None, None].expand(Hk, G, Q, 1))
-    weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).view(Hk, G * Q, -1)
+        logits.append(sink_logits.float()[:, :, None, None].expand(*query.shape[:3], 1))
+    return logits
+
+
+def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
+    """Weights [Hk, G, Q, all T], those of sink logits last, on the segments' values."""
+    Hk, G, Q, _ = query.shape
+    widths = [segment.keys.shape[1] for segment in segments]
+    parts = weights.to(query.dtype).view(Hk, G * Q, -1)[..., : sum(widths)].split(widths, -1)
     output = query.new_zeros(Hk, G * Q, segments[0].values.shape[-1])
-    for segment, part in zip(segments, weights[..., : sum(widths)].split(widths, -1), strict=True):
+    for segment, part in zip(segments, parts, strict=True):
         output = torch.baddbmm(output, part, segment.values.to(query.dtype))
     return output.view(Hk, G, Q, -1)
 

@@ -76,7 +76,11 @@ def _permute(level: Level, order: torch.Tensor) -> None:
 
 
 def level_tensors(
-    levels: list[Level], labels: torch.Tensor, values: torch.Tensor, first_token: int
+    levels: list[Level],
+    labels: torch.Tensor,
+    values: torch.Tensor,
+    first_token: int,
+    keys: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The artifact's tensors of a hierarchy.
 
@@ -84,23 +88,30 @@ def level_tensors(
         labels: [Hk, M] of the tokens in the finest level.
         values: [Hk, M, D] of the tokens, whose dtype the centroids get.
         first_token: position in the prompt of the first of them.
+        keys: [Hk, M, D] as attended, where the levels are of others, by which clusters are looked up.
 
     Returns:
         levelI.centroids and levelI.value_centroids [Hk, C_I, D], levelI.counts and levelI.parent [Hk, C_I] int32,
         token_order [Hk, M] int32 (positions in the prompt, cluster by cluster), token_offsets [Hk, C_0 + 1] int32.
+        With `keys` they are what the centroids are the means of, and levelI.lookup_centroids are those of the levels.
     """
+    own_name, other_rows = "centroids", {"value_centroids": values}
+    if keys is not None:
+        own_name, other_rows = "lookup_centroids", other_rows | {"centroids": keys}
     tensors = {
         "token_order": (labels.argsort(dim=1, stable=True) + first_token).int(),
         "token_offsets": torch.nn.functional.pad(levels[0].counts.long().cumsum(1), (1, 0)).int(),
     }
-    means, _ = cluster_means(values, labels, levels[0].counts.shape[1])
+    size = levels[0].counts.shape[1]
+    means = {name: cluster_means(rows, labels, size)[0] for name, rows in other_rows.items()}
     for number, level in enumerate(levels):
-        tensors[f"level{number}.centroids"] = level.centroids.to(values.dtype)
-        tensors[f"level{number}.value_centroids"] = means.to(values.dtype)
+        for name, rows in {own_name: level.centroids, **means}.items():
+            tensors[f"level{number}.{name}"] = rows.to(values.dtype)
         tensors[f"level{number}.counts"] = level.counts.int()
         if level.parent is not None:
             tensors[f"level{number}.parent"] = level.parent.int()
-            means, _ = cluster_means(means, level.parent, levels[number + 1].counts.shape[1], level.counts)
+            size = levels[number + 1].counts.shape[1]
+            means = {name: cluster_means(rows, level.parent, size, level.counts)[0] for name, rows in means.items()}
     return tensors
 
 

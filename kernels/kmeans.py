@@ -6,16 +6,20 @@ ROWS_AT_ONCE = 16_384
 SPACES = ("normalised", "raw", "centred")
 
 
-def to_space(keys: torch.Tensor, space: str) -> torch.Tensor:
+def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Keys [Hk, M, D] as k-means sees them, in float32: unit vectors, as they are, or unit after centring.
 
     `normalised` is Squeezed Attention, section 3.1; `centred` subtracts each head's mean key first (RetroInfer).
+
+    Args:
+        valid: [Hk, M] bool, at least one a head; other keys take no part in the mean. None: all do.
     """
     keys = keys.float()
     if space == "raw":
         return keys
     if space == "centred":
-        keys = keys - keys.mean(1, keepdim=True)
+        weights = keys.new_ones(keys.shape[:2]) if valid is None else valid.float()
+        keys = keys - ((weights[:, None] @ keys) / weights.sum(1)[:, None, None])
     return torch.nn.functional.normalize(keys, dim=-1)
 
 

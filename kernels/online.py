@@ -54,6 +54,6 @@ def online_levels(
     """All levels of a block from the labels [Hk, T] of its finest, for keys [Hk, T, D]; coarse ones are made anew."""
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
-        return random_kmeans(to_space(points, space), clusters, iterations, generator, valid)
+        return random_kmeans(to_space(points, space, valid), clusters, iterations, generator, valid)
 
     return levels_above(keys, labels, level_sizes(shares, keys.shape[1]), cluster)

@@ -18,6 +18,7 @@ class ClusterMethod(Method):
     """Looks up clusters flat, in the finest level alone, or down the levels of the index."""
 
     needs_index: ClassVar[bool] = True
+    tells_missed: ClassVar[bool] = True
     lookup: str = field(default="flat", metadata={"help": f"How clusters are looked up: {', '.join(LOOKUPS)}."})
 
     def __post_init__(self) -> None:
@@ -36,5 +37,5 @@ class ClusterMethod(Method):
         return LOOKUPS if record is not None and len(record.parameters["levels"]) > 1 else LOOKUPS[:1]
 
     @classmethod
-    def describe(cls, tensors: dict[str, torch.Tensor], biggest: int) -> Clustering:
-        return describe_clusters(tensors, biggest)
+    def describe(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
+        return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)

@@ -12,6 +12,9 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Asked, MiddleContext, Replacement, Selection, Selector, Taken
 from sparsekv.runtime.streaming import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.thresholds import Thresholds
+from sparsekv.runtime.windowed_rope import WindowedRope
+
+OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ClusterSelector(Selector):
         thresholds: choose by score; None: to the budget.
         replace: let the centroids of clusters stand for their tokens that are not chosen.
         clustering: how new tokens are clustered, `takes` at a time; None: they are not taken in.
+        windowed_rope: score lookup centroids, of keys with RoPE undone; None: the centroids of keys as attended.
     """
 
     def __init__(
@@ -44,13 +48,14 @@ class ClusterSelector(Selector):
         replace: bool = False,
         clustering: BlockClustering | None = None,
         takes: int = 0,
+        windowed_rope: WindowedRope | None = None,
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
-        self.stream = None
+        self.stream, self.windowed_rope = None, windowed_rope
         if clustering is None:
             self._look_in(lookup_tensors(context.tensors))
         else:
-            self.stream, self.takes = ClusterStream(context.tensors, clustering), takes
+            self.stream, self.takes = ClusterStream(context.tensors, clustering, windowed_rope), takes
             self._look_in(self.stream.found())
 
     def _look_in(self, found: dict[str, torch.Tensor]) -> None:
@@ -58,10 +63,11 @@ class ClusterSelector(Selector):
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
             name: tuple(found[f"level{level}.{name}"] for level in range(levels) if f"level{level}.{name}" in found)
-            for name in ("centroids", "counts", "first_child", "children", "parent", "value_centroids")
+            for name in OF_LEVELS
         }
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
-        self.tree = Tree(**of_levels)
+        self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
+        self.tree = Tree(scored or self.keys, **of_levels)
         self.token_order, self.starts = found["token_order"], found["starts"]
         self.middle = self.token_order.shape[1]
         self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
@@ -85,37 +91,43 @@ class ClusterSelector(Selector):
 
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """By threshold, one sync a level sizes the gather; to a budget there is none."""
+        query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
         # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
         flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
-        looked = [self._look_at(asked, 0 if flat else len(self.tree.centroids) - 1)]
+        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
         while looked[-1].level:
-            looked.append(self._look_below(asked, looked[-1], budget))
+            looked.append(self._look_below(query, looked[-1], budget, asked.shared))
         lengths, capacity = self._choose(looked[-1], budget, asked.shared)
         read = sum((one.read for one in looked[1:]), looked[0].read)
         return Selection(
             starts=_gather(self.starts, looked[-1].clusters),
             lengths=lengths,
             capacity=capacity,
-            index_rows=read * 2 if self.replace else read,
-            replacements=self._replacements(looked, lengths) if self.replace else (),
+            index_rows=read * self._rows_of_a_cluster(),
+            replacements=self._remainders(looked, lengths) if self.replace else (),
+            dropped=None if self.replace else lambda: self._remainders(looked, lengths),
         )
 
-    def _look_at(self, asked: Asked, level: int) -> _Looked:
+    def _rows_of_a_cluster(self) -> int:
+        """What is read of one that is looked up: what is scored and, to stand for its tokens, key and value."""
+        if not self.replace:
+            return 1
+        return 2 if self.windowed_rope is None else 3
+
+    def _look_at(self, query: torch.Tensor, level: int, shared: bool) -> _Looked:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
-        scores = cluster_scores(asked.query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
-        scores = scores.mean(1, keepdim=True) if asked.shared else scores
+        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
         return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
-    def _look_below(self, asked: Asked, above: _Looked, budget: Budget) -> _Looked:
+    def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
         """Score the children of the surviving clusters against each other alone."""
         level = above.level - 1
-        starts, lengths, capacity = self._open(above, budget, asked.shared)
+        starts, lengths, capacity = self._open(above, budget, shared)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        scores, clusters, counts = child_scores(
-            asked.query, self.tree, level, starts, lengths, capacity, scale, softcap
-        )
-        scores = scores.mean(1, keepdim=True) if asked.shared else scores
+        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
         return _Looked(level, clusters, scores, counts, lengths.sum(-1))
 
     def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -151,7 +163,7 @@ class ClusterSelector(Selector):
         lengths = fill_budget(looked.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 
-    def _replacements(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[Replacement, ...]:
+    def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[Replacement, ...]:
         """Each token not taken, once: by its coarsest cluster that was scored and whose child it lies in was not."""
         parts = []
         for above, below in pairwise(looked):
@@ -159,20 +171,24 @@ class ClusterSelector(Selector):
             handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
             # An unused slot names cluster 0 and has no tokens to leave, whatever that cluster handed over.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
-            parts.append(self._replacement(above, left))
-        return (*parts, self._replacement(looked[-1], looked[-1].counts - taken))
+            parts.append(self._remainder(above, left))
+        return (*parts, self._remainder(looked[-1], looked[-1].counts - taken))
 
-    def _replacement(self, looked: _Looked, left: torch.Tensor) -> Replacement:
-        """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared."""
-        keys, values = self.tree.centroids[looked.level], self.values[looked.level]
+    def _remainder(self, looked: _Looked, left: torch.Tensor) -> Replacement:
+        """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared.
+
+        Where nothing is replaced there may be no value centroids: the keys stand in for them, unread.
+        """
+        keys = self.keys[looked.level]
+        values = self.values[looked.level] if self.values else keys
         if looked.clusters.shape[2] == keys.shape[1]:
             everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
-            return Replacement(keys, values, everything.float().log())
+            return Replacement(keys, everything.float().log(), values)
         if looked.clusters.shape[1] == 1:
             rows = looked.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
-            return Replacement(keys.gather(1, rows), values.gather(1, rows), left.float().log())
+            return Replacement(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
         spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, looked.clusters, left)
-        return Replacement(keys, values, spread.float().log())
+        return Replacement(keys, spread.float().log(), values)
 
 
 def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.hook import route_attention
-from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.cache import IndexCache, LayerStats
 from sparsekv.runtime.open import OpenIndex
 
 
@@ -37,7 +37,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text, its tokens and what it took; seconds are wall time, `kv_fraction` a mean over decode steps."""
+    """A generated text, its tokens and what it took; seconds are wall time, `kv_fraction` a mean over decode steps.
+
+    `layers` holds what each layer left of its attention, if the cache was opened to gauge it.
+    """
 
     text: str
     ids: list[int] = field(repr=False)
@@ -46,6 +49,7 @@ class Answer:
     tokens_per_second: float
     time_to_first_token: float
     kv_fraction: float
+    layers: list[LayerStats] = field(default_factory=list)
 
 
 class _Streamer(TextStreamer):
@@ -121,6 +125,7 @@ def generate(
         tokens_per_second=steps / seconds if steps and seconds else 0.0,
         time_to_first_token=streamer.first - start,
         kv_fraction=cache.kv_fraction(),
+        layers=cache.stats(),
     )
 
 

@@ -20,13 +20,14 @@ from sparsekv.runtime.clusters import Clustering
 class MiddleContext:
     """What a method selects from: one layer's middle keys [Hk, M, D] in order of position, how the layer attends,
     the tensors that the method's indexer built (token positions counted from the first middle token), its calibration
-    and its parameters."""
+    and its parameters, and the position of the first middle token."""
 
     keys: torch.Tensor
     facts: LayerFacts
     tensors: dict[str, torch.Tensor]
     calibration: dict[str, Any]
     parameters: dict[str, Any] = field(default_factory=dict)
+    first_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,21 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """Centroids in the place of tokens that are not attended one by one (Multipole Attention, equation 2).
+class Remainder:
+    """Centroids of tokens that are not attended one by one, which tell how much attention those would have.
 
-    keys, values [Hk, C, D]; log_counts [Hk, Q or 1, C] float32: the logarithm of how many tokens each stands for.
+    keys [Hk, C, D]; log_counts [Hk, Q or 1, C] float32: the logarithm of how many such tokens each has.
     """
 
     keys: torch.Tensor
-    values: torch.Tensor
     log_counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Replacement(Remainder):
+    """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D]."""
+
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Selection:
     """Chosen rows of the middle, as runs in the selector's layout: starts, lengths [Hk, Q or 1, R].
 
     `index_rows` is the number of D-sized rows read to choose them, beside keys and values: a number, or [Hk, Q or 1].
-    `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen.
+    `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen; where
+    nothing does, `dropped()` estimates it, if the method can tell.
     """
 
     starts: torch.Tensor
@@ -69,6 +77,7 @@ class Selection:
     capacity: int
     index_rows: torch.Tensor | float
     replacements: tuple[Replacement, ...] = ()
+    dropped: Callable[[], tuple[Remainder, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,8 @@ class Method(ABC):
     """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
+    tells_missed: ClassVar[bool] = False
+    """Whether each of its selections tells what it leaves, by replacements or by `dropped`."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
@@ -142,8 +153,13 @@ class Method(ABC):
         return {"": cls()}
 
     @classmethod
-    def describe(cls, tensors: dict[str, torch.Tensor], biggest: int) -> Clustering | None:
-        """What the method's indexer built for one layer, for a person to see; None when it has no clusters."""
+    def describe(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering | None:
+        """What the method's indexer built for one layer, for a person to see; None when it has no clusters.
+
+        Args:
+            values: [Hk, M, D] of the middle, in order of position.
+            biggest: how many of the biggest clusters to list.
+        """
         return None
 
 

@@ -15,6 +15,7 @@ from sparsekv.runtime.cluster_method import ClusterMethod
 from sparsekv.runtime.cluster_selector import ClusterSelector
 from sparsekv.runtime.methods import MiddleContext, register
 from sparsekv.runtime.streaming import BlockClustering
+from sparsekv.runtime.windowed_rope import WindowedRope
 
 
 @register("multipole")
@@ -45,7 +46,12 @@ class Multipole(ClusterMethod):
             replace=self.replace,
             clustering=clustering,
             takes=self.buffer,
+            windowed_rope=self.windowed_rope(context),
         )
+
+    def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
+        """How clusters are looked up that were made with RoPE undone; None: they are of keys as attended."""
+        return None
 
     def replaces(self) -> bool:
         return self.replace

@@ -11,9 +11,13 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import DenseLayer, IndexCache, SparseLayer, StoredLayer
+from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.guard import Gauge, Guard
 from sparsekv.runtime.methods import Method, MiddleContext, Selector, methods
+from sparsekv.runtime.middle_rows import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.runtime.stored_layer import DenseLayer, StoredLayer
 
 # Largest difference of a probe's logits, relative to the largest of them, that rounding explains.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -35,6 +39,7 @@ def middle_context(artifact: Artifact, layer: int, name: str, device: torch.devi
         tensors=tensors,
         calibration={} if record is None else record.calibration,
         parameters={} if record is None else record.parameters,
+        first_token=split.sinks,
     )
 
 
@@ -52,14 +57,15 @@ def prepare_layer(
     selector = method.prepare(middle_context(artifact, layer, name, device))
     if not residual or method.replaces() or selector.replace_by_own_clusters():
         return selector
-    source = _residual_source(artifact, layer)
+    source = residual_source(artifact)
     return ResidualSelector(selector, residual_clusters(middle_context(artifact, layer, source, device).tensors))
 
 
-def _residual_source(artifact: Artifact, layer: int) -> str:
-    files = artifact.manifest.files
-    for name in artifact.manifest.methods:
-        if "level0.value_centroids" in files[layer_file(name, layer)].tensors:
+def residual_source(artifact: Artifact) -> str:
+    """Name of the first method of an index that has value centroids, by its manifest; UsageError when none has."""
+    manifest = artifact.manifest
+    for name in manifest.methods:
+        if "level0.value_centroids" in manifest.files[layer_file(name, manifest.indexed_layers[0])].tensors:
             return name
     raise UsageError(
         "--residual needs clusters with value centroids, and the index has none: build it with --method multipole"
@@ -81,25 +87,46 @@ class OpenIndex:
     def split(self) -> Split:
         return self.artifact.manifest.split
 
-    def sparse_cache(self, name: str, method: Method, budget: Budget, *, residual: bool = False) -> IndexCache:
-        """Decode with one method; layers with a sliding window stay dense. Allocates the context in the model's
-        dtype on its device, once as stored where the method does not lay it out, once laid out where it does.
+    def sparse_cache(
+        self,
+        name: str,
+        method: Method,
+        budget: Budget,
+        *,
+        residual: bool = False,
+        gauge: bool = False,
+        guard: Guard | None = None,
+        placement: str = "device",
+    ) -> IndexCache:
+        """Decode with one method; layers with a sliding window stay dense.
+
+        Allocates the context in the model's dtype where `placement` says: on its device, in host memory, page-locked
+        for a GPU, or nowhere, for rows are then read from the index's files as they are chosen.
 
         Args:
             residual: centroids stand for what the method does not choose.
+            gauge: keep account of how much attention is left, where the method can tell; costs a pass over the logits.
+            guard: gauge it, and let no head leave more.
+            placement: one of PLACEMENTS.
 
         Raises:
-            UsageError: a residual is asked for and the index has no value centroids.
+            UsageError: no such placement, a residual is asked for and the index has no value centroids, or a guard for
+                a method that cannot tell what it leaves.
         """
+        check_placement(placement)
+        if guard is not None:
+            guard.check(name, method, residual=residual)
+        gauged = guard is not None or (gauge and (residual or method.tells_missed))
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = []
         for layer, facts in enumerate(manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
-            keys, values = self._rows(layer, slice(None))
             selector = prepare_layer(self.artifact, layer, name, method, self.model.device, residual=residual)
-            layers.append(SparseLayer(keys, values, self.split, facts, selector, budget))
+            exact, rows = self._exact(layer), self._middle(layer, selector, placement)
+            measured = Gauge(guard) if gauged else None
+            layers.append(SparseLayer(exact, rows, self.split, facts, selector, budget, measured))
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
@@ -117,6 +144,23 @@ class OpenIndex:
         keys, values = self.artifact.context(layer)
         device, dtype = self.model.device, self.model.dtype
         return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
+
+    def _exact(self, layer: int) -> Pair:
+        """Sinks and tail."""
+        keys, values = self.artifact.context(layer)
+        end = self.split.sinks + self.split.middle
+        both = (torch.cat([rows[:, : self.split.sinks], rows[:, end:]], 1) for rows in (keys, values))
+        keys, values = (rows.to(self.model.device, self.model.dtype) for rows in both)
+        return keys, values
+
+    def _middle(self, layer: int, selector: Selector, placement: str) -> MiddleRows:
+        device, dtype, order = self.model.device, self.model.dtype, selector.token_order
+        if placement == "disk":
+            return DiskRows(self.artifact, layer, order, device, dtype)
+        where = torch.device("cpu") if placement == "host" else device
+        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
+        keys, values = (rows[:, middle].to(where, dtype) for rows in self.artifact.context(layer))
+        return MemoryRows(keys, values, None if order is None else order.to(where), device)
 
     @torch.inference_mode()
     def check_probe(self) -> None:

@@ -3,11 +3,12 @@
 Definitions: the oracle's top-K are the K middle tokens of highest probability, averaged over the query group after
 the softmax over everything the query sees; recall is the share of them that is chosen; attention mass is the share
 of the middle's probability that is chosen; output error is |o_sparse - o_dense| / |o_dense| per query head with sinks,
-tail and new tokens exact in both; KV fraction is bytes read for the middle, index included, over those dense reads.
+tail and new tokens exact in both; KV fraction is bytes read for the middle, index included, over those dense reads;
+missed mass is the share of all attention on middle tokens that are not chosen, in truth and as a step estimates it.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -16,6 +17,7 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.guard import Attempt, Guard, Held, missed_share, remainder_logsumexp
 from sparsekv.runtime.methods import Asked, Method, Replacement, Selection, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.queries import QueryBlock
@@ -27,7 +29,7 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 class Measured:
     """A method at a budget; `variant` is empty for a method that has one form only.
 
-    With `residual` centroids stand for what the method does not choose.
+    With `residual` centroids stand for what the method does not choose; a `guard` lets no head leave too much.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Measured:
     method: Method
     budget: Budget
     residual: bool = False
+    guard: Guard | None = None
 
 
 @dataclass
@@ -47,16 +50,20 @@ class Measures:
     attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, **per_query: torch.Tensor) -> None:
-        """Add values [Hk, Q] of each measure."""
+        """Add values [Hk, Q] of each measure; NaN where it has none."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
             setattr(self, name, getattr(self, name) + values.double().sum(1))
 
     def means(self) -> dict[str, torch.Tensor]:
         """Mean over queries of each measure, [Hk]."""
-        names = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction")
+        names = [one.name for one in fields(self) if one.name != "queries"]
         return {name: getattr(self, name) / self.queries for name in names}
 
 
@@ -130,21 +137,51 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> T
 
 
 def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
-    selection = selector.select(truth.asked, one.budget)
-    chosen = _chosen(selection, selector.token_order, truth.probability)
-    budget_tokens = one.budget.tokens(truth.logits.shape[-1])
+    def attempt(budget: Budget) -> Attempt:
+        return _attempt(selector, truth, budget)
+
+    middle = truth.logits.shape[-1]
+    if one.guard is None:
+        first = attempt(one.budget)
+        nowhere = torch.full_like(first.missed, torch.nan)
+        held = Held(first, nowhere, nowhere)
+    else:
+        held = one.guard.hold(attempt, lambda heads: _whole(truth), one.budget, middle)
+    chosen, output = held.attempt.results
+    budget_tokens = one.budget.tokens(middle)
     oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
-    selected = chosen.sum(-1)
-    dense_norm = truth.output.norm(dim=-1)
-    output = _sparse_output(chosen, truth, selection.replacements)
-    error = (output - truth.output).norm(dim=-1) / dense_norm
+    error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
+    seen = (truth.probability * chosen).sum(-1)
     into.add(
-        selected_tokens=selected,
+        selected_tokens=chosen.sum(-1),
         recall=(chosen & oracle).sum(-1) / budget_tokens,
-        attention_mass=(truth.probability * chosen).sum(-1) / truth.probability.sum(-1),
-        output_error=error.mean(1),
-        kv_fraction=(2 * selected + selection.index_rows) / (2 * chosen.shape[-1]),
+        attention_mass=seen / truth.probability.sum(-1),
+        output_error=error.mean(-1),
+        kv_fraction=held.attempt.rows / (2 * middle),
+        missed_mass=truth.probability.sum(-1) - seen,
+        missed_estimate=held.attempt.missed,
+        raised=held.raised,
+        dense=held.dense,
     )
+
+
+def _attempt(selector: Selector, truth: Truth, budget: Budget) -> Attempt:
+    """A choice [Hk, Q, M] and its output [Hk, Q, G, D]; its missed share is NaN where the method cannot tell."""
+    selection = selector.select(truth.asked, budget)
+    chosen = _chosen(selection, selector.token_order, truth.probability)
+    output, total = _sparse_output(chosen, truth, selection.replacements)
+    remainders = selection.replacements or (selection.dropped() if selection.dropped else ())
+    missed = torch.full_like(total[:, 0], torch.nan)
+    if remainders:
+        left = remainder_logsumexp(truth.asked, remainders, truth.facts)
+        missed = missed_share(left, total if selection.replacements else torch.logaddexp(total, left))
+    return Attempt(missed, 2 * chosen.sum(-1) + selection.index_rows, (chosen, output.transpose(1, 2)))
+
+
+def _whole(truth: Truth) -> Attempt:
+    everything = torch.ones_like(truth.probability, dtype=torch.bool)
+    rows = 2 * everything.sum(-1)
+    return Attempt(torch.zeros_like(truth.probability[..., 0]), rows, (everything, truth.output.transpose(1, 2)))
 
 
 def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -158,8 +195,11 @@ def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.
     return chosen.scatter_(-1, rows, True)[..., :-1]
 
 
-def _sparse_output(chosen: torch.Tensor, truth: Truth, replacements: tuple[Replacement, ...]) -> torch.Tensor:
-    """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest."""
+def _sparse_output(
+    chosen: torch.Tensor, truth: Truth, replacements: tuple[Replacement, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest: the output
+    [Hk, G, Q, D] and the log-sum-exp of it all [Hk, G, Q]."""
     parts = [(truth.logits.masked_fill(~chosen[:, None], -torch.inf), truth.values)]
     for one in replacements:
         logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
@@ -170,7 +210,7 @@ def _sparse_output(chosen: torch.Tensor, truth: Truth, replacements: tuple[Repla
     output = truth.exact_output * (truth.exact_logsumexp - total).exp()[..., None]
     for logits, values in parts:
         output = output + _weighted((logits - total[..., None]).exp(), values)
-    return output
+    return output, total
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The recall report: every method, variant and budget over all layers, as rows with stable keys."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -9,16 +10,31 @@ import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import methods
+from sparsekv.runtime.guard import Guard
+from sparsekv.runtime.methods import Method, methods
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.recall import Measured, measure_layer
 
-MEASURES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction")
+MEASURES = (
+    "selected_tokens",
+    "recall",
+    "attention_mass",
+    "output_error",
+    "kv_fraction",
+    "missed_mass",
+    "missed_estimate",
+    "raised",
+    "dense",
+)
 
 
 @dataclass(frozen=True)
 class RecallRow:
-    """One method at one budget; layer and kv_head are None in a row that averages over all of them."""
+    """One method at one budget; layer and kv_head are None in a row that averages over all of them.
+
+    `missed_estimate` is None for a method that cannot tell, `raised` and `dense`, the shares of the queries of a head
+    that a guard gave a higher budget or everything, without a guard.
+    """
 
     method: str
     variant: str
@@ -29,6 +45,10 @@ class RecallRow:
     attention_mass: float
     output_error: float
     kv_fraction: float
+    missed_mass: float
+    missed_estimate: float | None
+    raised: float | None
+    dense: float | None
     layer: int | None
     kv_head: int | None
 
@@ -55,7 +75,11 @@ class RecallReport:
 
 
 def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:
-    means: dict[str, Any] = {name: fmean(getattr(row, name) for row in rows) for name in MEASURES}
+    def mean(name: str) -> float | None:
+        values = [getattr(row, name) for row in rows]
+        return None if None in values else fmean(values)
+
+    means: dict[str, Any] = {name: mean(name) for name in MEASURES}
     return replace(group, **means)
 
 
@@ -68,6 +92,7 @@ def recall_report(
     progress: Callable[[int, int], None] = lambda done, of: None,
     *,
     residual: bool = False,
+    guard: Guard | None = None,
 ) -> RecallReport:
     """Measure methods by name at each budget, layer by layer; memory is one layer's.
 
@@ -75,12 +100,13 @@ def recall_report(
         queries: the held-out tail's, or a person's questions; every method sees the same.
         progress: called with layers done and layers in all.
         residual: measure each variant also with centroids in the place of what it does not choose.
+        guard: measure each variant that can tell what it leaves also under this guard.
 
     Raises:
         UsageError: a residual is asked for and the index has no value centroids.
     """
     manifest = artifact.manifest
-    measured = _variants(artifact, names, budgets, residual=residual)
+    measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
     rows: list[RecallRow] = []
     for done, layer in enumerate(manifest.indexed_layers, 1):
         for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer)).items():
@@ -96,7 +122,9 @@ def recall_report(
     )
 
 
-def _variants(artifact: Artifact, names: list[str], budgets: list[Budget], *, residual: bool) -> list[Measured]:
+def _variants(
+    artifact: Artifact, names: list[str], budgets: list[Budget], *, residual: bool, guard: Guard | None
+) -> list[Measured]:
     measured = []
     for name in names:
         variants = methods()[name].variants(artifact.manifest.methods.get(name))
@@ -104,9 +132,16 @@ def _variants(artifact: Artifact, names: list[str], budgets: list[Budget], *, re
         replaces_already = any(form.replaces() for form in variants.values())
         if residual and not replaces_already:
             forms += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
+        guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in forms]
+        if guard is not None:
+            guarded += [
+                (f"{variant} + guard".strip(), method, replaced, guard)
+                for variant, method, replaced in forms
+                if replaced or method.tells_missed
+            ]
         measured += [
-            Measured(name, variant, method, budget, replaced)
-            for variant, method, replaced in forms
+            Measured(name, variant, method, budget, replaced, by)
+            for variant, method, replaced, by in guarded
             for budget in budgets
         ]
     return measured
@@ -114,6 +149,10 @@ def _variants(artifact: Artifact, names: list[str], budgets: list[Budget], *, re
 
 def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
     """One row for each KV head, from means [Hk] of each measure."""
+    of_head: list[dict[str, Any]] = [
+        {name: _known(float(values[kv_head])) for name, values in means.items()}
+        for kv_head in range(len(means["recall"]))
+    ]
     return [
         RecallRow(
             method=one.name,
@@ -122,7 +161,11 @@ def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]
             budget_tokens=one.budget.tokens(middle),
             layer=layer,
             kv_head=kv_head,
-            **{name: float(values[kv_head]) for name, values in means.items()},
+            **measures,
         )
-        for kv_head in range(len(means["recall"]))
+        for kv_head, measures in enumerate(of_head)
     ]
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

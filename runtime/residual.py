@@ -41,6 +41,10 @@ class ResidualSelector(Selector):
         labels = clusters.labels
         self.labels = labels if self.token_order is None else labels.gather(1, self.token_order)
 
+    def forget(self) -> None:
+        """Nothing was taken in: a cluster cannot stand for a token that is not in it."""
+        self.inner.forget()
+
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Reads all key and value centroids beside what the inner choice read."""
         chosen = self.inner.select(asked, budget)
@@ -48,7 +52,7 @@ class ResidualSelector(Selector):
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
         counts = self.clusters.counts[:, None].expand(-1, rows.shape[1], -1).float()
         left = counts.scatter_add(-1, cluster, -valid.float())
-        replacement = Replacement(self.clusters.keys, self.clusters.values, left.log())
+        replacement = Replacement(self.clusters.keys, left.log(), self.clusters.values)
         return replace(
             chosen, replacements=(replacement,), index_rows=chosen.index_rows + 2.0 * self.clusters.keys.shape[1]
         )

@@ -19,6 +19,7 @@ from sparsekv.kernels.online import REFINEMENTS, join_tokens, online_levels
 from sparsekv.kernels.tree import tree_from_tensors
 from sparsekv.runtime.growing import GrowingRows
 from sparsekv.runtime.methods import Taken
+from sparsekv.runtime.windowed_rope import WindowedRope
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,11 +53,23 @@ class BlockClustering:
         return join_tokens(to_space(keys, self.space), labels, clusters, wanted, generator)
 
     def tensors(
-        self, keys: torch.Tensor, values: torch.Tensor, labels: torch.Tensor, first: int, generator: torch.Generator
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        first: int,
+        generator: torch.Generator,
+        attended: torch.Tensor | None = None,
     ) -> Tensors:
-        """The artifact's tensors of a block from its finest labels; `first` is the position of its first token."""
+        """The artifact's tensors of a block from its finest labels.
+
+        Args:
+            keys, values: [Hk, T, D].
+            first: position of its first token.
+            attended: [Hk, T, D], the keys that are attended where others were clustered.
+        """
         levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
-        return level_tensors(levels, number_neighbours(levels, labels), values, first)
+        return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
 
 
 def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[int] | None = None) -> Tensors:
@@ -103,10 +116,11 @@ class ClusterStream:
 
     Args:
         tensors: the artifact's, with block_offsets and block_clusters; token positions counted from the middle's first.
+        windowed_rope: cluster keys with RoPE undone; None: as they are attended.
     """
 
-    def __init__(self, tensors: Tensors, clustering: BlockClustering):
-        self.clustering = clustering
+    def __init__(self, tensors: Tensors, clustering: BlockClustering, windowed_rope: WindowedRope | None = None):
+        self.clustering, self.windowed_rope = clustering, windowed_rope
         found = lookup_tensors(tensors)
         self.rows = {name: GrowingRows(tensor) for name, tensor in found.items()}
         clusters = [int(tensors["block_clusters"][0, -2])]
@@ -130,7 +144,8 @@ class ClusterStream:
             self.stored = {name: rows.rows[:, self.open.start(name) :].clone() for name, rows in self.rows.items()}
         first, tokens = self.open.row, keys.shape[1]
         places = self._places(tokens)
-        keys, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
+        attended, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
+        keys = attended if self.windowed_rope is None else self.windowed_rope.undo(attended, first)
         # From the number of tokens alone: a cache that was rewound takes the same tokens in alike.
         generator = torch.Generator(keys.device).manual_seed(self.clustering.seed + first + tokens)
         cuts = [cut - first for cut in block_offsets(first + tokens, self.clustering.block) if cut >= first]
@@ -138,10 +153,11 @@ class ClusterStream:
             labels = [self.clustering.joined(keys, *self._labels(places), generator)]
         else:
             labels = [self.clustering.anew(keys[:, start:stop], generator) for start, stop in pairwise(cuts)]
-        blocks = [
-            self.clustering.tensors(keys[:, start:stop], values[:, start:stop], of_block, first + start, generator)
-            for (start, stop), of_block in zip(pairwise(cuts), labels, strict=True)
-        ]
+        blocks = []
+        for (start, stop), of_block in zip(pairwise(cuts), labels, strict=True):
+            in_softmax = None if self.windowed_rope is None else attended[:, start:stop]
+            of_keys, of_values = keys[:, start:stop], values[:, start:stop]
+            blocks.append(self.clustering.tensors(of_keys, of_values, of_block, first + start, generator, in_softmax))
         found = lookup_tensors(join_blocks(blocks), first, self.open.clusters)
         for name, rows in found.items():
             self.rows[name].write(self.open.start(name), rows)

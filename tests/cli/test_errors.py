@@ -78,6 +78,9 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--batch-file", "doc.txt"), 2, ("--batch-file",)),
         (("generate", "Why?", "--index", "none.skv"), 1, ("none.skv", "build-index")),
         (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
+        (("generate", "Why?", "--guard", "2"), 2, ("--guard 2", "0.2")),
+        (("generate", "Why?", "--guard", "0.2", "--method", "quest"), 2, ("--guard", "quest", "--residual")),
+        (("recall-report", "--guard", "0"), 2, ("--guard 0", "0.2")),
         (("recall-report", "--budget", "0"), 2, ("--budget 0",)),
         (("recall-report", "--method", "nonsense"), 2, ("'nonsense'", "oracle")),
         (("recall-report", "--by", "token"), 2, ("--by token", "layer,head")),
@@ -162,6 +165,20 @@ def _edited(folder: Path) -> None:
 
 def _unfinished(folder: Path) -> None:
     (folder / "manifest.json").unlink()
+
+
+def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(place: Path) -> None:
+    manifest = read_manifest(place / "doc.skv")
+    files = {
+        name: record.model_copy(
+            update={"tensors": {key: one for key, one in record.tensors.items() if "value_centroids" not in key}}
+        )
+        for name, record in manifest.files.items()
+    }
+    older = manifest.model_copy(update={"files": files})
+    (place / "doc.skv" / "manifest.json").write_bytes(manifest_bytes(older)[0])
+    for command in (("generate", "Why?"), ("recall-report", "--queries", "doc.txt")):
+        _fails(2, *command, "--residual", "--model", "none", says=("--residual", "--method multipole"))
 
 
 @pytest.mark.parametrize(

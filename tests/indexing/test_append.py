@@ -10,7 +10,7 @@ import torch
 from support.artifacts import assert_no_strays
 from support.interrupted import interrupted_builds
 from support.reference import assert_close
-from support.small_index import TEXT, recorded_attention, small_plan
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 from support.tiny_models import POSITIONS
 
 from sparsekv.formats.errors import ArtifactError, UsageError
@@ -50,7 +50,7 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
         second = _grow(tmp_path / "a.skv", plan.loaded)
     build_index(_plan(family, f"{FIRST}\n\n{MORE}"), tmp_path / "b.skv")
     grown, whole = Artifact(tmp_path / "a.skv"), Artifact(tmp_path / "b.skv")
-    assert sum(len(rows) for rows in outputs[0]) == second.split.tokens - first.split.tokens // 256 * 256
+    assert prefilled(outputs) == second.split.tokens - first.split.tokens // 256 * 256
     assert torch.equal(grown.input_ids(), whole.input_ids())
     assert (second.split, second.layers, second.prompt.chat) == (
         whole.manifest.split,
@@ -171,7 +171,7 @@ def test_damage_never_gets_a_sum_of_its_own(tmp_path: Path) -> None:
     edited = _plan(text=FIRST[:500] + MORE)
     with recorded_attention(plan.loaded.model) as outputs:
         build_index(replace(edited, loaded=plan.loaded), tmp_path / "a.skv")
-    assert sum(len(rows) for rows in outputs[0]) == len(edited.prompt.input_ids)
+    assert prefilled(outputs) == len(edited.prompt.input_ids)
 
 
 def test_more_than_the_models_positions_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import TEXT, recorded_attention, small_plan
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 from support.tiny_models import FAMILIES, POSITIONS
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
@@ -55,7 +55,7 @@ def _tokens_run(plan: BuildPlan, folder: Path) -> int:
     """Build, and count the tokens that went through the model."""
     with recorded_attention(plan.loaded.model) as outputs:
         build_index(plan, folder)
-    return sum(len(rows) for rows in outputs[0])
+    return prefilled(outputs)
 
 
 @pytest.mark.parametrize(

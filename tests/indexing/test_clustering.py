@@ -133,3 +133,12 @@ def test_spaces_are_unit_vectors_raw_and_unit_after_centring() -> None:
     assert_close(spaces["normalised"] * keys.float().norm(dim=-1, keepdim=True), keys.float(), 1e-5)
     centred = keys.double() - keys.double().mean(1, keepdim=True)
     assert_close(spaces["centred"], centred / centred.norm(dim=-1, keepdim=True), 1e-5)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_points_that_take_no_part_change_no_other_in_any_space(space: str) -> None:
+    """As the zeros do that stand for empty clusters, of which each head has its own."""
+    points, valid = normal(6, 2, 30, 8) + 3, torch.arange(30) < torch.tensor([[20], [25]])
+    seen = to_space(points.masked_fill(~valid[..., None], 0), space, valid)
+    for head, of_head in enumerate(valid):
+        assert_close(seen[head, of_head], to_space(points[None, head, of_head], space)[0], 1e-5)

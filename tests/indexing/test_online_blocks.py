@@ -7,17 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
+from support.rotation import turned
 
-from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.methods import LARGEST_SEED, LayerInput
 from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.online_blocks import finest_labels, split_blocks
 from sparsekv.kernels.blocks import block_offsets
 from sparsekv.kernels.hierarchy import join_blocks
 from sparsekv.kernels.kmeans import cluster_means
 
 SINKS = 3
-FACTS = LayerFacts(softmax_scale=1.0, softcap=None, sliding_window=None, attention_sinks=False)
+ROPE = RopeFacts(frequencies=[0.6, 0.03], interleaved=False)
+FACTS = LayerFacts(softmax_scale=1.0, softcap=None, sliding_window=None, attention_sinks=False, rope=ROPE)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -49,11 +52,16 @@ def _assert_consistent(tensors: Tensors, layer: LayerInput, indexer: MultipoleIn
     ):
         assert int(labels[:, start:stop].min()) >= clusters[0]
         assert int(labels[:, start:stop].max()) < clusters[1]
+    sources = {"centroids": layer.keys, "value_centroids": layer.values}
+    if isinstance(indexer, WindowedMultipoleIndexer):
+        sources["lookup_centroids"] = turned(layer.keys, -SINKS - torch.arange(tokens), ROPE)
+    assert sources.keys() == {name.partition(".")[2] for name in tensors if name.endswith("centroids")}
     for level in range(len(indexer.levels)):
         clusters = tensors[f"level{level}.counts"].shape[1]
-        for source, name in ((layer.keys, "centroids"), (layer.values, "value_centroids")):
+        for name, source in sources.items():
             means, counts = cluster_means(source, labels, clusters)
-            assert_close(tensors[f"level{level}.{name}"], means, 1e-5)
+            # Angles are float32: of 1,000 radians that leaves 1e-5 of a turned row.
+            assert_close(tensors[f"level{level}.{name}"], means, 1e-4 if name == "lookup_centroids" else 1e-5)
             assert torch.equal(tensors[f"level{level}.counts"], counts.int())
         if level + 1 < len(indexer.levels):
             labels = tensors[f"level{level}.parent"].long().gather(1, labels)
@@ -67,7 +75,8 @@ def _assert_closed_blocks_stay(before: Tensors, after: Tensors) -> None:
 
 
 indexers = st.builds(
-    MultipoleIndexer,
+    lambda kind, **parameters: kind(**parameters),
+    st.sampled_from([MultipoleIndexer, WindowedMultipoleIndexer]),
     levels=st.sampled_from([(0.0625,), (0.25, 0.05), (0.5, 0.2, 0.05), (1.0,)]),
     block=st.sampled_from([16, 23, 250]),
     iterations=st.just(2),

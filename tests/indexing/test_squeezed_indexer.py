@@ -187,9 +187,11 @@ def test_parameters_that_make_no_sense_are_refused_by_name(parameters: dict[str,
         SqueezedIndexer(**parameters)
 
 
-def test_methods_are_chosen_by_name_in_order_once_and_all_by_default() -> None:
+def test_methods_are_chosen_by_name_in_order_once_and_by_default_but_for_some() -> None:
     assert indexers()["squeezed"] is SqueezedIndexer
-    assert choose_indexers([]) == choose_indexers(["all"]) == list(indexers())
+    assert choose_indexers(["all"]) == choose_indexers(["squeezed", "all"]) == list(indexers())
+    assert choose_indexers([]) == [name for name in indexers() if indexers()[name].by_default]
+    assert "squeezed" in choose_indexers([])
     assert choose_indexers(["squeezed", "squeezed"]) == ["squeezed"]
     with pytest.raises(UsageError, match=r"no method 'squeesed' can be built; there are: .*squeezed"):
         choose_indexers(["squeesed"])

@@ -8,16 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
-from support.small_layer import SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import SmallLayer, all_chosen, asked, small_layer, sparse_layer
 
 from sparsekv.kernels.attention import causal_mask
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import FIRST_NEW_ROWS, DenseLayer, IndexCache, SparseLayer, StoredLayer, lay_out
+from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.methods import Method
+from sparsekv.runtime.middle_rows import lay_out
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.stored_layer import FIRST_NEW_ROWS, DenseLayer, StoredLayer
 from sparsekv.runtime.window import Window
 
 METHODS = {
@@ -52,7 +55,7 @@ def _call(layer: SmallLayer, query: torch.Tensor, window: int | None, sinks: tor
 
 def _sparse(layer: SmallLayer, method: Method, budget: Budget) -> SparseLayer:
     selector = method.prepare(layer.context)
-    return SparseLayer(layer.keys, layer.values, layer.split, layer.context.facts, selector, budget)
+    return sparse_layer(layer, selector, budget)
 
 
 def _attended(layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.clustering import kmeans
 from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.attention import Segment, attend
 from sparsekv.kernels.hook import AttentionCall
@@ -22,6 +23,7 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.generate import Sampling, generate, question_ids
 from sparsekv.runtime.methods import Method, choose_methods
 from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.open import OpenIndex
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.quest import Quest
@@ -36,6 +38,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 INDEXERS = {
     "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
 }
 METHODS: dict[str, tuple[Method, bool]] = {
     "squeezed": (Squeezed(), False),
@@ -43,6 +46,8 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "squeezed hierarchical + residual": (Squeezed("hierarchical"), True),
     "multipole": (Multipole(), False),
     "multipole hierarchical": (Multipole("hierarchical"), False),
+    "multipole-windowed": (WindowedMultipole(), False),
+    "multipole-windowed hierarchical": (WindowedMultipole("hierarchical"), False),
     "quest + residual": (Quest(), True),
     "window + residual": (Window(), True),
 }

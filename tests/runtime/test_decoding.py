@@ -7,13 +7,15 @@ from support.small_index import plain_logits, random_ids, stepped_logits
 from support.tiny_models import WINDOW
 
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import FIRST_NEW_ROWS, DenseLayer, IndexCache, SparseLayer
+from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.generate import Sampling, generate, question_ids
 from sparsekv.runtime.methods import Method
 from sparsekv.runtime.open import OpenIndex
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.stored_layer import FIRST_NEW_ROWS, DenseLayer
 from sparsekv.runtime.window import Window
 
 METHODS: dict[str, Method] = {"squeezed": Squeezed(), "quest": Quest(), "oracle": Oracle()}

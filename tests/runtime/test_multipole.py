@@ -11,15 +11,17 @@ from support.clusters import token_labels
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import EXACT, Step, represented, tokens_represented
+from support.rotation import ROPES, windowed_query
 from support.small_layer import SmallLayer, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.schema import MethodRecord, RopeFacts
 from sparsekv.kernels.hierarchy import Level, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans import cluster_means
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Selection
 from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.multipole_windowed import WindowedMultipole
 
 FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical")
 LEVELS = {1: (0.2,), 2: (0.3, 0.1), 3: (0.4, 0.2, 0.1)}
@@ -31,18 +33,21 @@ query_counts = st.sampled_from([1, 4])
 
 @st.composite
 def _layers(draw: st.DrawFn, depths: st.SearchStrategy[int] | None = None, **changes: Any) -> SmallLayer:
-    """Layers in one to four blocks, of even and of very uneven clusters, with groups of 1 to 8 heads."""
+    """Layers in one to four blocks, of even and of very uneven clusters, with groups of 1 to 8 heads; of keys as they
+    are attended, and with windowed RoPE."""
     middle = draw(st.integers(30, 200))
     depth = draw(st.sampled_from(sorted(LEVELS)) if depths is None else depths)
     drawn = {"G": draw(st.integers(1, 8)), "repeated": draw(st.integers(0, middle)), "levels": LEVELS[depth]}
+    drawn |= {"rope": draw(st.sampled_from([None, *ROPES.values()]))}
     softcap = draw(st.sampled_from([None, 3.0]))
     return small_layer(
         draw(seeds), middle=middle, softcap=softcap, block=draw(st.integers(40, 200)), **(drawn | changes)
     )
 
 
-def _lookup(layer: SmallLayer, lookup: str) -> Multipole:
-    return Multipole(lookup if "level1.counts" in layer.context.tensors else "flat")
+def _lookup(layer: SmallLayer, lookup: str = "flat") -> Multipole:
+    method = Multipole if layer.context.facts.rope is None else WindowedMultipole
+    return method(lookup if "level1.counts" in layer.context.tensors else "flat")
 
 
 def _select(layer: SmallLayer, method: Multipole, budget: Budget, shared: bool) -> Selection:
@@ -66,18 +71,24 @@ def test_what_is_not_chosen_weighs_as_its_centroids_do_in_one_softmax_with_the_r
     layer: SmallLayer, budget: Budget, queries: int, seed: int, has_sinks: bool
 ) -> None:
     sinks = normal(seed + 9, *layer.queries.shape[:2]) if has_sinks else None
-    step = Step(layer, FLAT.prepare(layer.context), budget, queries=queries, seed=seed, sink_logits=sinks)
+    step = Step(layer, _lookup(layer).prepare(layer.context), budget, queries=queries, seed=seed, sink_logits=sinks)
     assert_close(step.output, step.expected(), 1e-5)
 
 
 @properties
-@given(seed=seeds, queries=query_counts, group=st.integers(1, 8), softcap=st.sampled_from([None, 3.0]))
+@given(
+    seed=seeds,
+    queries=query_counts,
+    group=st.integers(1, 8),
+    softcap=st.sampled_from([None, 3.0]),
+    rope=st.sampled_from([None, *ROPES.values()]),
+)
 def test_one_token_a_cluster_is_dense_attention_with_next_to_no_budget(
-    seed: int, queries: int, group: int, softcap: float | None
+    seed: int, queries: int, group: int, softcap: float | None, rope: RopeFacts | None
 ) -> None:
-    layer = small_layer(seed, middle=70, G=group, levels=(1.0,), softcap=softcap, block=40)
+    layer = small_layer(seed, middle=70, G=group, levels=(1.0,), softcap=softcap, block=40, rope=rope)
     assert bool((layer.context.tensors["level0.counts"] == 1).all())
-    step = Step(layer, FLAT.prepare(layer.context), Budget(1), queries=queries, seed=seed)
+    step = Step(layer, _lookup(layer).prepare(layer.context), Budget(1), queries=queries, seed=seed)
     assert int(step.selection.lengths.sum()) == 2
     assert_close(step.output, step.dense(), 1e-5)
 
@@ -114,6 +125,7 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
     All of the coarsest level are; of the next ones the children of the best clusters, to half of a level at each.
     """
     tensors, facts, shape = layer.context.tensors, layer.context.facts, step.query.shape
+    query, scored_by = windowed_query(step.query, layer.split.tokens, facts.rope)
     depth = sum(name.endswith(".counts") for name in tensors)
     labels = [token_labels(tensors, level) for level in range(depth)]
     stands = torch.full((shape[0], 1, layer.split.middle), depth - 1)
@@ -121,8 +133,8 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
         scored = list(range(tensors[f"level{depth - 1}.counts"].shape[1]))
         for level in range(depth - 1, 0, -1):
             counts = tensors[f"level{level}.counts"][head, scored].double()
-            centroids = tensors[f"level{level}.centroids"][head, scored].double()
-            weights = (facts.softmax_scale * step.query[head].double() @ centroids.T).exp() * (counts > 0)
+            centroids = tensors[f"level{level}.{scored_by}"][head, scored].double()
+            weights = (facts.softmax_scale * query[head] @ centroids.T).exp() * (counts > 0)
             scores = (weights / (counts * weights).sum(-1, keepdim=True)).mean((0, 1))
             best_first = [scored[number] for number in scores.argsort(descending=True).tolist()]
             below, filled = (tensors[f"level{level - 1}.{name}"][head] for name in ("parent", "counts"))
@@ -134,10 +146,14 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
 
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_coarse_cluster_that_is_not_opened_stands_for_its_tokens(depth: int, queries: int, seed: int) -> None:
-    layer = small_layer(seed, middle=180, levels=LEVELS[depth], block=80)
-    step = Step(layer, HIERARCHICAL.prepare(layer.context), Budget(0.05), queries=queries, seed=seed + 50)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rope", [None, ROPES["halves"], ROPES["interleaved"]], ids=["as attended", *list(ROPES)[:2]])
+def test_a_coarse_cluster_that_is_not_opened_stands_for_its_tokens(
+    depth: int, queries: int, seed: int, rope: RopeFacts | None
+) -> None:
+    layer = small_layer(seed, middle=180, levels=LEVELS[depth], block=80, rope=rope)
+    selector = _lookup(layer, "hierarchical").prepare(layer.context)
+    step = Step(layer, selector, Budget(0.05), queries=queries, seed=seed + 50)
     level = _levels_that_stand(layer, step)
     assert set(level.flatten().tolist()) == set(range(depth))
     stands = represented(step.selection, step.selector, level, layer.split.middle)

@@ -120,6 +120,7 @@ def test_what_a_method_selects_from_is_the_middle_counted_from_its_first_token(i
     split = index.split
     keys, _ = index.artifact.context(1)
     context = middle_context(index.artifact, 1, "squeezed")
+    assert context.first_token == split.sinks
     assert torch.equal(context.keys, keys[:, split.sinks : split.sinks + split.middle])
     order = context.tensors["token_order"].long()
     assert torch.equal(order.sort(dim=1).values, torch.arange(split.middle).expand_as(order))

@@ -12,10 +12,12 @@ from support.small_layer import asked
 from support.tiny_models import FAMILIES
 
 from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Method
 from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.open import OpenIndex, middle_context, prepare_layer
 from sparsekv.runtime.queries import tail_block
 from sparsekv.runtime.quest import Quest
@@ -24,11 +26,17 @@ from sparsekv.runtime.squeezed import Squeezed
 
 METHODS: dict[str, tuple[Method, str]] = {
     "multipole": (Multipole(), "multipole"),
+    "multipole-windowed": (WindowedMultipole(), "multipole-windowed"),
     "squeezed": (Squeezed(), "squeezed"),
     "quest": (Quest(), "multipole"),
 }
 """Each method, and whose clusters stand for what it leaves."""
-INDEXERS = {"multipole": MultipoleIndexer(levels=(0.25,), block=80), "squeezed": SqueezedIndexer(levels=(0.2,))}
+INDEXERS = {
+    "multipole": MultipoleIndexer(levels=(0.25,), block=80),
+    "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25,), block=80),
+    "squeezed": SqueezedIndexer(levels=(0.2,)),
+}
+READ = {"multipole-windowed": 3}  # of each cluster; of those of the others 2
 every_method = pytest.mark.parametrize("name", METHODS)
 FEW = Budget(0.05)
 
@@ -70,7 +78,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     query = stored["tail"][:, split.tail // 2 :].unflatten(0, (len(exact[0]), -1))
     sinks = stored["sink_logits"].view(query.shape[:2]) if "sink_logits" in stored else None
     selector = prepare_layer(artifact, number, name, method, "cpu", residual=True)
-    selection = selector.select(asked(query), FEW)
+    selection = selector.select(asked(query, first=split.tokens - query.shape[2]), FEW)
     stands = represented(selection, selector, 0, split.middle)
     tensors = middle_context(artifact, number, clusters).tensors
     sparse, dense = (
@@ -81,6 +89,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     one = Measured(name, "", method, FEW, residual=True)
     measured = measure_layer(artifact, number, [one], [tail_block(artifact, number)])[one].means()
     assert measured["output_error"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    rows_of_index = 2 * tensors["level0.counts"].shape[1] + (2 * -(-split.middle // 16) if name == "quest" else 0)
+    rows_of_index = READ.get(name, 2) * tensors["level0.counts"].shape[1]
+    rows_of_index += 2 * -(-split.middle // 16) if name == "quest" else 0
     fraction = (2 * FEW.tokens(split.middle) + rows_of_index) / (2 * split.middle)
     assert measured["kv_fraction"].tolist() == pytest.approx([fraction] * len(exact[0]))

@@ -9,21 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close, reference_attention
+from support.rotation import ROPES, turned
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import SmallLayer, asked, small_layer
+from support.small_layer import SmallLayer, asked, small_layer, sparse_layer
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import RopeFacts
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.kernels.blocks import block_offsets
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.online import REFINEMENTS
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache, SparseLayer
+from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.cluster_selector import ClusterSelector
 from sparsekv.runtime.growing import LEAST_ROOM, GrowingRows
 from sparsekv.runtime.methods import Selection, Selector
 from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.squeezed import Squeezed
 
 HEADS, GROUP, SIZE, MIDDLE, TAIL = 2, 3, 16, 70, 32
@@ -90,12 +94,14 @@ def _decoding(
     buffer: int = 8,
     budget: Budget = EVERYTHING,
     stream: bool = True,
+    rope: RopeFacts | None = None,
 ) -> Decoding:
-    layer = small_layer(middle=MIDDLE, levels=LEVELS[name], block=block)
+    layer = small_layer(middle=MIDDLE, levels=LEVELS[name], block=block, rope=rope)
     parameters = asdict(MultipoleIndexer(levels=LEVELS[name], iterations=5, block=block))
     context = replace(layer.context, parameters=parameters)
-    selector = Multipole(LOOKUPS[name], stream=stream, buffer=buffer).prepare(context)
-    sparse = SparseLayer(layer.keys, layer.values, layer.split, context.facts, selector, budget)
+    method = Multipole if rope is None else WindowedMultipole
+    selector = method(LOOKUPS[name], stream=stream, buffer=buffer).prepare(context)
+    sparse = sparse_layer(layer, selector, budget)
     return Decoding(layer, sparse)
 
 
@@ -103,14 +109,20 @@ def _decoding(
 pieces = st.lists(st.sampled_from([1, 1, 1, 2, 5, 17, 40]), max_size=30).map(lambda some: [*some, 1])
 streams = settings(max_examples=15, deadline=None)
 with_streams = given(
-    pieces=pieces, block=st.integers(16, 40), buffer=st.integers(1, 20), name=st.sampled_from(sorted(LEVELS))
+    pieces=pieces,
+    block=st.integers(16, 40),
+    buffer=st.integers(1, 20),
+    name=st.sampled_from(sorted(LEVELS)),
+    rope=st.sampled_from([None, ROPES["halves"], ROPES["interleaved"]]),
 )
 
 
 @streams
 @with_streams
-def test_however_tokens_come_they_are_clustered_alike(pieces: list[int], block: int, buffer: int, name: str) -> None:
-    in_pieces, one_by_one = (_decoding(name, block=block, buffer=buffer) for _ in range(2))
+def test_however_tokens_come_they_are_clustered_alike(
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+) -> None:
+    in_pieces, one_by_one = (_decoding(name, block=block, buffer=buffer, rope=rope) for _ in range(2))
     in_pieces.steps(pieces)
     one_by_one.steps([1] * sum(pieces))
     expected = one_by_one.found
@@ -120,8 +132,10 @@ def test_however_tokens_come_they_are_clustered_alike(pieces: list[int], block: 
 
 @streams
 @with_streams
-def test_every_token_is_in_one_row_of_its_block_or_waits(pieces: list[int], block: int, buffer: int, name: str) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer)
+def test_every_token_is_in_one_row_of_its_block_or_waits(
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+) -> None:
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
     decoding.steps(pieces)
     (keys, values), sinks = decoding.rows(), decoding.layer.split.sinks
     order, cuts = decoding.found["token_order"], block_offsets(decoding.middle, block)
@@ -132,7 +146,7 @@ def test_every_token_is_in_one_row_of_its_block_or_waits(pieces: list[int], bloc
     assert buffer <= waiting < 2 * buffer or decoding.middle == MIDDLE
     for rows, laid_out, exact in zip(
         (keys, values),
-        (decoding.sparse.middle_keys, decoding.sparse.middle_values),
+        (decoding.sparse.middle.keys, decoding.sparse.middle.values),
         decoding.sparse.exact_rows(),
         strict=True,
     ):
@@ -144,9 +158,9 @@ def test_every_token_is_in_one_row_of_its_block_or_waits(pieces: list[int], bloc
 @streams
 @with_streams
 def test_counts_and_centroids_are_those_of_the_members_at_every_level(
-    pieces: list[int], block: int, buffer: int, name: str
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
 ) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer)
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
     decoding.steps(pieces)
     found, middle = decoding.found, decoding.middle
     cluster = (
@@ -155,15 +169,16 @@ def test_counts_and_centroids_are_those_of_the_members_at_every_level(
         )
         - 1
     )
+    keys, values = decoding.sparse.middle.keys.rows, decoding.sparse.middle.values.rows
+    kinds = {"centroids": keys, "value_centroids": values}
+    if rope is not None:
+        kinds["lookup_centroids"] = turned(keys, -decoding.layer.split.sinks - found["token_order"], rope)
     for level in range(len(LEVELS[name])):
         counts = found[f"level{level}.counts"]
         members = torch.nn.functional.one_hot(cluster, counts.shape[1]).double()
         assert torch.equal(counts.double(), members.sum(1))
-        for kind, laid_out in (
-            ("centroids", decoding.sparse.middle_keys),
-            ("value_centroids", decoding.sparse.middle_values),
-        ):
-            sums = torch.einsum("hmc,hmd->hcd", members, laid_out.rows.double())
+        for kind, laid_out in kinds.items():
+            sums = torch.einsum("hmc,hmd->hcd", members, laid_out.double())
             assert_close(found[f"level{level}.{kind}"] * counts[..., None], sums, 1e-5)
         if level + 1 < len(LEVELS[name]):
             cluster = found[f"level{level}.parent"].gather(1, cluster)
@@ -172,9 +187,9 @@ def test_counts_and_centroids_are_those_of_the_members_at_every_level(
 @streams
 @with_streams
 def test_the_children_of_a_cluster_are_neighbours_after_updates(
-    pieces: list[int], block: int, buffer: int, name: str
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
 ) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer)
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
     decoding.steps(pieces)
     found = decoding.found
     for level in range(1, len(LEVELS[name])):
@@ -224,16 +239,17 @@ def test_a_question_moves_nothing_before_the_first_step_of_its_answer() -> None:
 
 
 @every_lookup
-def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: str) -> None:
-    used, fresh = (_decoding(name, budget=Budget(0.1)) for _ in range(2))
+@pytest.mark.parametrize("rope", [None, ROPES["halves"]], ids=["as attended", "windowed"])
+def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: str, rope: RopeFacts | None) -> None:
+    used, fresh = (_decoding(name, budget=Budget(0.1), rope=rope) for _ in range(2))
     first = used.steps([50, *[1] * 150])
     assert used.middle > MIDDLE
     used.sparse.rewind()
     used.new = 0
     assert used.found.keys() == fresh.found.keys()
     assert all(torch.equal(tensor, fresh.found[entry]) for entry, tensor in used.found.items())
-    assert torch.equal(used.sparse.middle_keys.rows, fresh.sparse.middle_keys.rows)
-    assert torch.equal(used.sparse.middle_values.rows, fresh.sparse.middle_values.rows)
+    assert torch.equal(used.sparse.middle.keys.rows, fresh.sparse.middle.keys.rows)
+    assert torch.equal(used.sparse.middle.values.rows, fresh.sparse.middle.values.rows)
     assert all(map(torch.equal, used.sparse.exact_rows(), fresh.sparse.exact_rows()))
     assert used.sparse.get_seq_length() == fresh.sparse.get_seq_length()
     assert IndexCache([used.sparse]).kv_fraction() == 0
@@ -245,7 +261,7 @@ def test_without_streaming_everything_new_stays_exact() -> None:
     decoding = _decoding(stream=False)
     decoding.steps([40, *[1] * 300])
     assert decoding.sparse.exact_rows()[0].shape[1] == decoding.layer.split.sinks + TAIL + 340
-    assert decoding.sparse.middle_keys.used == MIDDLE
+    assert decoding.sparse.middle.used == MIDDLE
 
 
 def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIndex) -> None:
@@ -259,15 +275,15 @@ def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIn
 def test_rows_before_the_open_block_are_neither_moved_nor_copied_by_an_update() -> None:
     decoding = _decoding()
     decoding.steps([TAIL, 1])
-    buffers = [decoding.sparse.middle_keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()]
-    open_row, before = decoding.selector.open_row, decoding.sparse.middle_keys.rows.clone()
+    buffers = [decoding.sparse.middle.keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()]
+    open_row, before = decoding.selector.open_row, decoding.sparse.middle.keys.rows.clone()
     clusters = decoding.found["level0.centroids"].clone()
     closed = int((decoding.found["starts"][0] < open_row).sum())
     decoding.steps([1] * 200)
     assert decoding.selector.open_row > open_row > 0
-    assert torch.equal(decoding.sparse.middle_keys.rows[:, :open_row], before[:, :open_row])
+    assert torch.equal(decoding.sparse.middle.keys.rows[:, :open_row], before[:, :open_row])
     assert torch.equal(decoding.found["level0.centroids"][:, :closed], clusters[:, :closed])
-    assert [decoding.sparse.middle_keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()] == buffers
+    assert [decoding.sparse.middle.keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()] == buffers
 
 
 def test_kv_fraction_counts_a_growing_middle_and_what_updates_read() -> None:

@@ -21,3 +21,10 @@ def member_means(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """[Hk, M, D] float64: for each of the rows [Hk, M, D] the mean of all rows with its label [Hk, M]."""
     same = (labels[:, :, None] == labels[:, None]).double()
     return same @ rows.double() / same.sum(-1, keepdim=True)
+
+
+def spread_by_definition(rows: torch.Tensor, labels: torch.Tensor) -> float:
+    """sqrt(sum |r - its cluster's mean|^2 / sum |r - its head's mean|^2) of rows [Hk, M, D] with labels [Hk, M]."""
+    rows = rows.double()
+    lost = (rows - member_means(rows, labels)).square().sum()
+    return float((lost / (rows - rows.mean(1, keepdim=True)).square().sum()).sqrt())

@@ -10,13 +10,13 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention import causal_mask
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import SparseLayer
+from sparsekv.runtime.guard import Gauge
 from sparsekv.runtime.methods import Selection, Selector
 
 from .clusters import member_means, token_labels
 from .random_tensors import normal
 from .reference import reference_attention
-from .small_layer import SmallLayer, all_chosen, asked
+from .small_layer import SmallLayer, all_chosen, asked, sparse_layer
 
 EXACT = -1
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -94,12 +94,13 @@ class Step:
         queries: int = 1,
         seed: int = 0,
         sink_logits: torch.Tensor | None = None,
+        gauge: Gauge | None = None,
     ):
         self.layer, self.selector, self.sink_logits, facts = layer, selector, sink_logits, layer.context.facts
         Hk, G, _, D = layer.queries.shape
         new = normal(seed, Hk, queries, D), normal(seed + 1, Hk, queries, D)
         self.query = normal(seed + 2, Hk, G, queries, D)
-        self.sparse = SparseLayer(layer.keys, layer.values, layer.split, facts, selector, budget)
+        self.sparse = sparse_layer(layer, selector, budget, gauge)
         self.sparse.update(new[0][None], new[1][None])
         flat, sinks = self.query.flatten(0, 1), None if sink_logits is None else sink_logits.flatten()
         call = AttentionCall(0, flat, *new, facts.softmax_scale, facts.softcap, None, sinks)

@@ -5,9 +5,10 @@ import torch
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.hook import AttentionCall, route_attention
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache, SparseLayer
+from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.methods import Method
 from sparsekv.runtime.open import OpenIndex, middle_context
+from sparsekv.runtime.sparse_layer import SparseLayer
 
 from .reference import relative_error
 from .replaced import EXACT, replaced_attention, represented
@@ -40,7 +41,8 @@ class _Checked:
         artifact, (keys, values) = self.index.artifact, layer.exact_rows()
         grouped = call.query.unflatten(0, (len(keys), -1))
         shared = grouped.shape[2] > 1
-        selection = layer.selector.select(asked(grouped, shared=shared), layer.budget)
+        first = layer.get_seq_length() - grouped.shape[2]
+        selection = layer.selector.select(asked(grouped, shared=shared, first=first), layer.budget)
         stands = represented(selection, layer.selector, 0, artifact.manifest.split.middle)
         assert 0 < int((stands == EXACT).sum()) < stands.numel() // 10
         return replaced_attention(

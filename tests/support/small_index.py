@@ -85,6 +85,11 @@ def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tenso
             handle.remove()
 
 
+def prefilled(outputs: list[list[torch.Tensor]]) -> int:
+    """Tokens of recorded passes that a build prefilled; passes over one token only measure how keys turn."""
+    return sum(len(rows) for rows in outputs[0] if len(rows) > 1)
+
+
 def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
     """What each layer's attention gives in a plain forward pass over token ids [N]: [N, Hq * D] a layer."""
     with recorded_attention(model) as outputs:

@@ -4,11 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.methods import BuiltLayer, LayerInput
 from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.guard import Gauge
 from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector
+from sparsekv.runtime.middle_rows import MemoryRows
+from sparsekv.runtime.sparse_layer import SparseLayer
 
 from .random_tensors import clustered, normal
 
@@ -41,25 +46,38 @@ def small_layer(
     softcap: float | None = None,
     repeated: int = 0,
     block: int | None = None,
+    rope: RopeFacts | None = None,
 ) -> SmallLayer:
-    """A layer that squeezed attention has indexed, or multipole attention in blocks of so many tokens; the first
-    `repeated` middle keys of head 0 are one and the same."""
+    """A layer that squeezed attention has indexed, or multipole attention in blocks of so many tokens, with windowed
+    RoPE where `rope` says how keys turn; the first `repeated` middle keys of head 0 are one and the same."""
     split = Split(sinks=SINKS, middle=middle, tail=TAIL)
     keys = clustered(seed, Hk, split.tokens, D, 12)
     keys[0, SINKS : SINKS + repeated] = keys[0, SINKS]
     values, queries = normal(seed + 3, Hk, split.tokens, D), normal(seed + 4, Hk * G, TAIL, D)
-    facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False)
+    facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False, rope=rope)
+    blocks = MultipoleIndexer if rope is None else WindowedMultipoleIndexer
     indexer = (
         SqueezedIndexer(levels=levels, iterations=5)
         if block is None
-        else MultipoleIndexer(levels=levels, iterations=5, block=block)
+        else blocks(levels=levels, iterations=5, block=block)
     )
     inside = slice(SINKS, SINKS + middle)
     tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))
     tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
-    context = MiddleContext(keys[:, inside], facts, tensors, calibration)
+    context = MiddleContext(keys[:, inside], facts, tensors, calibration, first_token=SINKS)
     return SmallLayer(keys, values, queries.unflatten(0, (Hk, G)), split, context)
+
+
+def sparse_layer(layer: SmallLayer, selector: Selector, budget: Budget, gauge: Gauge | None = None) -> SparseLayer:
+    """A cache's layer over a small one, whose middle lies in memory."""
+    exact = tuple(
+        torch.cat([rows[:, : layer.middle.start], rows[:, layer.middle.stop :]], 1)
+        for rows in (layer.keys, layer.values)
+    )
+    inside = layer.keys[:, layer.middle], layer.values[:, layer.middle]
+    middle = MemoryRows(*inside, selector.token_order, layer.keys.device)
+    return SparseLayer((exact[0], exact[1]), middle, layer.split, layer.context.facts, selector, budget, gauge)
 
 
 def chosen_tokens(selection: Selection, selector: Selector, head: int, query: int) -> list[int]:

@@ -49,7 +49,9 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _build(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrainedModel]:
+def build_tiny(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrainedModel]:
+    """A function that builds a model of a config's kind, with what all of them have in common but for some changes."""
+
     def build() -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -66,20 +68,20 @@ def _build(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrai
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": _build(LlamaConfig),
-    "qwen2": _build(
+    "llama": build_tiny(LlamaConfig),
+    "qwen2": build_tiny(
         Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, num_hidden_layers=4
     ),
-    "qwen3": _build(Qwen3Config, head_dim=32),
-    "mistral": _build(MistralConfig, sliding_window=WINDOW),
-    "smollm3": _build(SmolLM3Config, no_rope_layer_interval=2, num_hidden_layers=4),
-    "phi3": _build(
+    "qwen3": build_tiny(Qwen3Config, head_dim=32),
+    "mistral": build_tiny(MistralConfig, sliding_window=WINDOW),
+    "smollm3": build_tiny(SmolLM3Config, no_rope_layer_interval=2, num_hidden_layers=4),
+    "phi3": build_tiny(
         Phi3Config,
         sliding_window=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
     # a soft cap and a scale that are far from the defaults, so that leaving either out shows
-    "gemma2": _build(
+    "gemma2": build_tiny(
         Gemma2Config,
         head_dim=16,
         sliding_window=WINDOW,
@@ -87,7 +89,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         attn_logit_softcapping=3.0,
         num_hidden_layers=4,
     ),
-    "gemma3": _build(
+    "gemma3": build_tiny(
         Gemma3TextConfig,
         head_dim=16,
         sliding_window=WINDOW,
@@ -95,7 +97,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         num_hidden_layers=4,
     ),
-    "gpt-oss": _build(
+    "gpt-oss": build_tiny(
         GptOssConfig,
         head_dim=16,
         sliding_window=WINDOW,

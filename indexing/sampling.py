@@ -1,0 +1,94 @@
+"""Which tokens' queries are kept for methods that index by them, and which of those an earlier index knows.
+
+A token's priority is a random number that its position alone decides, and those of lowest priority are the sample: how
+a prefill is cut up changes nothing, and when a document grows, its sample is some of the old one and new tokens.
+"""
+
+import numpy as np
+import torch
+
+from sparsekv.formats.checksums import hash_file, hash_json
+from sparsekv.formats.schema import Manifest, Split, layer_file
+from sparsekv.indexing.plan import BuildJob
+
+SEED = 0
+
+
+def sample_positions(split: Split, count: int) -> torch.Tensor:
+    """Positions [P] int64, rising, of the `count` middle tokens of lowest priority, or of all where they are fewer."""
+    end = split.sinks + split.middle
+    # The raw stream of a bit generator is the same in every version of numpy, and begins the same at any length.
+    priorities = np.random.Philox(SEED).random_raw(end)[split.sinks :]
+    lowest = np.sort(np.argsort(priorities, kind="stable")[:count]) + split.sinks
+    return torch.from_numpy(lowest)
+
+
+def wanted_positions(job: BuildJob) -> torch.Tensor:
+    """Positions [P] whose queries the plan's methods want, all heads of a group at each; none where none wants any."""
+    rows = max((indexer.queries_wanted() for indexer in job.plan.methods.values()), default=0)
+    config = job.plan.loaded.model.config.get_text_config()
+    group = config.num_attention_heads // config.num_key_value_heads
+    return sample_positions(job.split, -(-rows // group))
+
+
+def sample_recipe(context_recipe: str, positions: torch.Tensor) -> str:
+    """The recipe of a layer's file of samples."""
+    return hash_json([context_recipe, "samples", positions.tolist()])
+
+
+def reuse_samples(job: BuildJob, layers: list[int], positions: torch.Tensor, recipe: str) -> bool:
+    """Take over the files of samples of some layers; whether all that is wanted was there."""
+    names = [layer_file("samples", layer) for layer in layers] if len(positions) else []
+    found = [job.writer.reuse(name, recipe) for name in names]
+    return all(found)
+
+
+def write_sample(job: BuildJob, layer: int, queries: torch.Tensor, positions: torch.Tensor, recipe: str) -> None:
+    """Write the queries [Hq, P, D] of one layer at positions [P], unless the file is there."""
+    name = layer_file("samples", layer)
+    if not job.writer.reuse(name, recipe):
+        job.writer.write(name, {"queries": queries, "positions": positions.int()}, recipe)
+
+
+def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:
+    """The first of some positions [P] whose queries the finished index in the folder does not hold whole; None: it
+    holds all of them."""
+    known = _known_positions(job) if _is_whole(job) else positions[:0]
+    unknown = positions[~torch.isin(positions, known)]
+    return int(unknown[0]) if len(unknown) else None
+
+
+def known_queries(job: BuildJob, layer: int, positions: torch.Tensor) -> torch.Tensor:
+    """Queries [Hq, P, D] at positions [P] that the finished index in the folder holds: in its sample, or its tail."""
+    rows = tail = job.read_base(layer_file("queries", layer))["tail"]
+    if "samples" in _folders(job):
+        rows = torch.cat([job.read_base(layer_file("samples", layer))["queries"], tail], 1)
+    return rows[:, torch.searchsorted(_known_positions(job), positions).to(rows.device)]
+
+
+def _base(job: BuildJob) -> Manifest:
+    assert job.writer.base is not None
+    return job.writer.base
+
+
+def _folders(job: BuildJob) -> list[str]:
+    base = _base(job)
+    sampled = layer_file("samples", base.indexed_layers[0]) in base.files
+    return ["samples", "queries"] if sampled else ["queries"]
+
+
+def _is_whole(job: BuildJob) -> bool:
+    base = _base(job)
+    files = [base.files[layer_file(folder, layer)] for folder in _folders(job) for layer in base.indexed_layers]
+    paths = [(job.writer.folder / record.path, record.sha256) for record in files]
+    return all(path.is_file() and hash_file(path) == sha256 for path, sha256 in paths)
+
+
+def _known_positions(job: BuildJob) -> torch.Tensor:
+    """Positions [P], rising, whose queries the finished index holds: its sample's, in the middle, then its tail's."""
+    base = _base(job)
+    tail = torch.arange(base.split.sinks + base.split.middle, base.split.tokens)
+    if "samples" not in _folders(job):
+        return tail
+    sampled = job.writer.read_base(layer_file("samples", base.indexed_layers[0]))["positions"]
+    return torch.cat([sampled.long(), tail])

@@ -1,0 +1,76 @@
+"""CSAttention, online: keys are found through the tables of the prompt's queries, not by their own clusters.
+
+Each subspace of a query gives the list of its nearest centroid; the listed scores, summed by key, estimate the logits,
+and the best keys are attended. As printed the sum has a key that is not listed count as 0, more than a listed one whose
+score is negative; so by default it counts as the mean of what its list leaves out, and each subspace is weighted by how
+far the query reaches along the centroid.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.table_lookup import SCORINGS
+from sparsekv.runtime.methods import Method, MiddleContext, register
+from sparsekv.runtime.table_selector import TableSelector
+
+WEIGHTS = ("uniform", "fitted")
+
+
+@register("csattention")
+@dataclass(frozen=True)
+class CSAttention(Method):
+    """Chooses tokens by the lists of the query's nearest centroids."""
+
+    needs_index: ClassVar[bool] = True
+    csattention_scoring: str = field(
+        default="mean",
+        metadata={"help": f"What keys that a list leaves out count as, the paper's 0 last: {', '.join(SCORINGS)}."},
+    )
+    weights: str = field(default="uniform", metadata={"help": f"Weights of the subspaces: {', '.join(WEIGHTS)}."})
+    backoff: float = field(
+        default=0.0, metadata={"help": "Share of the lookups, the least sure, that read two lists in each subspace."}
+    )
+    step: int = field(default=1, metadata={"help": "Search every so many tokens, and attend to the same ones between."})
+    stream: bool = field(default=False, metadata={"help": "Let generated tokens join the lists."})
+    buffer: int = field(default=128, metadata={"help": "Generated tokens that join at a time."})
+
+    def __post_init__(self) -> None:
+        if self.csattention_scoring not in SCORINGS:
+            raise UsageError(f"--csattention-scoring {self.csattention_scoring}: choose one of {', '.join(SCORINGS)}")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights {self.weights}: choose one of {', '.join(WEIGHTS)}")
+        if not 0 <= self.backoff <= 1:
+            raise UsageError(f"--backoff {self.backoff:g}: give a share from 0 to 1")
+        for name in ("step", "buffer"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} {getattr(self, name)}: give at least 1")
+
+    def prepare(self, context: MiddleContext) -> TableSelector:
+        """Copies the centroids; tables stay where they are, and are copied once when the first new tokens join."""
+        return TableSelector(
+            context,
+            scoring=self.csattention_scoring,
+            fitted=self.weights == "fitted",
+            backoff=_backoff_cosine(context.calibration, self.backoff),
+            step=self.step,
+            takes=self.buffer if self.stream else 0,
+        )
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """Each scoring, and the default one with fitted weights."""
+        scorings = {scoring: cls(csattention_scoring=scoring) for scoring in SCORINGS}
+        return {**scorings, "mean fitted": cls(weights="fitted")}
+
+
+def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:
+    """The cosine below which the calibrated share of lookups lies; None for none of them."""
+    if not share:
+        return None
+    cosines = calibration["cosines"]
+    place = share * (len(cosines) - 1)
+    low = int(place)
+    high = min(low + 1, len(cosines) - 1)
+    return float(cosines[low] + (place - low) * (cosines[high] - cosines[low]))

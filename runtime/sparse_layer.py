@@ -1,0 +1,184 @@
+"""A layer that attends to what a selector chooses of a stored context, and to all that came after it."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, causal_mask
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.runs import expand_runs
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
+from sparsekv.runtime.methods import Asked, Selection, Selector
+from sparsekv.runtime.middle_rows import MiddleRows, Pair
+from sparsekv.runtime.stored_layer import StoredLayer
+
+
+@dataclass
+class ReadRows:
+    """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read."""
+
+    sparse: torch.Tensor
+    dense: int = 0
+
+
+class SparseLayer(StoredLayer):
+    """Attends to sinks, tail and new tokens exactly, and to the rows of the middle that a selector chooses.
+
+    A selector that takes tokens in gets the oldest exact ones but the sinks while the model decodes: the middle grows.
+    With a gauge it tells how much attention a choice leaves; its guard, if it has one, lets no head leave too much.
+
+    Args:
+        exact: keys and values [Hk, sinks + tail, D] of what is always attended.
+        middle: where the rows lie that are chosen from, in the selector's layout.
+    """
+
+    def __init__(
+        self,
+        exact: Pair,
+        middle: MiddleRows,
+        split: Split,
+        facts: LayerFacts,
+        selector: Selector,
+        budget: Budget,
+        gauge: Gauge | None = None,
+    ):
+        super().__init__(split.tokens, *exact)
+        self.exact, self.middle = exact, middle
+        self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
+        self.read = self._nothing_read()
+
+    def _nothing_read(self) -> ReadRows:
+        return ReadRows(torch.zeros((), dtype=torch.float64, device=self.exact[0].device))
+
+    def rewind(self) -> None:
+        super().rewind()
+        self.read = self._nothing_read()
+        if self.gauge is not None:
+            self.gauge.reset()
+        self._take_back()
+
+    @torch.inference_mode()
+    def _take_back(self) -> None:
+        # In inference mode, because rows that grew while a model decoded may be written in no other.
+        order = self.selector.forget()
+        if order is None:
+            return
+        self.stored = self.split.tokens
+        self.middle.rewrite(self.selector.open_row, None, order)
+        for rows, first in zip(self.exact_rows(), self.exact, strict=True):
+            rows.copy_(first)
+
+    def _hand_over(self) -> None:
+        """Leave the newest rows exact, fewer than twice what the selector takes at a time, and hand it those before."""
+        step, start = self.selector.takes, self.split.sinks
+        if not step or self.used - start < 2 * step:
+            return
+        keys, values = self.exact_rows()
+        moved = ((self.used - start) // step - 1) * step
+        for first in range(start, start + moved, step):
+            self._join(keys[:, first : first + step], values[:, first : first + step])
+        for rows in (keys, values):
+            rows[:, start : self.used - moved] = rows[:, start + moved :].clone()
+        self.used, self.stored = self.used - moved, self.stored + moved
+
+    def _join(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        start = self.selector.open_row
+        open_keys, open_values = self.middle.from_row(start)
+        all_keys, all_values = torch.cat([open_keys, keys], 1), torch.cat([open_values, values], 1)
+        taken = self.selector.take(all_keys, all_values)
+        self.middle.rewrite(start, (keys, values), taken.order)
+        self.read.sparse += len(keys) * (taken.index_rows + 2 * all_keys.shape[1])
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.query.shape[1] == 1:
+            # Not within a question: its first tokens must not see what its last ones did to the clusters.
+            self._hand_over()
+        step = self._step(call)
+        if self.gauge is None:
+            chosen, segments = self._choose(step, self.budget)
+            self._count(self._rows_read(chosen), step)
+            return attend(step.asked.query, segments, *step.how).flatten(0, 1)
+        held = self._held(step, self.gauge.guard)
+        self.gauge.add(held)
+        self._count(held.attempt.rows, step)
+        return held.attempt.results[0].transpose(1, 2).flatten(0, 1)
+
+    def _step(self, call: AttentionCall) -> "_Step":
+        keys, values = self.exact_rows()
+        Hk, queries, tokens = keys.shape[0], call.query.shape[1], self.get_seq_length()
+        mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)
+        grouped = call.query.unflatten(0, (Hk, -1))
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+
+        def exact_logsumexp() -> torch.Tensor:
+            logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
+            return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
+
+        positions = torch.arange(tokens - queries, tokens, device=keys.device)
+        asked = Asked(grouped, positions, exact_logsumexp, shared=queries > 1)
+        return _Step(asked, Segment(keys, values, mask), (call.softmax_scale, call.softcap, sinks))
+
+    def _choose(self, step: "_Step", budget: Budget) -> tuple[Selection, list[Segment]]:
+        """A choice, and what is attended with it: chosen rows, exact ones, centroids in the place of others."""
+        chosen = self.selector.select(step.asked, budget)
+        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        segments = [
+            Segment(*self.middle.gather(rows.flatten(1)), valid[:, None]),
+            step.exact,
+            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in chosen.replacements),
+        ]
+        return chosen, segments
+
+    def _held(self, step: "_Step", guard: Guard | None) -> Held:
+        if guard is not None:
+            attempts, whole = partial(self._attempt, step), partial(self._whole, step)
+            return guard.hold(attempts, whole, self.budget, self.middle.used)
+        attempt = self._attempt(step, self.budget)
+        nowhere = torch.zeros_like(attempt.missed, dtype=torch.bool)
+        return Held(attempt, nowhere, nowhere)
+
+    def _attempt(self, step: "_Step", budget: Budget) -> Attempt:
+        chosen, segments = self._choose(step, budget)
+        attended = attend_with_logsumexps(step.asked.query, segments, *step.how)
+        left, whole = attended.logsumexps[..., 2:].logsumexp(-1), attended.total
+        if chosen.dropped is not None:
+            left = remainder_logsumexp(step.asked, chosen.dropped(), self.facts)
+            whole = torch.logaddexp(whole, left)
+        missed = missed_share(left, whole)
+        rows = torch.as_tensor(self._rows_read(chosen), device=missed.device).expand_as(missed)
+        return Attempt(missed, rows, (attended.output.transpose(1, 2),))
+
+    def _whole(self, step: "_Step", heads: torch.Tensor) -> Attempt:
+        """Dense attention of some heads [Hk]; copies their rows of the middle."""
+        some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
+        middle = Segment(*(rows[some] for rows in self.middle.from_row(0)))
+        segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
+        query = step.asked.query
+        output = torch.zeros_like(query)
+        output[some] = attend(query[some], segments, scale, softcap, None if sinks is None else sinks[some])
+        missed = torch.zeros_like(query[:, 0, :, 0], dtype=torch.float32)
+        return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
+
+    def _rows_read(self, chosen: Selection) -> torch.Tensor:
+        """[Hk, Q or 1] rows of size D."""
+        # A number is added as one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
+        return 2 * chosen.lengths.sum(-1) + chosen.index_rows
+
+    def _count(self, rows: torch.Tensor, step: "_Step") -> None:
+        """Count the rows [Hk, Q or 1] of a decode step."""
+        if not step.asked.shared:
+            self.read.sparse += rows.sum()
+            self.read.dense += 2 * rows.shape[0] * self.middle.used
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call's queries, what they attend to exactly, and how: softmax scale, soft cap, sink logits [Hk, G]."""
+
+    asked: Asked
+    exact: Segment
+    how: tuple[float, float | None, torch.Tensor | None]

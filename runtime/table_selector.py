@@ -1,0 +1,120 @@
+"""Choosing tokens through query-centric tables, again or from the last search, while new keys enter the lists."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, look_up
+from sparsekv.kernels.tables import insert, split_channels
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector, Taken
+
+ENTRY_BYTES = 6  # int32 position, float16 score
+CENTROID_BYTES = 2  # a channel, float16
+LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
+
+
+@dataclass
+class _Held:
+    """What the last search chose, and how many steps have used it."""
+
+    selection: Selection
+    steps: int = 1
+
+
+class TableSelector(Selector):
+    """One layer's tables; rows are chosen one by one, in order of position.
+
+    Args:
+        backoff: parts of a query whose best cosine is below it read two lists.
+        step: search at every so many queries, and keep to what was found between.
+        takes: how many new tokens enter the lists at a time; 0: none.
+    """
+
+    def __init__(
+        self,
+        context: MiddleContext,
+        *,
+        scoring: str = "mean",
+        fitted: bool = False,
+        backoff: float | None = None,
+        step: int = 1,
+        takes: int = 0,
+    ):
+        self.facts, self.scoring, self.backoff, self.step, self.takes = context.facts, scoring, backoff, step, takes
+        self.weights = context.tensors["part_weights"] if fitted else None
+        middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
+        self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
+        self.open_row, self.held = middle, dict[Budget, _Held]()
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """Allocates the estimated logits, for 128 MB of queries at a time."""
+        if asked.shared or self.step == 1:
+            return self._search(asked.query, budget, shared=asked.shared)
+        if asked.query.shape[2] > 1:
+            return self._search_some(asked.query, budget)
+        held = self.held.get(budget)
+        if held is None or held.steps >= self.step:
+            held = self.held[budget] = _Held(self._search(asked.query, budget, shared=False))
+            return held.selection
+        held.steps += 1
+        return replace(held.selection, index_rows=0.0)
+
+    def _search_some(self, query: torch.Tensor, budget: Budget) -> Selection:
+        """Queries [Hk, G, Q, D] of steps that follow each other, searched for as these would be."""
+        Q = query.shape[2]
+        found = self._search(query[:, :, :: self.step], budget, shared=False)
+        repeated = {name: getattr(found, name).repeat_interleave(self.step, 1)[:, :Q] for name in ("starts", "lengths")}
+        index_rows = torch.zeros(len(query), Q, device=query.device)
+        index_rows[:, :: self.step] = found.index_rows
+        return replace(found, **repeated, index_rows=index_rows)
+
+    def _search(self, query: torch.Tensor, budget: Budget, *, shared: bool) -> Selection:
+        Hk, G, _, _ = query.shape
+        at_once = max(1, LOGITS_AT_ONCE // (Hk * G * self.tables.keys))
+        scores, read = zip(*(self._scores(some, shared=shared) for some in query.split(at_once, 2)), strict=True)
+        tokens = budget.tokens(self.tables.keys)
+        probability = torch.cat(scores, 1) if not shared else torch.stack(scores).sum(0)
+        starts = probability.topk(tokens, -1, sorted=False).indices.sort(-1).values
+        lists = torch.cat(read, 1)
+        lists = lists.sum(1, keepdim=True) if shared else lists
+        return Selection(starts, torch.ones_like(starts), tokens, self._rows(lists))
+
+    def _scores(self, query: torch.Tensor, *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities [Hk, Q or 1, M], summed over the group and what is shared, and lists read [Hk, Q or 1]."""
+        Hk, G, Q, D = query.shape
+        lookup = look_up(self.tables, query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        logits = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
+        if (softcap := self.facts.softcap) is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        together = Q * G if shared else G
+        probability = logits.softmax(-1).unflatten(1, (-1, together)).sum(2)
+        return probability, centroids_used(self.tables, lookup, together)
+
+    def _rows(self, lists: torch.Tensor) -> torch.Tensor:
+        """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""
+        centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
+        return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        """Let new keys try to enter every list; reads all of them. Allocates the tables once, at the first time."""
+        old, new = self.tables, keys.shape[1]
+        parts = split_channels(keys, old.channels)
+        scores = (old.centroids @ parts.transpose(-1, -2)).half()
+        positions = old.first_token + torch.arange(old.keys, old.keys + new, device=keys.device)
+        subspaces = zip(*(rows.flatten(0, 1) for rows in (old.tokens, old.scores, scores)), strict=True)
+        lists = [insert(tokens, listed, positions, tried) for tokens, listed, tried in subspaces]
+        tokens, kept = (torch.stack(rows).view_as(old.tokens) for rows in zip(*lists, strict=True))
+        mean = (old.key_mean * old.keys + parts.sum(2)) / (old.keys + new)
+        self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
+        self.open_row = self.tables.keys
+        order = torch.arange(new, device=keys.device).expand(len(keys), -1)
+        return Taken(order, old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes)
+
+    def forget(self) -> torch.Tensor | None:
+        """Back to the stored tables; what the last search found is forgotten too."""
+        self.held.clear()
+        if self.tables is self.stored:
+            return None
+        self.tables, self.open_row = self.stored, self.stored.keys
+        return torch.zeros(len(self.stored.centroids), 0, dtype=torch.int64, device=self.stored.centroids.device)

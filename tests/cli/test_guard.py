@@ -1,0 +1,49 @@
+"""`generate --stats` and `--guard`, and the guard in a recall report."""
+
+import json
+from pathlib import Path
+
+from support.command import run_here
+
+ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", 6, "--model", "model")
+
+
+def test_stats_show_each_layer_on_stderr_alone(place: Path) -> None:
+    plain, told = run_here(*ASK), run_here(*ASK, "--stats")
+    assert told.code == 0
+    assert told.stdout == plain.stdout
+    assert "attention left to centroids or dropped" not in plain.stderr
+    assert "attention left to centroids or dropped" in told.stderr
+    cannot_tell = run_here(*ASK, "--stats", "--method", "oracle")
+    assert cannot_tell.code == 0
+    assert "attention left" not in cannot_tell.stderr
+
+
+def test_json_has_the_layers_when_stats_are_asked_for(place: Path) -> None:
+    assert "layers" not in json.loads(run_here(*ASK, "--json").stdout)
+    layers = json.loads(run_here(*ASK, "--json", "--stats").stdout)["layers"]
+    assert [one["layer"] for one in layers] == [0, 1, 2]
+    assert all(0 < one["missed"] < 1 and one["raised"] == one["dense"] == 0 for one in layers)
+
+
+def test_a_strict_guard_answers_as_dense_attention_does(place: Path) -> None:
+    dense = json.loads(run_here(*ASK, "--budget", "100%", "--json").stdout)
+    guarded = json.loads(run_here(*ASK, "--budget", "2", "--guard", "1e-6", "--json").stdout)
+    assert guarded["text"] == dense["text"]
+    assert guarded["kv_fraction"] > 1
+    assert all(one["raised"] == one["dense"] == 1 for one in guarded["layers"])
+
+
+def test_a_report_shows_what_a_guard_reads_and_saves(place: Path) -> None:
+    command = ("recall-report", "--budget", "5%", "--guard", "0.1", "--method", "squeezed", "--method", "quest")
+    outcome = run_here(*command, "--json")
+    assert outcome.code == 0, outcome.stderr
+    rows = {(row["method"], row["variant"]): row for row in json.loads(outcome.stdout)["rows"]}
+    plain, guarded, quest = rows["squeezed", "flat"], rows["squeezed", "flat + guard"], rows["quest", ""]
+    assert plain["raised"] is plain["dense"] is quest["missed_estimate"] is None
+    assert 0 < guarded["dense"] <= guarded["raised"] < 1
+    assert guarded["output_error"] < plain["output_error"]
+    assert guarded["missed_mass"] < plain["missed_mass"]
+    assert guarded["kv_fraction"] > plain["kv_fraction"]
+    assert not [name for name in rows if name[0] == "quest" and "guard" in name[1]]
+    assert "estimate" in run_here(*command).stdout

@@ -1,0 +1,82 @@
+"""What `inspect` says of an index's clusters, against the tensors it holds, in float64."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.clusters import spread_by_definition, token_labels
+from support.command import run_here
+
+from sparsekv.formats.manifest import manifest_bytes
+from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.blocks import block_offsets
+
+BLOCK = 512
+
+
+@pytest.fixture
+def blocks(place: Path) -> Artifact:
+    """The document with several blocks of multipole's clusters in two levels, as `blocks.skv`."""
+    options = ("--method", "multipole", "--block", str(BLOCK), "--levels", "0.125,0.03", "-o", "blocks.skv", "-q")
+    outcome = run_here("build-index", "doc.txt", "--model", "model", *options)
+    assert outcome.code == 0, outcome.stderr
+    return Artifact(place / "blocks.skv")
+
+
+def test_json_has_each_levels_spreads_and_the_blocks(blocks: Artifact) -> None:
+    outcome = run_here("inspect", "-i", "blocks.skv", "--json", "-q")
+    multipole = json.loads(outcome.stdout)["methods"]["multipole"]
+    split = blocks.manifest.split
+    cuts = [split.sinks + cut for cut in block_offsets(split.middle, BLOCK)]
+    assert len(cuts) > 3
+    assert [(one["start"], one["stop"]) for one in multipole["blocks"]] == list(pairwise(cuts))
+    assert sum(one["tokens"] for one in multipole["blocks"]) == split.middle
+    assert [one["open"] for one in multipole["blocks"]] == [False] * (len(cuts) - 2) + [True]
+    assert [(one["layer"], one["level"]) for one in multipole["layers"]] == [(n // 2, n % 2) for n in range(6)]
+    for one in multipole["layers"]:
+        tensors = blocks.method_tensors("multipole", one["layer"])
+        labels = token_labels(tensors, one["level"], split.sinks)
+        for name, rows in zip(("key_spread", "value_spread"), blocks.context(one["layer"]), strict=True):
+            middle = rows[:, split.sinks : split.sinks + split.middle]
+            assert one[name] == pytest.approx(spread_by_definition(middle, labels), rel=1e-3)
+    heads = blocks.method_tensors("multipole", 0)["level0.counts"].shape
+    assert sum(one["clusters"] for one in multipole["blocks"]) == heads[1]
+
+
+def test_the_table_shows_blocks_and_spreads_and_shortens_many_blocks(blocks: Artifact) -> None:
+    shown = run_here("inspect", "-i", "blocks.skv", "--clusters", "0", "-q")
+    assert shown.code == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert sum("open" in line for line in lines) == 1
+    assert any("key spread" in line and "value spread" in line for line in lines)
+    build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "16", "-q")
+    assert run_here(*build, "-o", "many.skv").code == 0
+    many = run_here("inspect", "-i", "many.skv", "--clusters", "0", "-q").stdout.splitlines()
+    assert sum("..." in line for line in many) == 1
+    assert len(many) < len(lines) + 10
+
+
+def test_an_index_without_value_centroids_shows_none(place: Path) -> None:
+    """Its tensors are those that an earlier version wrote: levels of keys alone."""
+    path = place / "doc.skv"
+    before = json.loads(run_here("inspect", "-i", "doc.skv", "--json", "-q").stdout)["methods"]["squeezed"]
+    _without_value_centroids(path)
+    after = json.loads(run_here("inspect", "-i", "doc.skv", "--json", "-q").stdout)["methods"]["squeezed"]
+    assert after["layers"] == [{**one, "value_spread": None} for one in before["layers"]]
+    assert before["blocks"] == after["blocks"] == []
+    assert "none" in run_here("inspect", "-i", "doc.skv", "-q").stdout
+
+
+def _without_value_centroids(folder: Path) -> None:
+    artifact = Artifact(folder)
+    files = dict(artifact.manifest.files)
+    for name in [name for name in files if name.startswith("squeezed/")]:
+        path = folder / files[name].path
+        tensors = {key: rows.clone() for key, rows in load_file(path).items() if "value_centroids" not in key}
+        path.unlink()
+        save_file(tensors, path)
+        files[name] = files[name].model_copy(update={"bytes": path.stat().st_size})
+    changed = artifact.manifest.model_copy(update={"files": files})
+    (folder / "manifest.json").write_bytes(manifest_bytes(changed)[0])

@@ -1,0 +1,187 @@
+"""Samples of a prompt's queries: which they are depends on positions alone, and an index takes over what it has."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_tensors import normal
+from support.reference import assert_close
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan
+from support.tiny_models import FAMILIES, VOCABULARY
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import Split, layer_file
+from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.capture import capture
+from sparsekv.indexing.csattention import CSAttentionIndexer
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.sampling import sample_positions
+from sparsekv.indexing.squeezed import SqueezedIndexer
+
+IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
+TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)
+FIRST, MORE = TEXT[:1000], TEXT[1000:1200]
+
+
+@settings(max_examples=40, deadline=None)
+@given(sinks=st.integers(1, 9), middle=st.integers(1, 400), more=st.integers(0, 400), count=st.integers(0, 200))
+def test_a_grown_documents_sample_is_of_the_old_one_and_of_new_tokens(
+    sinks: int, middle: int, more: int, count: int
+) -> None:
+    old = sample_positions(Split(sinks=sinks, middle=middle, tail=8), count).tolist()
+    grown = sample_positions(Split(sinks=sinks, middle=middle + more, tail=8), count).tolist()
+    assert grown == sorted(set(grown))
+    assert len(grown) == min(count, middle + more)
+    assert all(sinks <= position < sinks + middle + more for position in grown)
+    assert {position for position in grown if position < sinks + middle} <= set(old)
+
+
+def test_a_sample_is_spread_over_the_middle() -> None:
+    positions = sample_positions(Split(sinks=10, middle=10_000, tail=8), 1000)
+    counts = torch.histc(positions.float(), 10, 10, 10_010)
+    assert bool(((counts > 60) & (counts < 140)).all())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_what_is_kept_are_the_queries_at_these_positions_wherever_chunks_end(family: str, chunk_size: int) -> None:
+    model, positions = FAMILIES[family](), torch.tensor([0, 6, 7, 63, 64, 65, 149])
+    every = capture(model, IDS, tail=len(IDS), chunk_size=len(IDS))
+    some = capture(model, IDS, tail=5, positions=positions, chunk_size=chunk_size)
+    for layer in range(model.config.num_hidden_layers):
+        sample, facts = some.take(layer).sample, some.facts(layer)
+        assert (sample is None) == (facts.sliding_window is not None)
+        if sample is not None:
+            assert_close(sample, every.take(layer).tail[:, positions], 1e-4)
+
+
+def test_queries_of_a_prefix_that_is_not_run_are_asked_for() -> None:
+    model, positions = FAMILIES["llama"](), torch.tensor([3, 50, 99, 100, 130])
+    whole = capture(model, IDS, tail=5, positions=positions)
+    rows = [whole.take(layer) for layer in range(3)]
+    strangers = normal(0, 4, 3, 16)
+    asked = []
+
+    def prefix_queries(layer: int, at: torch.Tensor) -> torch.Tensor:
+        asked.append((layer, at.tolist()))
+        return strangers
+
+    captured = capture(
+        model,
+        IDS,
+        tail=5,
+        positions=positions,
+        chunk_size=20,
+        prefix_tokens=100,
+        prefix=lambda layer: (rows[layer].keys, rows[layer].values),
+        prefix_queries=prefix_queries,
+    )
+    for layer in range(3):
+        sample = captured.take(layer).sample
+        assert sample is not None
+        assert torch.equal(sample[:, :3], strangers)
+        whole_sample = rows[layer].sample
+        assert whole_sample is not None
+        assert_close(sample[:, 3:], whole_sample[:, 3:], 1e-4)
+    assert asked == [(layer, [3, 50, 99]) for layer in range(3)]
+
+
+def _plan(text: str = FIRST, **changes: Any) -> BuildPlan:
+    return replace(small_plan(text=text, tokens=len(text), methods={"csattention": TABLES}), **changes)
+
+
+def _tokens_run(plan: BuildPlan, folder: Path) -> int:
+    with recorded_attention(plan.loaded.model) as outputs:
+        build_index(plan, folder)
+    return prefilled(outputs)
+
+
+def _inodes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*.safetensors")}
+
+
+def test_tables_for_an_index_without_samples_run_the_prompt_again_and_leave_the_rest_as_it_was(tmp_path: Path) -> None:
+    plan, folder = _plan(), tmp_path / "a.skv"
+    squeezed = {"squeezed": SqueezedIndexer(levels=(0.2,))}
+    build_index(replace(plan, methods=squeezed), folder)
+    before = _inodes(folder)
+    assert not any(name.startswith("samples/") for name in before)
+    assert _tokens_run(plan, folder) == len(plan.prompt.input_ids) - int(sample_positions(plan.split(), 50)[0])
+    after = _inodes(folder)
+    assert before.items() <= after.items()
+    assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {"samples", "csattention"}
+    assert Artifact(folder).manifest.methods.keys() == {"csattention", "squeezed"}
+    # Now they are there: other tables run nothing, and a build that names no table keeps both.
+    assert _tokens_run(replace(plan, methods={"csattention": replace(TABLES, alpha=0.5)}), folder) == 0
+    assert _tokens_run(replace(plan, methods=squeezed), folder) == 0
+    assert {"samples", "csattention"} <= {name.partition("/")[0] for name in Artifact(folder).manifest.files}
+    assert list(Artifact(folder).verify())
+
+
+def test_without_its_method_a_sample_goes_when_the_context_changes(tmp_path: Path) -> None:
+    plan, folder = _plan(), tmp_path / "a.skv"
+    build_index(plan, folder)
+    build_index(replace(plan, tail=20, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
+    assert not any(name.startswith(("samples/", "csattention/")) for name in _inodes(folder))
+
+
+def test_a_sample_holds_the_queries_of_its_positions(tmp_path: Path) -> None:
+    plan = _plan()
+    build_index(plan, tmp_path / "a.skv")
+    artifact = Artifact(tmp_path / "a.skv")
+    every = capture(plan.loaded.model, plan.prompt.input_ids, tail=len(plan.prompt.input_ids))
+    positions = sample_positions(artifact.manifest.split, 50)
+    for layer in artifact.manifest.indexed_layers:
+        sample = artifact.tensors(layer_file("samples", layer))
+        assert torch.equal(sample["positions"], positions.int())
+        assert_close(sample["queries"], every.take(layer).tail[:, positions], 1e-4)
+
+
+@pytest.mark.parametrize("more", [MORE, TEXT[1000:1020]], ids=["past a block", "within the tail"])
+def test_a_grown_index_has_the_sample_of_one_build_and_runs_only_what_is_new(more: str, tmp_path: Path) -> None:
+    plan = _plan()
+    first = build_index(plan, tmp_path / "a.skv")
+    artifact = Artifact(tmp_path / "a.skv")
+    centroids = artifact.method_tensors("csattention", 0)["centroids"].clone()
+    addition = encode_addition(plan.loaded.tokenizer, more, None)
+    grown = growing_plan(artifact, plan.loaded, addition)
+    assert _tokens_run(grown, tmp_path / "a.skv") == len(grown.prompt.input_ids) - first.split.tokens // 256 * 256
+    whole = replace(plan, prompt=replace(plan.prompt, input_ids=grown.prompt.input_ids))
+    build_index(whole, tmp_path / "b.skv")
+    for layer in range(3):
+        actual, expected = (Artifact(tmp_path / f"{name}.skv").tensors(layer_file("samples", layer)) for name in "ab")
+        assert torch.equal(actual["positions"], expected["positions"])
+        assert_close(actual["queries"], expected["queries"], 1e-4)
+    assert torch.equal(Artifact(tmp_path / "a.skv").method_tensors("csattention", 0)["centroids"], centroids)
+
+
+def test_an_edited_document_whose_sample_is_partly_known_runs_from_the_first_that_is_not(tmp_path: Path) -> None:
+    """A shorter middle samples more of each stretch: queries that are not stored come from the prompt again."""
+    build_index(_plan(), tmp_path / "a.skv")
+    shorter = _plan(FIRST[:700])
+    split = shorter.split()
+    old = set(sample_positions(_plan().split(), 50).tolist())
+    unknown = [position for position in sample_positions(split, 50).tolist() if position not in old]
+    assert _tokens_run(shorter, tmp_path / "a.skv") == split.tokens - min(unknown)
+    build_index(shorter, tmp_path / "b.skv")
+    for layer in range(3):
+        actual, expected = (Artifact(tmp_path / f"{name}.skv").tensors(layer_file("samples", layer)) for name in "ab")
+        assert_close(actual["queries"], expected["queries"], 1e-4)
+
+
+def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) -> None:
+    plan, folder = _plan(), tmp_path / "a.skv"
+    build_index(plan, folder)
+    damaged = folder / layer_file("samples", 1)
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    edited = _plan(FIRST[:900] + MORE)
+    first = int(sample_positions(edited.split(), 50)[0])
+    assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - first
+    assert list(Artifact(folder).verify())

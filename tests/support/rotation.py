@@ -1,0 +1,43 @@
+"""Rotary embeddings by their definition, and layers that have them."""
+
+import torch
+
+from sparsekv.formats.schema import RopeFacts
+
+from .random_tensors import normal
+
+ROPES = {
+    "halves": RopeFacts(frequencies=[1.0, 0.1, 0.01], interleaved=False),
+    "interleaved": RopeFacts(frequencies=[0.7, 0.02], interleaved=True),
+    "none": RopeFacts(frequencies=[], interleaved=False),
+}
+"""For heads of 6 channels or more: all of them turned, some of them, and none."""
+
+
+def turned(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torch.Tensor:
+    """Rows [..., T, D] turned by positions [..., T], pair by pair as complex numbers: float64."""
+    result, pairs = rows.double().clone(), len(rope.frequencies)
+    for number, frequency in enumerate(rope.frequencies):
+        one, other = (2 * number, 2 * number + 1) if rope.interleaved else (number, number + pairs)
+        angles = positions.double() * frequency
+        product = torch.complex(result[..., one], result[..., other]) * torch.polar(torch.ones_like(angles), angles)
+        result[..., one], result[..., other] = product.real, product.imag
+    return result
+
+
+def turned_kinds(seed: int, labels: torch.Tensor, D: int, first: int, rope: RopeFacts) -> torch.Tensor:
+    """[Hk, M, D] float32: one key for each of the labels [Hk, M], turned by the positions from `first` on."""
+    kinds = normal(seed, len(labels), int(labels.max()) + 1, D)
+    keys = kinds.gather(1, labels[..., None].expand(-1, -1, D))
+    return turned(keys, first + torch.arange(labels.shape[1]), rope).float()
+
+
+def windowed_query(
+    query: torch.Tensor, first: int, rope: RopeFacts | None, distance: int = 1024
+) -> tuple[torch.Tensor, str]:
+    """Queries [Hk, G, Q, D] from position `first` on as clusters are looked up with them, in float64, and the name of
+    the centroids that they are compared with; without `rope` both are those of attention itself."""
+    if rope is None:
+        return query.double(), "centroids"
+    positions = first + torch.arange(query.shape[2])
+    return turned(query, distance - positions, rope), "lookup_centroids"
