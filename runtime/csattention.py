@@ -3,9 +3,11 @@
 Each subspace of a query gives the list of its nearest centroid; the listed scores, summed by key, estimate the logits,
 and the best keys are attended. As printed the sum has a key that is not listed count as 0, more than a listed one whose
 score is negative; so by default it counts as the mean of what its list leaves out, and each subspace is weighted by how
-far the query reaches along the centroid.
+far the query reaches along the centroid. The best keys by the tables, more than the budget, are then read and ranked by
+their exact logits.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -28,6 +30,9 @@ class CSAttention(Method):
         default="mean",
         metadata={"help": f"What keys that a list leaves out count as, the paper's 0 last: {', '.join(SCORINGS)}."},
     )
+    rerank: float = field(
+        default=2.0, metadata={"help": "Times the budget's keys that are read, to attend to the best of them; 1: none."}
+    )
     weights: str = field(default="uniform", metadata={"help": f"Weights of the subspaces: {', '.join(WEIGHTS)}."})
     backoff: float = field(
         default=0.0, metadata={"help": "Share of the lookups, the least sure, that read two lists in each subspace."}
@@ -41,6 +46,8 @@ class CSAttention(Method):
             raise UsageError(f"--csattention-scoring {self.csattention_scoring}: choose one of {', '.join(SCORINGS)}")
         if self.weights not in WEIGHTS:
             raise UsageError(f"--weights {self.weights}: choose one of {', '.join(WEIGHTS)}")
+        if not 1 <= self.rerank < math.inf:
+            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
         if not 0 <= self.backoff <= 1:
             raise UsageError(f"--backoff {self.backoff:g}: give a share from 0 to 1")
         for name in ("step", "buffer"):
@@ -48,10 +55,14 @@ class CSAttention(Method):
                 raise UsageError(f"--{name} {getattr(self, name)}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Copies the centroids; tables stay where they are, and are copied once when the first new tokens join."""
+        """Keeps the middle's keys, which on another device than theirs is a second copy of them, and the centroids.
+
+        Tables stay where they are; when the first new tokens join, they and the keys are copied once.
+        """
         return TableSelector(
             context,
             scoring=self.csattention_scoring,
+            rerank=self.rerank,
             fitted=self.weights == "fitted",
             backoff=_backoff_cosine(context.calibration, self.backoff),
             step=self.step,
@@ -60,9 +71,9 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Each scoring, and the default one with fitted weights."""
-        scorings = {scoring: cls(csattention_scoring=scoring) for scoring in SCORINGS}
-        return {**scorings, "mean fitted": cls(weights="fitted")}
+        """The default; without a second look at the keys; so with each other scoring, and with fitted weights."""
+        plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
+        return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 
 
 def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:

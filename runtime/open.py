@@ -1,6 +1,7 @@
 """Opening an index with its model: the identity checks, the probe, and the caches to decode with."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from sparsekv.runtime.methods import Method, MiddleContext, Selector, methods
 from sparsekv.runtime.middle_rows import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
 from sparsekv.runtime.sparse_layer import SparseLayer
-from sparsekv.runtime.stored_layer import DenseLayer, StoredLayer
+from sparsekv.runtime.stored_layer import DenseLayer, MappedDenseLayer, StoredLayer
 
 # Largest difference of a probe's logits, relative to the largest of them, that rounding explains.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -134,10 +135,12 @@ class OpenIndex:
         tokens = self.split.tokens if tokens is None else tokens
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
-    def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
+    def _dense_layer(self, layer: int, tokens: int, *, mapped: bool = False) -> DenseLayer:
         """Of a layer that slides, the rows that a coming token can see, and no others."""
         window = self.artifact.manifest.layers[layer].sliding_window
         first = 0 if window is None else max(0, tokens - window + 1)
+        if mapped:
+            return MappedDenseLayer(partial(self._rows, layer, slice(first, tokens)), out_of_sight=first)
         return DenseLayer(*self._rows(layer, slice(first, tokens)), out_of_sight=first)
 
     def _rows(self, layer: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +173,8 @@ class OpenIndex:
             IdentityError: its logits differ beyond rounding, so the model is not the one that filled the index.
         """
         probe = self.artifact.manifest.probe
-        cache = self.dense_cache(self.split.tokens - 1)
+        layers = range(len(self.artifact.manifest.layers))
+        cache = IndexCache([self._dense_layer(layer, self.split.tokens - 1, mapped=True) for layer in layers])
         with route_attention(self.model, cache.attend):
             last = self.input_ids[None, -1:].to(self.model.device)
             logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()

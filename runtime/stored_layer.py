@@ -1,5 +1,7 @@
 """Layers of a cache over a stored context: rows that come after it, and dense attention over all of them."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -83,17 +85,35 @@ class DenseLayer(StoredLayer):
         super().__init__(out_of_sight + keys.shape[1], keys[:, :0], values[:, :0])
         self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
 
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, T, D]."""
+        return self.stored_keys, self.stored_values
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         keys, values = self.exact_rows()
         queries, Hk = call.query.shape[1], keys.shape[0]
         mask = causal_mask(queries, self.stored + self.used, call.window, keys.device)
         first = 0 if call.window is None else max(0, self.get_seq_length() - queries - call.window + 1)
         first = min(first, self.stored)
-        rows = slice(first - self.out_of_sight, None)
+        in_sight = slice(first - self.out_of_sight, None)
+        stored_keys, stored_values = self.stored_rows()
         segments = [
-            Segment(self.stored_keys[:, rows], self.stored_values[:, rows], mask[:, first : self.stored]),
+            Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
         sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
         grouped = call.query.unflatten(0, (Hk, -1))
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+
+class MappedDenseLayer(DenseLayer):
+    """A dense layer that keeps no row: it asks for them at each call and lets go of them, one layer's at a time.
+
+    Args:
+        rows: gives keys and values [Hk, T, D].
+    """
+
+    def __init__(self, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]], out_of_sight: int = 0):
+        keys, values = rows()
+        super().__init__(keys[:, :0].clone(), values[:, :0].clone(), out_of_sight)
+        self.stored, self.stored_rows = out_of_sight + keys.shape[1], rows  # type: ignore[method-assign]

@@ -1,12 +1,15 @@
 """Choosing tokens through query-centric tables, again or from the last search, while new keys enter the lists."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
+from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, look_up
 from sparsekv.kernels.tables import insert, split_channels
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.growing import GrowingRows
 from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector, Taken
 
 ENTRY_BYTES = 6  # int32 position, float16 score
@@ -26,6 +29,7 @@ class TableSelector(Selector):
     """One layer's tables; rows are chosen one by one, in order of position.
 
     Args:
+        rerank: how many times the budget's keys are read, the best by the tables, to choose among by their exact logits.
         backoff: parts of a query whose best cosine is below it read two lists.
         step: search at every so many queries, and keep to what was found between.
         takes: how many new tokens enter the lists at a time; 0: none.
@@ -36,15 +40,18 @@ class TableSelector(Selector):
         context: MiddleContext,
         *,
         scoring: str = "mean",
+        rerank: float = 1.0,
         fitted: bool = False,
         backoff: float | None = None,
         step: int = 1,
         takes: int = 0,
     ):
-        self.facts, self.scoring, self.backoff, self.step, self.takes = context.facts, scoring, backoff, step, takes
+        self.facts, self.scoring, self.rerank, self.backoff = context.facts, scoring, rerank, backoff
+        self.step, self.takes = step, takes
         self.weights = context.tensors["part_weights"] if fitted else None
         middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
         self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
+        self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
         self.open_row, self.held = middle, dict[Budget, _Held]()
 
     def select(self, asked: Asked, budget: Budget) -> Selection:
@@ -70,17 +77,28 @@ class TableSelector(Selector):
         return replace(found, **repeated, index_rows=index_rows)
 
     def _search(self, query: torch.Tensor, budget: Budget, *, shared: bool) -> Selection:
-        Hk, G, _, _ = query.shape
-        at_once = max(1, LOGITS_AT_ONCE // (Hk * G * self.tables.keys))
-        scores, read = zip(*(self._scores(some, shared=shared) for some in query.split(at_once, 2)), strict=True)
         tokens = budget.tokens(self.tables.keys)
-        probability = torch.cat(scores, 1) if not shared else torch.stack(scores).sum(0)
-        starts = probability.topk(tokens, -1, sorted=False).indices.sort(-1).values
-        lists = torch.cat(read, 1)
-        lists = lists.sum(1, keepdim=True) if shared else lists
-        return Selection(starts, torch.ones_like(starts), tokens, self._rows(lists))
+        pieces = query.split(max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys)), 2)
+        if shared:
+            starts, rows = self._choose(pieces, tokens, shared=True)
+        else:
+            found = [self._choose((piece,), tokens, shared=False) for piece in pieces]
+            starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return Selection(starts, torch.ones_like(starts), tokens, rows)
 
-    def _scores(self, query: torch.Tensor, *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, pieces: tuple[torch.Tensor, ...], tokens: int, *, shared: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [Hk, Q or 1, K], rising, for queries in pieces [Hk, G, Q, D], and D-sized rows read [Hk, Q or 1]."""
+        estimates, lists = zip(*(self._estimate(piece, shared=shared) for piece in pieces), strict=True)
+        candidates = _best(torch.stack(estimates).sum(0), min(self.tables.keys, math.ceil(tokens * self.rerank)))
+        more = candidates.shape[-1] - tokens
+        if more:
+            exact = torch.stack([self._probability(piece, candidates, shared=shared) for piece in pieces]).sum(0)
+            candidates = candidates.gather(-1, _best(exact, tokens))
+        return candidates, self._rows(torch.stack(lists).sum(0)) + more
+
+    def _estimate(self, query: torch.Tensor, *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities [Hk, Q or 1, M], summed over the group and what is shared, and lists read [Hk, Q or 1]."""
         Hk, G, Q, D = query.shape
         lookup = look_up(self.tables, query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
@@ -90,6 +108,18 @@ class TableSelector(Selector):
         together = Q * G if shared else G
         probability = logits.softmax(-1).unflatten(1, (-1, together)).sum(2)
         return probability, centroids_used(self.tables, lookup, together)
+
+    def _probability(self, query: torch.Tensor, candidates: torch.Tensor, *, shared: bool) -> torch.Tensor:
+        """Exact probabilities among candidates [Hk, Q or 1, S], summed over the group and what is shared."""
+        Hk, _, Q, D = query.shape
+        rows = candidates.flatten(1)[..., None].expand(-1, -1, D)
+        keys = self.keys.rows.gather(1, rows).view(*candidates.shape, D)
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        if shared:
+            return attention_logits(query, keys[:, 0], scale, softcap).softmax(-1).sum((1, 2))[:, None]
+        each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+        logits = attention_logits(each, keys.flatten(0, 1), scale, softcap)
+        return logits.softmax(-1).sum((1, 2)).view(Hk, Q, -1)
 
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
         """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""
@@ -107,6 +137,7 @@ class TableSelector(Selector):
         tokens, kept = (torch.stack(rows).view_as(old.tokens) for rows in zip(*lists, strict=True))
         mean = (old.key_mean * old.keys + parts.sum(2)) / (old.keys + new)
         self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
+        self.keys.write(old.keys, keys)
         self.open_row = self.tables.keys
         order = torch.arange(new, device=keys.device).expand(len(keys), -1)
         return Taken(order, old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes)
@@ -117,4 +148,10 @@ class TableSelector(Selector):
         if self.tables is self.stored:
             return None
         self.tables, self.open_row = self.stored, self.stored.keys
+        self.keys = GrowingRows(self.stored_keys)
         return torch.zeros(len(self.stored.centroids), 0, dtype=torch.int64, device=self.stored.centroids.device)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Places [..., count], rising, of the highest scores [..., M]."""
+    return scores.topk(count, -1, sorted=False).indices.sort(-1).values
