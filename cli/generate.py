@@ -53,6 +53,9 @@ def generate(
     placement: Annotated[
         str, typer.Option(metavar="|".join(PLACEMENTS), help="Where the document's keys and values lie.")
     ] = "device",
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Search for a step's rows during the step before, with its query.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = None,
@@ -103,7 +106,7 @@ def generate(
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
     cache = opened.sparse_cache(
-        name, configured, wanted, residual=residual, gauge=stats, guard=guarded, placement=placement
+        name, configured, wanted, residual=residual, gauge=stats, guard=guarded, placement=placement, ahead=ahead
     )
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, raw)

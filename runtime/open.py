@@ -98,6 +98,7 @@ class OpenIndex:
         gauge: bool = False,
         guard: Guard | None = None,
         placement: str = "device",
+        ahead: bool = False,
     ) -> IndexCache:
         """Decode with one method; layers with a sliding window stay dense.
 
@@ -109,6 +110,7 @@ class OpenIndex:
             gauge: keep account of how much attention is left, where the method can tell; costs a pass over the logits.
             guard: gauge it, and let no head leave more.
             placement: one of PLACEMENTS.
+            ahead: search for a step's rows while the step before is attended to, with that step's query.
 
         Raises:
             UsageError: no such placement, a residual is asked for and the index has no value centroids, or a guard for
@@ -127,7 +129,7 @@ class OpenIndex:
             selector = prepare_layer(self.artifact, layer, name, method, self.model.device, residual=residual)
             exact, rows = self._exact(layer), self._middle(layer, selector, placement)
             measured = Gauge(guard) if gauged else None
-            layers.append(SparseLayer(exact, rows, self.split, facts, selector, budget, measured))
+            layers.append(SparseLayer(exact, rows, self.split, facts, selector, budget, measured, ahead=ahead))
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:

@@ -10,6 +10,7 @@ from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, 
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
+from sparsekv.runtime.ahead import Ahead, Found
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
 from sparsekv.runtime.methods import Asked, Selection, Selector
@@ -34,6 +35,7 @@ class SparseLayer(StoredLayer):
     Args:
         exact: keys and values [Hk, sinks + tail, D] of what is always attended.
         middle: where the rows lie that are chosen from, in the selector's layout.
+        ahead: search for the next decode step's rows while this one is attended to.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class SparseLayer(StoredLayer):
         selector: Selector,
         budget: Budget,
         gauge: Gauge | None = None,
+        *,
+        ahead: bool = False,
     ):
         super().__init__(split.tokens, *exact)
         self.exact, self.middle = exact, middle
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
+        self.ahead = Ahead(partial(self._find, budget)) if ahead else None
         self.read = self._nothing_read()
 
     def _nothing_read(self) -> ReadRows:
@@ -59,6 +64,8 @@ class SparseLayer(StoredLayer):
         self.read = self._nothing_read()
         if self.gauge is not None:
             self.gauge.reset()
+        if self.ahead is not None:
+            self.ahead.forget()
         self._take_back()
 
     @torch.inference_mode()
@@ -86,6 +93,8 @@ class SparseLayer(StoredLayer):
         self.used, self.stored = self.used - moved, self.stored + moved
 
     def _join(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.ahead is not None:
+            self.ahead.forget()
         start = self.selector.open_row
         open_keys, open_values = self.middle.from_row(start)
         all_keys, all_values = torch.cat([open_keys, keys], 1), torch.cat([open_values, values], 1)
@@ -124,14 +133,20 @@ class SparseLayer(StoredLayer):
 
     def _choose(self, step: "_Step", budget: Budget) -> tuple[Selection, list[Segment]]:
         """A choice, and what is attended with it: chosen rows, exact ones, centroids in the place of others."""
-        chosen = self.selector.select(step.asked, budget)
-        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        ahead = self.ahead is not None and not step.asked.shared and budget == self.budget
+        found = self.ahead.next(step.asked) if self.ahead is not None and ahead else self._find(budget, step.asked)
+        parts = found.chosen.replacements
         segments = [
-            Segment(*self.middle.gather(rows.flatten(1)), valid[:, None]),
+            Segment(found.keys, found.values, found.valid[:, None]),
             step.exact,
-            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in chosen.replacements),
+            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in parts),
         ]
-        return chosen, segments
+        return found.chosen, segments
+
+    def _find(self, budget: Budget, asked: Asked) -> Found:
+        chosen = self.selector.select(asked, budget)
+        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        return Found(chosen, *self.middle.gather(rows.flatten(1)), valid)
 
     def _held(self, step: "_Step", guard: Guard | None) -> Held:
         if guard is not None:

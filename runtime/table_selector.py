@@ -17,6 +17,16 @@ CENTROID_BYTES = 2  # a channel, float16
 LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of what they attend exactly anyway, and whether one choice is
+    for all of them."""
+
+    query: torch.Tensor
+    beside: torch.Tensor
+    shared: bool
+
+
 @dataclass
 class _Held:
     """What the last search chose, and how many steps have used it."""
@@ -29,7 +39,7 @@ class TableSelector(Selector):
     """One layer's tables; rows are chosen one by one, in order of position.
 
     Args:
-        rerank: how many times the budget's keys are read, the best by the tables, to choose among by their exact logits.
+        rerank: how many times the budget's keys, the best by the tables, are read to choose among by exact logits.
         backoff: parts of a query whose best cosine is below it read two lists.
         step: search at every so many queries, and keep to what was found between.
         takes: how many new tokens enter the lists at a time; 0: none.
@@ -57,69 +67,82 @@ class TableSelector(Selector):
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Allocates the estimated logits, for 128 MB of queries at a time."""
         if asked.shared or self.step == 1:
-            return self._search(asked.query, budget, shared=asked.shared)
+            return self._search(asked, budget)
         if asked.query.shape[2] > 1:
-            return self._search_some(asked.query, budget)
+            return self._search_some(asked, budget)
         held = self.held.get(budget)
         if held is None or held.steps >= self.step:
-            held = self.held[budget] = _Held(self._search(asked.query, budget, shared=False))
+            held = self.held[budget] = _Held(self._search(asked, budget))
             return held.selection
         held.steps += 1
         return replace(held.selection, index_rows=0.0)
 
-    def _search_some(self, query: torch.Tensor, budget: Budget) -> Selection:
-        """Queries [Hk, G, Q, D] of steps that follow each other, searched for as these would be."""
-        Q = query.shape[2]
-        found = self._search(query[:, :, :: self.step], budget, shared=False)
+    def _search_some(self, asked: Asked, budget: Budget) -> Selection:
+        """For queries of steps that follow each other, as these would search."""
+        query, Q = asked.query, asked.query.shape[2]
+        some = replace(
+            asked,
+            query=query[:, :, :: self.step],
+            positions=asked.positions[:: self.step],
+            exact_logsumexp=lambda: asked.exact_logsumexp()[..., :: self.step],
+        )
+        found = self._search(some, budget)
         repeated = {name: getattr(found, name).repeat_interleave(self.step, 1)[:, :Q] for name in ("starts", "lengths")}
         index_rows = torch.zeros(len(query), Q, device=query.device)
         index_rows[:, :: self.step] = found.index_rows
         return replace(found, **repeated, index_rows=index_rows)
 
-    def _search(self, query: torch.Tensor, budget: Budget, *, shared: bool) -> Selection:
-        tokens = budget.tokens(self.tables.keys)
-        pieces = query.split(max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys)), 2)
-        if shared:
-            starts, rows = self._choose(pieces, tokens, shared=True)
-        else:
-            found = [self._choose((piece,), tokens, shared=False) for piece in pieces]
-            starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    def _search(self, asked: Asked, budget: Budget) -> Selection:
+        query, tokens = asked.query, budget.tokens(self.tables.keys)
+        at_once = max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys))
+        split = zip(query.split(at_once, 2), asked.exact_logsumexp().split(at_once, 2), strict=True)
+        pieces = [_Piece(some, beside, asked.shared) for some, beside in split]
+        found = [self._choose(some, tokens) for some in ([pieces] if asked.shared else [[one] for one in pieces])]
+        starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         return Selection(starts, torch.ones_like(starts), tokens, rows)
 
-    def _choose(
-        self, pieces: tuple[torch.Tensor, ...], tokens: int, *, shared: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [Hk, Q or 1, K], rising, for queries in pieces [Hk, G, Q, D], and D-sized rows read [Hk, Q or 1]."""
-        estimates, lists = zip(*(self._estimate(piece, shared=shared) for piece in pieces), strict=True)
-        candidates = _best(torch.stack(estimates).sum(0), min(self.tables.keys, math.ceil(tokens * self.rerank)))
+    def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [Hk, Q or 1, K], rising, for the queries of a piece or of all together, and D-sized rows read."""
+        estimated = [self._estimate(piece) for piece in pieces]
+        probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
+        candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
         more = candidates.shape[-1] - tokens
         if more:
-            exact = torch.stack([self._probability(piece, candidates, shared=shared) for piece in pieces]).sum(0)
-            candidates = candidates.gather(-1, _best(exact, tokens))
-        return candidates, self._rows(torch.stack(lists).sum(0)) + more
+            totals = [one[2] for one in estimated]
+            exact = [self._exact(piece, total, candidates) for piece, total in zip(pieces, totals, strict=True)]
+            candidates = candidates.gather(-1, _best(torch.stack(exact).sum(0), tokens))
+        return candidates, self._rows(lists) + more
 
-    def _estimate(self, query: torch.Tensor, *, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities [Hk, Q or 1, M], summed over the group and what is shared, and lists read [Hk, Q or 1]."""
-        Hk, G, Q, D = query.shape
-        lookup = look_up(self.tables, query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+    def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Probabilities [Hk, Q or 1, M], summed over the group and what is shared; lists read [Hk, Q or 1]; and the
+        log-sum-exps [Hk, G, Q] that they are normalised by, which count what is attended exactly anyway."""
+        Hk, G, Q, D = piece.query.shape
+        lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
         logits = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
         if (softcap := self.facts.softcap) is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        together = Q * G if shared else G
-        probability = logits.softmax(-1).unflatten(1, (-1, together)).sum(2)
-        return probability, centroids_used(self.tables, lookup, together)
+        beside = piece.beside.transpose(1, 2).flatten(1)
+        totals = torch.logaddexp(logits.logsumexp(-1), beside)
+        together = Q * G if piece.shared else G
+        probability = (logits - totals[..., None]).exp().unflatten(1, (-1, together)).sum(2)
+        lists = centroids_used(self.tables, lookup, together)
+        return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
 
-    def _probability(self, query: torch.Tensor, candidates: torch.Tensor, *, shared: bool) -> torch.Tensor:
-        """Exact probabilities among candidates [Hk, Q or 1, S], summed over the group and what is shared."""
-        Hk, _, Q, D = query.shape
+    def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and what is shared."""
+        Hk, G, Q, D = piece.query.shape
         rows = candidates.flatten(1)[..., None].expand(-1, -1, D)
         keys = self.keys.rows.gather(1, rows).view(*candidates.shape, D)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        if shared:
-            return attention_logits(query, keys[:, 0], scale, softcap).softmax(-1).sum((1, 2))[:, None]
-        each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
-        logits = attention_logits(each, keys.flatten(0, 1), scale, softcap)
-        return logits.softmax(-1).sum((1, 2)).view(Hk, Q, -1)
+        if piece.shared:
+            logits = attention_logits(piece.query, keys[:, 0], scale, softcap)
+        else:
+            each = piece.query.transpose(1, 2).flatten(0, 1)[:, :, None]
+            logits = attention_logits(each, keys.flatten(0, 1), scale, softcap).view(Hk, Q, G, -1).transpose(1, 2)
+        # The estimate may be below what the candidates alone have.
+        totals = torch.maximum(totals, logits.logsumexp(-1))
+        probability = (logits - totals[..., None]).exp().sum(1)
+        return probability.sum(1, keepdim=True) if piece.shared else probability
 
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
         """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""

@@ -101,7 +101,7 @@ def test_probabilities_are_averaged_over_the_group_and_a_question() -> None:
     layer, tables = tabled.layer, tabled.tables
     logits = estimate_logits(tables, look_up(tables, layer.queries.flatten(1, 2)), "mean").double()
     probability = (logits * layer.context.facts.softmax_scale).softmax(-1).unflatten(1, (2, 8))
-    selector = CSAttention().prepare(layer.context)
+    selector = CSAttention(rerank=1.0).prepare(layer.context)
     alone = selector.select(asked(layer.queries), Budget(7)).starts
     together = selector.select(asked(layer.queries, shared=True), Budget(7)).starts
     assert torch.equal(alone, probability.mean(1).topk(7, -1).indices.sort(-1).values)
@@ -112,13 +112,41 @@ def test_rows_read_are_the_centroids_and_each_list_of_a_group_once() -> None:
     tabled = tabled_layer()
     layer, tables = tabled.layer, tabled.tables
     nearest = look_up(tables, layer.queries.flatten(1, 2)).nearest[..., 0].unflatten(2, (2, 8))
-    selection = CSAttention().prepare(layer.context).select(asked(layer.queries), Budget(7))
+    plain, selection = (
+        CSAttention(rerank=rerank).prepare(layer.context).select(asked(layer.queries), Budget(7))
+        for rerank in (1.0, 2.5)
+    )
+    assert isinstance(plain.index_rows, torch.Tensor)
     assert isinstance(selection.index_rows, torch.Tensor)
+    # Keys alone, a row each, of what is read for its exact logits and not attended.
+    assert torch.equal(selection.index_rows - plain.index_rows, torch.full((2, 8), 18.0 - 7))
     for head in range(2):
         for query in range(8):
             lists = {(part, int(nearest[head, part, group, query])) for part in range(4) for group in range(2)}
             read = 4 * 6 * 4 * 2 + len(lists) * tables.tokens.shape[-1] * 6
-            assert float(selection.index_rows[head, query]) == pytest.approx(read / (16 * 4))
+            assert float(plain.index_rows[head, query]) == pytest.approx(read / (16 * 4))
+
+
+@properties
+@given(seed=st.integers(0, 10**6), shared=st.booleans(), budget=st.integers(1, 20))
+def test_of_the_best_by_the_tables_those_of_highest_exact_probability_are_attended(
+    seed: int, shared: bool, budget: int
+) -> None:
+    layer, beside = tabled_layer(seed).layer, normal(seed, 2, 2, 8)
+    ask = asked(layer.queries, beside, shared=shared)
+    candidates = CSAttention(rerank=1.0).prepare(layer.context).select(ask, Budget(3 * budget)).starts
+    chosen = CSAttention(rerank=3.0).prepare(layer.context).select(ask, Budget(budget)).starts
+    # Of one head alone the order is that of its logits; the estimated denominators weigh the heads of a group.
+    logits = torch.einsum("hgqd,hmd->hgqm", layer.queries.double(), layer.context.keys.double())
+    for head in range(2):
+        for query in range(chosen.shape[1]):
+            tokens, among = chosen[head, query], candidates[head, query]
+            assert set(tokens.tolist()) <= set(among.tolist())
+            left = [token for token in among.tolist() if token not in tokens.tolist()]
+            asking = logits[head, :, query] if not shared else logits[head].flatten(0, 1)
+            # No token that every query likes better than a chosen one is left.
+            for token in left:
+                assert not bool((asking[:, [token]] > asking[:, tokens] + 1e-4).all(0).any())
 
 
 def test_backed_off_lookups_read_two_lists_as_calibrated() -> None:
@@ -258,15 +286,16 @@ def test_every_form_is_reported(tabled_index: OpenIndex) -> None:
         tabled_index.artifact, ["csattention"], [Budget(0.1), Budget(1.0)], Queries(tabled_index.artifact)
     )
     rows = {(row.variant, row.budget): row for row in report.by()}
-    assert {variant for variant, _ in rows} == {*SCORINGS, "mean fitted"}
+    assert {variant for variant, _ in rows} == {"reranked", *SCORINGS, "mean fitted"}
     assert all(row.recall == 1 and row.output_error < 1e-4 for (_, budget), row in rows.items() if budget == 1.0)
-    assert rows["mean", 0.1].recall > 0.2
+    assert rows["reranked", 0.1].recall > rows["mean", 0.1].recall > 0.2
 
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
         ("csattention_scoring", "best", "--csattention-scoring best: choose one of mean, floor, paper"),
+        ("rerank", 0.5, "--rerank 0.5: give at least 1"),
         ("weights", "odd", "--weights odd: choose one of uniform, fitted"),
         ("backoff", 1.5, "--backoff 1.5"),
         ("step", 0, "--step 0"),

@@ -1,6 +1,6 @@
 """Generated tokens join the clusters: which block, which cluster, which row, at what cost, and how to undo it."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -97,10 +97,8 @@ def _decoding(
     rope: RopeFacts | None = None,
 ) -> Decoding:
     layer = small_layer(middle=MIDDLE, levels=LEVELS[name], block=block, rope=rope)
-    parameters = asdict(MultipoleIndexer(levels=LEVELS[name], iterations=5, block=block))
-    context = replace(layer.context, parameters=parameters)
     method = Multipole if rope is None else WindowedMultipole
-    selector = method(LOOKUPS[name], stream=stream, buffer=buffer).prepare(context)
+    selector = method(LOOKUPS[name], stream=stream, buffer=buffer).prepare(layer.context)
     sparse = sparse_layer(layer, selector, budget)
     return Decoding(layer, sparse)
 

@@ -1,6 +1,5 @@
 """An update of the clusters while a model decodes costs the same however long the context is, in work, not time."""
 
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from support.small_layer import SmallLayer, small_layer, sparse_layer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.multipole import Multipole
@@ -36,9 +34,7 @@ class _Work(TorchDispatchMode):
 
 
 def _sparse(layer: SmallLayer) -> SparseLayer:
-    parameters = asdict(MultipoleIndexer(levels=LEVELS, iterations=5, block=BLOCK))
-    context = replace(layer.context, parameters=parameters)
-    selector = Multipole(stream=True, buffer=BUFFER).prepare(context)
+    selector = Multipole(stream=True, buffer=BUFFER).prepare(layer.context)
     return sparse_layer(layer, selector, Budget(64))
 
 

@@ -1,6 +1,6 @@
 """One layer of random keys, values and queries, indexed and ready to select from, without a model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -65,11 +65,13 @@ def small_layer(
     tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))
     tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
-    context = MiddleContext(keys[:, inside], facts, tensors, calibration, first_token=SINKS)
+    context = MiddleContext(keys[:, inside], facts, tensors, calibration, first_token=SINKS, parameters=asdict(indexer))
     return SmallLayer(keys, values, queries.unflatten(0, (Hk, G)), split, context)
 
 
-def sparse_layer(layer: SmallLayer, selector: Selector, budget: Budget, gauge: Gauge | None = None) -> SparseLayer:
+def sparse_layer(
+    layer: SmallLayer, selector: Selector, budget: Budget, gauge: Gauge | None = None, *, ahead: bool = False
+) -> SparseLayer:
     """A cache's layer over a small one, whose middle lies in memory."""
     exact = tuple(
         torch.cat([rows[:, : layer.middle.start], rows[:, layer.middle.stop :]], 1)
@@ -77,7 +79,9 @@ def sparse_layer(layer: SmallLayer, selector: Selector, budget: Budget, gauge: G
     )
     inside = layer.keys[:, layer.middle], layer.values[:, layer.middle]
     middle = MemoryRows(*inside, selector.token_order, layer.keys.device)
-    return SparseLayer((exact[0], exact[1]), middle, layer.split, layer.context.facts, selector, budget, gauge)
+    return SparseLayer(
+        (exact[0], exact[1]), middle, layer.split, layer.context.facts, selector, budget, gauge, ahead=ahead
+    )
 
 
 def chosen_tokens(selection: Selection, selector: Selector, head: int, query: int) -> list[int]:

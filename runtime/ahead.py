@@ -1,0 +1,95 @@
+"""Searching for the next step's tokens while this step is attended to (CSAttention, section 3.4).
+
+What a step attends to was searched for with the query of the step before: new tokens are exact anyway, and neighbouring
+steps mostly want the same old ones. On a GPU the search and the transfer of the chosen rows have their own stream.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+import torch
+
+from sparsekv.runtime.methods import Asked, Selection
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice, the chosen keys and values [Hk, R, D] where the model is, and which of them count, valid [Hk, 1, R]."""
+
+    chosen: Selection
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor
+
+
+Search = Callable[[Asked], Found]
+Pending: TypeAlias = "Future[tuple[Found, torch.cuda.Event | None]]"
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
+
+
+class Ahead:
+    """One layer's searches, each a step ahead of its use.
+
+    Args:
+        search: what finds and fetches rows for one decode step's queries.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.pending: Pending | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def next(self, asked: Asked) -> Found:
+        """What was searched for with the step before's query, or, at first, with this one's; starts the next search."""
+        found = self.search(asked) if self.pending is None else self._arrived(self.pending)
+        self.pending = _worker().submit(self._run, asked, self._mark(asked.query.device))
+        return found
+
+    def forget(self) -> None:
+        """Let the search that is under way come to nothing: what it looks at is about to change."""
+        if self.pending is not None:
+            self._arrived(self.pending)
+        self.pending = None
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event | None:
+        if device.type != "cuda":
+            return None
+        self.stream = self.stream or torch.cuda.Stream(device)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @torch.inference_mode()
+    def _run(self, asked: Asked, ready: torch.cuda.Event | None) -> tuple[Found, torch.cuda.Event | None]:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is None or ready is None:
+                return self.search(asked), None
+            self.stream.wait_event(ready)
+            found, done = self.search(asked), torch.cuda.Event()
+            done.record(self.stream)
+            return found, done
+
+    def _arrived(self, pending: Pending) -> Found:
+        found, done = pending.result()
+        if done is not None:
+            stream = torch.cuda.current_stream(found.keys.device)
+            stream.wait_event(done)
+            for rows in _tensors(found):
+                if rows.is_cuda:
+                    rows.record_stream(stream)
+        return found
+
+
+def _tensors(found: Found) -> list[torch.Tensor]:
+    chosen = found.chosen
+    replaced = [rows for part in chosen.replacements for rows in (part.keys, part.values, part.log_counts)]
+    counted = [chosen.index_rows] if isinstance(chosen.index_rows, torch.Tensor) else []
+    return [found.keys, found.values, found.valid, chosen.starts, chosen.lengths, *replaced, *counted]

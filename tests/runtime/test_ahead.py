@@ -1,0 +1,77 @@
+"""Searching a step ahead: each decode step attends to what the query of the step before asked for."""
+
+import pytest
+import torch
+from support.random_tensors import normal
+from support.small_layer import SmallLayer, small_layer, sparse_layer
+
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Asked, Method, Selection, Selector, Taken
+from sparsekv.runtime.multipole import Multipole
+from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.runtime.squeezed import Squeezed
+
+METHODS: dict[str, Method] = {
+    "squeezed": Squeezed("hierarchical"),
+    "multipole": Multipole("hierarchical"),
+    "multipole that streams": Multipole(stream=True, buffer=4),
+    "quest": Quest(page_size=5),
+}
+STEPS = 14
+
+
+class _Late(Selector):
+    """Another selector, asked with the queries of the decode step before, if nothing was taken in between."""
+
+    def __init__(self, inner: Selector):
+        self.inner, self.token_order, self.takes = inner, inner.token_order, inner.takes
+        self.before: Asked | None = None
+
+    @property
+    def open_row(self) -> int:  # type: ignore[override]
+        return self.inner.open_row
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        if asked.shared:
+            return self.inner.select(asked, budget)
+        late, self.before = self.before or asked, asked
+        return self.inner.select(late, budget)
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        self.before = None
+        return self.inner.take(keys, values)
+
+    def forget(self) -> torch.Tensor | None:
+        self.before = None
+        return self.inner.forget()
+
+
+def _decode(layer: SmallLayer, sparse: SparseLayer) -> list[torch.Tensor]:
+    """A question of three tokens, then one token a step."""
+    facts, (Hk, G, _, D) = layer.context.facts, layer.queries.shape
+    sparse.rewind()
+    outputs = []
+    for step, tokens in enumerate([3] + [1] * STEPS):
+        keys, values, query = (
+            normal(10 * step + part, heads, tokens, D) for part, heads in enumerate((Hk, Hk, Hk * G))
+        )
+        sparse.update(keys[None], values[None])
+        call = AttentionCall(0, query, keys, values, facts.softmax_scale, facts.softcap, None, None)
+        outputs.append(sparse.attend(call))
+    return outputs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_attends_to_what_the_one_before_asked_for(method: str) -> None:
+    layer = small_layer(3, block=None if method == "squeezed" else 64)
+    late = sparse_layer(layer, _Late(METHODS[method].prepare(layer.context)), Budget(9))
+    ahead = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9), ahead=True)
+    at_once = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9))
+    expected = _decode(layer, late)
+    for _ in range(2):
+        for got, wanted in zip(_decode(layer, ahead), expected, strict=True):
+            assert torch.equal(got, wanted)
+        assert float(ahead.read.sparse) == float(late.read.sparse)
+    assert not all(torch.equal(a, b) for a, b in zip(_decode(layer, at_once), expected, strict=True))
