@@ -58,7 +58,9 @@ def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> t
     seeds = []
     for _ in range(clusters):
         # Where all points are seeds already, any of them is one more.
-        chosen = distance.clamp(min=1e-20).multinomial(1, generator=generator)
+        ends = distance.double().clamp(min=1e-20).cumsum(-1)
+        drawn = torch.rand(len(points), 1, generator=generator, dtype=ends.dtype, device=points.device)
+        chosen = torch.searchsorted(ends, drawn * ends[:, -1:], right=True).clamp(max=points.shape[1] - 1)
         seed = points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))
         seeds.append(seed)
         distance = torch.minimum(distance, (2 - 2 * (points @ seed.transpose(1, 2))[..., 0]).clamp(min=0))

@@ -44,6 +44,13 @@ class Asked:
     exact_logsumexp: Callable[[], torch.Tensor]
     shared: bool
 
+    def to(self, device: torch.device) -> "Asked":
+        """The same on another device; itself where it is there already."""
+        if self.query.device == device:
+            return self
+        exact = self.exact_logsumexp
+        return Asked(self.query.to(device), self.positions.to(device), lambda: exact().to(device), self.shared)
+
 
 @dataclass(frozen=True)
 class Remainder:
@@ -61,6 +68,10 @@ class Replacement(Remainder):
     """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D]."""
 
     values: torch.Tensor
+
+    def to(self, device: torch.device) -> "Replacement":
+        """The same on another device."""
+        return Replacement(self.keys.to(device), self.log_counts.to(device), self.values.to(device))
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,8 @@ class Method(ABC):
     needs_index: ClassVar[bool] = False
     tells_missed: ClassVar[bool] = False
     """Whether each of its selections tells what it leaves, by replacements or by `dropped`."""
+    searched_on_host: ClassVar[bool] = False
+    """Whether its index is so big that it stays in host memory, and is searched there, where the rows do."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:

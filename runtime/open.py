@@ -126,10 +126,15 @@ class OpenIndex:
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
-            selector = prepare_layer(self.artifact, layer, name, method, self.model.device, residual=residual)
+            where = torch.device("cpu") if method.searched_on_host and placement != "device" else self.model.device
+            selector = prepare_layer(self.artifact, layer, name, method, where, residual=residual)
             exact, rows = self._exact(layer), self._middle(layer, selector, placement)
             measured = Gauge(guard) if gauged else None
-            layers.append(SparseLayer(exact, rows, self.split, facts, selector, budget, measured, ahead=ahead))
+            layers.append(
+                SparseLayer(
+                    exact, rows, self.split, facts, selector, budget, measured, ahead=ahead, search_device=where
+                )
+            )
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:

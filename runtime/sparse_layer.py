@@ -1,6 +1,6 @@
 """A layer that attends to what a selector chooses of a stored context, and to all that came after it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,6 +36,7 @@ class SparseLayer(StoredLayer):
         exact: keys and values [Hk, sinks + tail, D] of what is always attended.
         middle: where the rows lie that are chosen from, in the selector's layout.
         ahead: search for the next decode step's rows while this one is attended to.
+        search_device: where the selector is; None: where the model is.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class SparseLayer(StoredLayer):
         gauge: Gauge | None = None,
         *,
         ahead: bool = False,
+        search_device: torch.device | None = None,
     ):
         super().__init__(split.tokens, *exact)
-        self.exact, self.middle = exact, middle
+        self.exact, self.middle, self.search_device = exact, middle, search_device
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
         self.ahead = Ahead(partial(self._find, budget)) if ahead else None
         self.read = self._nothing_read()
@@ -144,9 +146,11 @@ class SparseLayer(StoredLayer):
         return found.chosen, segments
 
     def _find(self, budget: Budget, asked: Asked) -> Found:
-        chosen = self.selector.select(asked, budget)
+        chosen = self.selector.select(asked.to(self.search_device or asked.query.device), budget)
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
-        return Found(chosen, *self.middle.gather(rows.flatten(1)), valid)
+        here = asked.query.device
+        chosen = replace(chosen, replacements=tuple(part.to(here) for part in chosen.replacements))
+        return Found(chosen, *self.middle.gather(rows.flatten(1)), valid.to(here))
 
     def _held(self, step: "_Step", guard: Guard | None) -> Held:
         if guard is not None:

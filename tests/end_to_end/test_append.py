@@ -23,6 +23,11 @@ def _run(*arguments: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def _build(place: Path, document: str, methods: list[str]) -> None:
+    built = [part for name in methods for part in ("--method", name)]
+    _run("build-index", document, *built, "--block", "2048", cwd=place)
+
+
 def _last_paragraph(embedded: LoadedModel, text: str, tokens: int) -> int:
     """Where the last paragraph that ends within some tokens of a text ends: `append` puts a blank line behind it."""
     offsets = embedded.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
@@ -38,7 +43,7 @@ def place(embedded: LoadedModel, document: Path) -> Path:
             place.mkdir(exist_ok=True)
             text = document.read_text(encoding="utf-8")
             (place / "both.txt").write_text(text[: _last_paragraph(embedded, text, BOTH)], encoding="utf-8")
-            _run("build-index", "both.txt", "--block", "2048", cwd=place)
+            _build(place, "both.txt", ["multipole", "squeezed"])
     return place
 
 
@@ -72,8 +77,7 @@ def test_recall_is_that_of_building_both_at_once(
     cut = _last_paragraph(embedded, text, first)
     (tmp_path / "first.txt").write_text(text[:cut], encoding="utf-8")
     (tmp_path / "more.txt").write_text(text[cut + len(BETWEEN) :], encoding="utf-8")
-    built = [part for name in methods for part in ("--method", name)]
-    _run("build-index", "first.txt", *built, "--block", "2048", cwd=tmp_path)
+    _build(tmp_path, "first.txt", methods)
     before = len(Artifact(index).input_ids())
     _run("append", "more.txt", *options, cwd=tmp_path)
     assert json.loads(_run("inspect", "--verify", "--json", cwd=tmp_path))["verified"]

@@ -161,3 +161,29 @@ def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, name: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert cache.kv_fraction() > 0
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_elsewhere_are_the_same_rows(on_gpu: OpenIndex, name: str, placement: str) -> None:
+    method, residual = METHODS[name]
+    tokens = random_ids(30).cuda()
+    on_device, elsewhere = (
+        on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual, placement=place)
+        for place in ("device", placement)
+    )
+    expected = stepped_logits(on_gpu, on_device, tokens, question=9)
+    assert_close(stepped_logits(on_gpu, elsewhere, tokens, question=9).cpu(), expected.cpu(), 1e-5)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_searching_ahead_on_a_stream_of_its_own(on_gpu: OpenIndex, placement: str) -> None:
+    """Steps repeated many times over, so that a transfer that is not waited for shows as another result."""
+    tokens = random_ids(60).cuda()
+    caches = [
+        on_gpu.sparse_cache("multipole", Multipole(), Budget(0.1), placement=place, ahead=True)
+        for place in ("device", placement)
+    ]
+    first, *others = (stepped_logits(on_gpu, cache, tokens, question=9) for cache in caches for _ in range(4))
+    for logits in others:
+        assert_close(logits.cpu(), first.cpu(), 1e-5)
