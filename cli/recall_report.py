@@ -28,6 +28,14 @@ from sparsekv.runtime.report import recall_report as measure
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 DEFAULT_BUDGETS = ["0.02", "0.05", "0.1"]
+TOLD = {
+    "missed_estimate": "estimate",
+    "recall_seen": "seen",
+    "list_coverage": "listed",
+    "raised": "more",
+    "dense": "all",
+}
+"""Columns that are shown where some method has them."""
 BY = {"layer": "layer", "head": "kv_head"}
 
 
@@ -69,8 +77,9 @@ def recall_report(
 
     Recall is the share of the oracle's tokens that a method chose; mass the attention on what it chose; error that
     of the attention's output; KV read what it reads of the document's keys and values, its index included; left the
-    attention on what it did not choose, and by estimate as a step itself can tell. Under a --guard, more and all are
-    the shares of heads that had to read more, or everything.
+    attention on what it did not choose, and by estimate as a step itself can tell; seen is recall on queries of the
+    document that the method's index was built from, listed the share of the oracle's tokens that its lists name. Under
+    a --guard, more and all are the shares of heads that had to read more, or everything.
 
     \b
     sparsekv recall-report --index manual.skv
@@ -144,8 +153,7 @@ def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str])
     )
     for name in ["method", *groups]:
         table.add_column(name)
-    guarded = any(row.raised is not None for row in rows)
-    told = {"missed_estimate": "estimate"} | ({"raised": "more", "dense": "all"} if guarded else {})
+    told = {name: title for name, title in TOLD.items() if any(getattr(row, name) is not None for row in rows)}
     for name in ("budget", "tokens", "recall", "mass", "error", "KV read", "left", *told.values()):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

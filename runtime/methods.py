@@ -133,6 +133,11 @@ class Selector(ABC):
         """
         return None
 
+    def in_reach(self, asked: Asked) -> torch.Tensor | None:
+        """[Hk, Q, M] bool, in order of position: the tokens that a choice for these queries, each by itself, has any
+        knowledge of; None for a method that knows them all."""
+        return None
+
     def replace_by_own_clusters(self) -> bool:
         """Let centroids that the choice reads anyway stand for what it leaves; False where it has none."""
         return False
@@ -145,6 +150,8 @@ class Method(ABC):
     needs_index: ClassVar[bool] = False
     tells_missed: ClassVar[bool] = False
     """Whether each of its selections tells what it leaves, by replacements or by `dropped`."""
+    learns_queries: ClassVar[bool] = False
+    """Whether its index is built from queries of the document, so that it may suit these better than others."""
     searched_on_host: ClassVar[bool] = False
     """Whether its index is so big that it stays in host memory, and is searched there, where the rows do."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
 from sparsekv.kernels.hook import AttentionCall, route_attention
 from sparsekv.runtime.generate import question_ids
 from sparsekv.runtime.open import OpenIndex
@@ -37,6 +38,23 @@ def tail_block(artifact: Artifact, layer: int) -> QueryBlock:
         values=values[:, :0],
         visible=torch.arange(half, tail) + 1,
         sink_logits=stored.get("sink_logits"),
+    )
+
+
+def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
+    """The last queries of the document that methods were built from, as if they were asked after its middle; as many
+    as a report measures on. None where the index keeps none."""
+    name = layer_file("samples", layer)
+    if name not in artifact.manifest.files:
+        return None
+    keys, values = artifact.context(layer)
+    queries = artifact.tensors(name)["queries"][:, -(artifact.manifest.split.tail // 2) :]
+    return QueryBlock(
+        queries=queries,
+        keys=keys[:, :0],
+        values=values[:, :0],
+        visible=torch.zeros(queries.shape[1], dtype=torch.int64),
+        sink_logits=artifact.queries(layer).get("sink_logits"),
     )
 
 

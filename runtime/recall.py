@@ -52,6 +52,7 @@ class Measures:
     kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -152,6 +153,8 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
     oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
     error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
     seen = (truth.probability * chosen).sum(-1)
+    reach = selector.in_reach(truth.asked)
+    covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / budget_tokens
     into.add(
         selected_tokens=chosen.sum(-1),
         recall=(chosen & oracle).sum(-1) / budget_tokens,
@@ -160,6 +163,7 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
         kv_fraction=held.attempt.rows / (2 * middle),
         missed_mass=truth.probability.sum(-1) - seen,
         missed_estimate=held.attempt.missed,
+        list_coverage=covered,
         raised=held.raised,
         dense=held.dense,
     )

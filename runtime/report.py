@@ -12,7 +12,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import Method, methods
-from sparsekv.runtime.queries import Queries
+from sparsekv.runtime.queries import Queries, seen_block
 from sparsekv.runtime.recall import Measured, measure_layer
 
 MEASURES = (
@@ -23,6 +23,8 @@ MEASURES = (
     "kv_fraction",
     "missed_mass",
     "missed_estimate",
+    "recall_seen",
+    "list_coverage",
     "raised",
     "dense",
 )
@@ -32,7 +34,9 @@ MEASURES = (
 class RecallRow:
     """One method at one budget; layer and kv_head are None in a row that averages over all of them.
 
-    `missed_estimate` is None for a method that cannot tell, `raised` and `dense`, the shares of the queries of a head
+    `missed_estimate` is None for a method that cannot tell; `recall_seen`, recall on queries of the document that the
+    method's index was built from, for one that is built from none; `list_coverage`, the share of the oracle's tokens
+    that the lists it read name at all, for one without lists; `raised` and `dense`, the shares of the queries of a head
     that a guard gave a higher budget or everything, without a guard.
     """
 
@@ -47,6 +51,8 @@ class RecallRow:
     kv_fraction: float
     missed_mass: float
     missed_estimate: float | None
+    recall_seen: float | None
+    list_coverage: float | None
     raised: float | None
     dense: float | None
     layer: int | None
@@ -109,8 +115,11 @@ def recall_report(
     measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
     rows: list[RecallRow] = []
     for done, layer in enumerate(manifest.indexed_layers, 1):
+        seen = _recall_seen(artifact, layer, measured)
         for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer)).items():
-            rows += _rows(one, manifest.split.middle, layer, measures.means())
+            means = measures.means()
+            means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
+            rows += _rows(one, manifest.split.middle, layer, means)
         progress(done, len(manifest.indexed_layers))
     return RecallReport(
         index=str(artifact.folder),
@@ -145,6 +154,15 @@ def _variants(
             for budget in budgets
         ]
     return measured
+
+
+def _recall_seen(artifact: Artifact, layer: int, measured: list[Measured]) -> dict[Measured, torch.Tensor]:
+    """Recall [Hk] on the queries of the document that methods learned from, for those that did."""
+    learned = [one for one in measured if one.method.learns_queries]
+    block = seen_block(artifact, layer) if learned else None
+    if block is None:
+        return {}
+    return {one: found.means()["recall"] for one, found in measure_layer(artifact, layer, learned, [block]).items()}
 
 
 def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:

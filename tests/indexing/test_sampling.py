@@ -1,5 +1,6 @@
 """Samples of a prompt's queries: which they are depends on positions alone, and an index takes over what it has."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from support.reference import assert_close
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 from support.tiny_models import FAMILIES, VOCABULARY
 
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Split, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
@@ -185,3 +187,34 @@ def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) ->
     first = int(sample_positions(edited.split(), 50)[0])
     assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - first
     assert list(Artifact(folder).verify())
+
+
+def test_an_interrupted_build_goes_on_with_the_samples_it_has(tmp_path: Path) -> None:
+    plan, folder = _plan(), tmp_path / "a.skv"
+
+    def interrupt(stage: str, done: int, of: int) -> None:
+        if stage == "write context" and done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(plan, folder, interrupt)
+    before = _inodes(folder)
+    assert {layer_file("samples", 0), layer_file("samples", 1)} <= before.keys()
+    resumed, straight = build_index(plan, folder), build_index(plan, tmp_path / "b.skv")
+    assert before.items() <= _inodes(folder).items()
+    assert {name: file.sha256 for name, file in resumed.files.items()} == {
+        name: file.sha256 for name, file in straight.files.items()
+    }
+    assert resumed.methods == straight.methods
+
+
+def test_room_for_large_tables_is_asked_for_before_the_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    large = replace(TABLES, centroids=100_000, query_sample=65_536)
+    plan = _plan(methods={"csattention": large})
+    with pytest.raises(ArtifactError, match=r"needs \d+ MB") as refusal:
+        build_index(plan, tmp_path / "a.skv")
+    needed = int(str(refusal.value).partition("needs ")[2].partition(" MB")[0])
+    tables = 3 * 2 * plan.split().middle * 6 * 2 * 100_000 * 0.25 / 1e6
+    assert tables < needed < 1.02 * tables + 5
