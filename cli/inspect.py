@@ -11,13 +11,14 @@ from sparsekv.cli.console import note, progress
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.inspect_tables import print_inspection
 from sparsekv.cli.options import IndexOption, JsonOption, ModelOption, QuietOption
-from sparsekv.cli.plots import plot_clusters
+from sparsekv.cli.plots import plot_clusters, plot_lists
 from sparsekv.cli.words import telling_words, words_of
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models import load_tokenizer
-from sparsekv.runtime.clusters import Cluster, Clustering
-from sparsekv.runtime.describe import describe_layers
+from sparsekv.runtime.clusters import Cluster
+from sparsekv.runtime.describe import LayerDescription, describe_layers
+from sparsekv.runtime.methods import choose_methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,34 +26,42 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def inspect(
     index: IndexOption = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Describe this method; repeatable. Default: all that the index has.")
+    ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Show this layer's biggest clusters. Default: the middle one.")
     ] = None,
     clusters: Annotated[int, typer.Option(min=0, help="How many of the biggest clusters to show.")] = 8,
     verify: Annotated[bool, typer.Option("--verify", help="Recheck every file's sha256.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Cluster sizes by layer.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Cluster sizes by layer, or what each subspace of the lists decides.")
+    ] = None,
     as_json: JsonOption = False,
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show sizes, parameters, blocks, the distribution of cluster sizes, and the biggest clusters with their words.
+    """Show sizes, parameters, blocks, the distribution of cluster sizes, the biggest clusters with their words, and lists.
 
     Key and value spread say how far keys and values lie from their clusters' centroids, relative to their distance from
-    the mean: 0 when a centroid stands for its tokens exactly, 1 when it tells nothing of them.
+    the mean: 0 when a centroid stands for its tokens exactly, 1 when it tells nothing of them. Of lists: the keys that
+    some list names, the share of lists that name a key (the median), and how much of what ranks keys is one subspace's.
+    A picture shows the first method that has clusters or lists.
 
     \b
     sparsekv inspect --index manual.skv
     sparsekv inspect --index manual.skv --verify
+    sparsekv inspect --index manual.skv --method csattention --plot shares.png
     sparsekv inspect --index manual.skv --json | python -m json.tool
     """
     artifact = open_artifact(index)
-    shown = _shown_layer(artifact, layer)
+    shown, names = _shown_layer(artifact, layer), _shown_methods(artifact, method or [])
     if verify:
         with progress(quiet=quiet) as show:
             for done, _ in enumerate(artifact.verify(), 1):
                 show("verify", done, len(artifact.manifest.files))
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
-    described = _describe(artifact, clusters, quiet=quiet)
+    described = _describe(artifact, names, clusters, quiet=quiet)
     words = _words(artifact, model, quiet=quiet)
     inspection = _inspection(artifact, described, shown, words, verified=verify)
     if plot is not None:
@@ -64,7 +73,7 @@ def inspect(
         print_inspection(inspection)
 
 
-Described = dict[int, Clustering]
+Described = list[LayerDescription]
 
 
 def _shown_layer(artifact: Artifact, layer: int | None) -> int:
@@ -76,14 +85,22 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
     return layer
 
 
-def _describe(artifact: Artifact, biggest: int, *, quiet: bool) -> dict[str, Described]:
+def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
+    """Those of the index that were named, in its order: a method that needs none has nothing in it to show."""
+    held = list(artifact.manifest.methods)
+    for name in choose_methods(names, held) if names and "all" not in names else ():
+        if name not in held:
+            raise UsageError(f"--method {name}: the index holds nothing of it; it has: {', '.join(held)}")
+    return [name for name in held if not names or "all" in names or name in names]
+
+
+def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool) -> dict[str, Described]:
     described: dict[str, Described] = {}
     with progress(quiet=quiet) as show:
-        for name in artifact.manifest.methods:
-            described[name] = {}
-            for done, (layer, found) in enumerate(describe_layers(artifact, name, biggest), 1):
-                if found is not None:
-                    described[name][layer] = found
+        for name in names:
+            described[name] = []
+            for done, found in enumerate(describe_layers(artifact, name, biggest), 1):
+                described[name].append(found)
                 show(name, done, len(artifact.manifest.indexed_layers))
     return described
 
@@ -124,12 +141,23 @@ def _inspection(
         "methods": {
             name: {
                 **manifest.methods[name].model_dump(include={"revision", "seed", "parameters", "calibration"}),
-                "layers": [{"layer": number, **asdict(level)} for number, one in found.items() for level in one.levels],
-                "blocks": [asdict(block) for block in found[layer].blocks] if found else [],
-                "biggest": [_cluster(cluster, layer, words) for cluster in found[layer].biggest] if found else [],
+                **_clusters(found, layer, words),
+                "lists": [{"layer": one.layer, **asdict(one.lists)} for one in found if one.lists is not None],
             }
             for name, found in described.items()
         },
+    }
+
+
+def _clusters(found: Described, layer: int, words: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Levels of all layers, blocks and biggest clusters of one; all empty for a method without clusters."""
+    clusterings = {one.layer: one.clusters for one in found if one.clusters is not None}
+    levels = [{"layer": number, **asdict(level)} for number, one in clusterings.items() for level in one.levels]
+    shown = clusterings.get(layer)
+    return {
+        "layers": levels,
+        "blocks": [] if shown is None else [asdict(block) for block in shown.blocks],
+        "biggest": [] if shown is None else [_cluster(cluster, layer, words) for cluster in shown.biggest],
     }
 
 
@@ -144,8 +172,13 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
-    name = next((name for name, found in described.items() if found), None)
-    if name is None:
-        raise UsageError(f"{artifact.folder} holds no method with clusters: there is nothing to plot")
-    counts = [one.counts.flatten().numpy() for one in described[name].values()]
-    plot_clusters(list(described[name]), counts, f"{name}: {artifact.folder.name}", path)
+    """The first method that has something to draw."""
+    for name, found in described.items():
+        title = f"{name}: {artifact.folder.name}"
+        if counts := {one.layer: one.clusters.counts.flatten().numpy() for one in found if one.clusters is not None}:
+            plot_clusters(list(counts), list(counts.values()), title, path)
+            return
+        if lists := {one.layer: one.lists for one in found if one.lists is not None}:
+            plot_lists(lists, title, path)
+            return
+    raise UsageError(f"{artifact.folder} holds no method with clusters or lists: there is nothing to plot")

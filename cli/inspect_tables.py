@@ -12,7 +12,7 @@ BLOCKS_SHOWN = 6
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
-    """Facts, then for each method its parameters, cluster sizes and biggest clusters."""
+    """Facts, then for each method its parameters, cluster sizes, biggest clusters and lists."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(_facts(inspection))
     for name, method in inspection["methods"].items():
@@ -26,6 +26,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
             console.print(_sizes(method["layers"]))
         if method["biggest"]:
             console.print(_biggest(method["biggest"]))
+        if method["lists"]:
+            console.print(_lists(method["lists"]))
 
 
 def _facts(inspection: dict[str, Any]) -> Table:
@@ -100,4 +102,28 @@ def _biggest(clusters: list[dict[str, Any]]) -> Table:
         words = list(cluster["words"].items())[:WORDS_SHOWN]
         text = "  ".join(f"{word} {count}" for word, count in words)
         table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), escape(text))
+    return table
+
+
+def _lists(rows: list[dict[str, Any]]) -> Table:
+    subspaces = len(rows[0]["subspace_shares"])
+    table = Table(
+        title=f"lists, over all KV heads, and what the {subspaces} subspaces give to the order of keys "
+        f"(an even share is {1 / subspaces:.3f})",
+        title_justify="left",
+        title_style="",
+    )
+    for name in ("layer", "lists", "entries", "keys listed", "in lists", "most", "of subspace", "least", "of subspace"):
+        table.add_column(name, justify="right")
+    for name in ("a query's most", "its least"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shares, ranked = row["subspace_shares"], row["ranked_shares"]
+        table.add_row(
+            str(row["layer"]),
+            *(f"{row[name]:,}" for name in ("lists", "entries")),
+            *(f"{row[name]:.3f}" for name in ("keys_listed", "in_lists")),
+            *(text for share in (max(shares), min(shares)) for text in (f"{share:.3f}", str(shares.index(share)))),
+            *(f"{share:.3f}" for share in (ranked[0], ranked[-1])),
+        )
     return table

@@ -1,4 +1,4 @@
-"""Pictures of a recall report and of a clustering."""
+"""Pictures of a recall report, of a clustering and of lists."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.list_shape import ListShape
 from sparsekv.runtime.methods import methods
 from sparsekv.runtime.report import RecallReport, RecallRow
 
@@ -75,13 +76,18 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
         assert row.layer is not None
         assert row.kv_head is not None
         recall[layers.index(row.layer), heads.index(row.kv_head)] = row.recall
-    image = axis.imshow(recall, aspect="auto", cmap="viridis")
+    _by_layer(figure, axis, recall, layers)
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
+    axis.set_xlabel("KV head")
+    axis.set_title(f"recall of {shown.method} {shown.variant} at {shown.budget_tokens:,} tokens", fontsize="medium")
+
+
+def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
+    """Values [layers, columns] as colours, a row a layer."""
+    image = axis.imshow(values, aspect="auto", cmap="viridis")
     step = max(1, len(layers) // 15)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axis.set_xlabel("KV head")
     axis.set_ylabel("layer")
-    axis.set_title(f"recall of {shown.method} {shown.variant} at {shown.budget_tokens:,} tokens", fontsize="medium")
     figure.colorbar(image, ax=axis)
 
 
@@ -121,5 +127,35 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
     right.set_yscale("log")
     right.set_xlabel("tokens in a cluster")
     right.set_ylabel("clusters, all layers")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
+    """What each subspace gives to the order of keys (after arXiv 2510's figure 1c): by rank, and by layer and subspace.
+
+    Args:
+        lists: by layer.
+
+    Raises:
+        SparsekvError: the picture cannot be written.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    ranked = np.array([one.ranked_shares for one in lists.values()])
+    ranks = np.arange(1, ranked.shape[1] + 1)
+    for number, one in enumerate(ranked):
+        left.plot(ranks, one, color="grey", alpha=0.3, linewidth=1, label="" if number else "one layer")
+    left.plot(ranks, ranked.mean(0), marker="o", label="mean of the layers")
+    left.axhline(1 / len(ranks), linestyle="--", color="black", label="even share")
+    left.set_ylim(bottom=0)
+    left.set_xticks(ranks)
+    left.set_xlabel("subspace of a query, by rank")
+    left.set_ylabel("share of the logits' deviation over keys")
+    left.legend()
+    left.grid(alpha=0.3)
+    _by_layer(figure, right, np.array([one.subspace_shares for one in lists.values()]), list(lists))
+    right.set_xticks(ranks - 1)
+    right.set_xlabel("subspace")
+    right.set_title("share of each subspace", fontsize="medium")
     figure.suptitle(title)
     save(figure, path)

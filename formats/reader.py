@@ -1,6 +1,6 @@
 """Reading an artifact: mapped into memory, so that only the rows that are touched are read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,26 +25,6 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"cannot read {path}: {error}; {_REMEDY}") from None
-
-
-class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of one file that is mapped anew at each access, and let go of with what was taken from it: rows that were
-    read once do not stay in this process's memory."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.names = list(map_tensors(path))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 class Artifact:
@@ -82,10 +62,6 @@ class Artifact:
     def method_tensors(self, method: str, layer: int) -> dict[str, torch.Tensor]:
         """What one method built for one layer; an unknown method is a KeyError of the caller's."""
         return self.tensors(layer_file(method, layer))
-
-    def mapped_tensors(self, method: str, layer: int) -> MappedTensors:
-        """The same, of which no row stays in memory."""
-        return MappedTensors(self._path(layer_file(method, layer)))
 
     def verify(self) -> Iterator[str]:
         """Recheck every file's sha256, yielding each logical name once it is right.

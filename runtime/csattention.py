@@ -11,9 +11,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import torch
+
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.table_lookup import SCORINGS
+from sparsekv.runtime.list_shape import ListShape, describe_lists
 from sparsekv.runtime.methods import Method, MiddleContext, register
 from sparsekv.runtime.table_selector import TableSelector
 
@@ -26,6 +29,8 @@ class CSAttention(Method):
     """Chooses tokens by the lists of the query's nearest centroids."""
 
     needs_index: ClassVar[bool] = True
+    learns_queries: ClassVar[bool] = True
+    searched_on_host: ClassVar[bool] = True
     csattention_scoring: str = field(
         default="mean",
         metadata={"help": f"What keys that a list leaves out count as, the paper's 0 last: {', '.join(SCORINGS)}."},
@@ -74,6 +79,10 @@ class CSAttention(Method):
         """The default; without a second look at the keys; so with each other scoring, and with fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
+
+    @classmethod
+    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape:
+        return describe_lists(context.tensors, context.keys, queries, context.first_token)
 
 
 def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:

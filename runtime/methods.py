@@ -14,13 +14,15 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.clusters import Clustering
+from sparsekv.runtime.list_shape import ListShape
 
 
 @dataclass(frozen=True)
 class MiddleContext:
     """What a method selects from: one layer's middle keys [Hk, M, D] in order of position, how the layer attends,
     the tensors that the method's indexer built (token positions counted from the first middle token), its calibration
-    and its parameters, and the position of the first middle token."""
+    and its parameters, the position of the first middle token, and those of the tensors that are views of the index's
+    files, as they lie there."""
 
     keys: torch.Tensor
     facts: LayerFacts
@@ -28,6 +30,7 @@ class MiddleContext:
     calibration: dict[str, Any]
     parameters: dict[str, Any] = field(default_factory=dict)
     first_token: int = 0
+    mapped: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,9 @@ class Selector(ABC):
     open_row: int = 0
     """The first row of the layout that moves when tokens are taken in."""
 
+    mapped: tuple[torch.Tensor, ...] = ()
+    """Views of the index's files that it may look at."""
+
     @abstractmethod
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, as many as the budget allows."""
@@ -179,6 +185,15 @@ class Method(ABC):
         Args:
             values: [Hk, M, D] of the middle, in order of position.
             biggest: how many of the biggest clusters to list.
+        """
+        return None
+
+    @classmethod
+    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape | None:
+        """The lists of keys that the method's indexer made for one layer; None when it has none.
+
+        Args:
+            queries: [Hk, G, R, D], held out, to tell what ranks keys.
         """
         return None
 

@@ -29,8 +29,8 @@ def middle_context(artifact: Artifact, layer: int, name: str, device: torch.devi
     manifest = artifact.manifest
     keys, _ = artifact.context(layer)
     record = manifest.methods.get(name) if methods()[name].needs_index else None
-    tensors = {} if record is None else artifact.method_tensors(name, layer)
-    tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+    stored = {} if record is None else artifact.method_tensors(name, layer)
+    tensors = {key: tensor.to(device) for key, tensor in stored.items()}
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split = manifest.split
@@ -41,6 +41,7 @@ def middle_context(artifact: Artifact, layer: int, name: str, device: torch.devi
         calibration={} if record is None else record.calibration,
         parameters={} if record is None else record.parameters,
         first_token=split.sinks,
+        mapped=(keys, *stored.values()) if torch.device(device).type == "cpu" else (),
     )
 
 
@@ -55,11 +56,15 @@ def prepare_layer(
     Raises:
         UsageError: no method of the index has value centroids.
     """
-    selector = method.prepare(middle_context(artifact, layer, name, device))
+    context = middle_context(artifact, layer, name, device)
+    selector = method.prepare(context)
+    selector.mapped = context.mapped
     if not residual or method.replaces() or selector.replace_by_own_clusters():
         return selector
-    source = residual_source(artifact)
-    return ResidualSelector(selector, residual_clusters(middle_context(artifact, layer, source, device).tensors))
+    lender = middle_context(artifact, layer, residual_source(artifact), device)
+    replacing = ResidualSelector(selector, residual_clusters(lender.tensors))
+    replacing.mapped = context.mapped + lender.mapped
+    return replacing
 
 
 def residual_source(artifact: Artifact) -> str:
@@ -132,7 +137,16 @@ class OpenIndex:
             measured = Gauge(guard) if gauged else None
             layers.append(
                 SparseLayer(
-                    exact, rows, self.split, facts, selector, budget, measured, ahead=ahead, search_device=where
+                    exact,
+                    rows,
+                    self.split,
+                    facts,
+                    selector,
+                    budget,
+                    measured,
+                    ahead=ahead,
+                    search_device=where,
+                    let_go=placement == "disk",
                 )
             )
         return IndexCache(layers)

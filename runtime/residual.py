@@ -45,6 +45,9 @@ class ResidualSelector(Selector):
         """Nothing was taken in: a cluster cannot stand for a token that is not in it."""
         self.inner.forget()
 
+    def in_reach(self, asked: Asked) -> torch.Tensor | None:
+        return self.inner.in_reach(asked)
+
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Reads all key and value centroids beside what the inner choice read."""
         chosen = self.inner.select(asked, budget)

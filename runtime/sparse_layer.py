@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from sparsekv.formats.pages import release_pages
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, causal_mask
 from sparsekv.kernels.hook import AttentionCall
@@ -37,6 +38,7 @@ class SparseLayer(StoredLayer):
         middle: where the rows lie that are chosen from, in the selector's layout.
         ahead: search for the next decode step's rows while this one is attended to.
         search_device: where the selector is; None: where the model is.
+        let_go: keep no page of the index's files in memory that the selector has looked at.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class SparseLayer(StoredLayer):
         *,
         ahead: bool = False,
         search_device: torch.device | None = None,
+        let_go: bool = False,
     ):
         super().__init__(split.tokens, *exact)
-        self.exact, self.middle, self.search_device = exact, middle, search_device
+        self.exact, self.middle, self.search_device, self.let_go = exact, middle, search_device, let_go
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
         self.ahead = Ahead(partial(self._find, budget)) if ahead else None
         self.read = self._nothing_read()
@@ -100,7 +103,8 @@ class SparseLayer(StoredLayer):
         start = self.selector.open_row
         open_keys, open_values = self.middle.from_row(start)
         all_keys, all_values = torch.cat([open_keys, keys], 1), torch.cat([open_values, values], 1)
-        taken = self.selector.take(all_keys, all_values)
+        where = self.search_device or keys.device
+        taken = self.selector.take(all_keys.to(where), all_values.to(where))
         self.middle.rewrite(start, (keys, values), taken.order)
         self.read.sparse += len(keys) * (taken.index_rows + 2 * all_keys.shape[1])
 
@@ -150,7 +154,10 @@ class SparseLayer(StoredLayer):
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
         here = asked.query.device
         chosen = replace(chosen, replacements=tuple(part.to(here) for part in chosen.replacements))
-        return Found(chosen, *self.middle.gather(rows.flatten(1)), valid.to(here))
+        found = Found(chosen, *self.middle.gather(rows.flatten(1)), valid.to(here))
+        for tensor in self.selector.mapped if self.let_go else ():
+            release_pages(tensor)
+        return found
 
     def _held(self, step: "_Step", guard: Guard | None) -> Held:
         if guard is not None:

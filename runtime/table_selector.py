@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsekv.kernels.lookup import attention_logits
-from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, look_up
+from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
 from sparsekv.kernels.tables import insert, split_channels
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.growing import GrowingRows
@@ -148,6 +148,17 @@ class TableSelector(Selector):
         """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+
+    def in_reach(self, asked: Asked) -> torch.Tensor:
+        """The tokens that the lists of a query's nearest centroids name, over its group."""
+        Hk, G, Q, D = asked.query.shape
+        lookup = look_up(self.tables, asked.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=asked.query.device)
+        for part in range(lookup.nearest.shape[1]):
+            for place in range(lookup.nearest.shape[3]):
+                named.scatter_(-1, estimate_part(self.tables, lookup, part, place, self.scoring).tokens, True)
+        by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
+        return by_group
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         """Let new keys try to enter every list; reads all of them. Allocates the tables once, at the first time."""

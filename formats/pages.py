@@ -1,0 +1,36 @@
+"""Pages of mapped files: memory that a process can give back, because the file still has it."""
+
+import ctypes
+import mmap
+import sys
+from functools import cache
+
+import torch
+
+DONTNEED = 4  # MADV_DONTNEED of Linux
+
+
+def release_pages(mapped: torch.Tensor) -> None:
+    """Let the system take back the pages of a tensor that is a view of a mapped file, never written to.
+
+    They are read from the file again when they are touched. On a tensor of any other memory this would lose its
+    content. Does nothing where there is no Linux.
+    """
+    madvise = _madvise()
+    if madvise is None:
+        return
+    storage = mapped.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0:
+        madvise(first, length, DONTNEED)
+
+
+@cache
+def _madvise() -> "ctypes._NamedFuncPointer | None":
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
