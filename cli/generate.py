@@ -15,6 +15,7 @@ from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.questions import read_question, read_questions
+from sparsekv.cli.schedule import parse_schedule
 from sparsekv.cli.session import refuse_unsavable, save_session
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
@@ -40,7 +41,16 @@ def generate(
     ] = None,
     model: ModelOption = None,
     method: Annotated[str | None, typer.Option(help="Default: the first that the index was built with.")] = None,
-    budget: Annotated[str, typer.Option(help="Share (0.1, 10%) or number of the document's tokens to attend.")] = "0.1",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share (0.1, 10%) or number of the document's tokens to attend. Default: 0.1.", show_default=False
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="BUDGET-step-STEPS", help="--budget and --step in one, such as 0.15-step-4."),
+    ] = None,
     residual: Annotated[
         bool, typer.Option("--residual", help="Let centroids stand for the tokens that the method does not choose.")
     ] = False,
@@ -87,7 +97,11 @@ def generate(
     sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
     """
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
-    wanted = Budget.parse(budget)
+    if schedule is not None:
+        if budget is not None or parameters.get("step") is not None:
+            raise UsageError("--schedule is --budget and --step in one; leave these out")
+        budget, parameters["step"] = parse_schedule(schedule)
+    wanted = Budget.parse(budget or "0.1")
     artifact = open_artifact(index)
     name = choose_methods([method] if method else list(artifact.manifest.methods), list(artifact.manifest.methods))[0]
     refuse_unused({name: methods()[name]}, parameters)

@@ -35,13 +35,14 @@ def inspect(
     clusters: Annotated[int, typer.Option(min=0, help="How many of the biggest clusters to show.")] = 8,
     verify: Annotated[bool, typer.Option("--verify", help="Recheck every file's sha256.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Cluster sizes by layer, or what each subspace of the lists decides.")
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Cluster sizes by layer, or what each subspace of the lists decides."),
     ] = None,
     as_json: JsonOption = False,
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show sizes, parameters, blocks, the distribution of cluster sizes, the biggest clusters with their words, and lists.
+    """Show sizes, parameters, blocks, the distribution of cluster sizes, the biggest clusters with their words, lists.
 
     Key and value spread say how far keys and values lie from their clusters' centroids, relative to their distance from
     the mean: 0 when a centroid stands for its tokens exactly, 1 when it tells nothing of them. Of lists: the keys that
@@ -88,10 +89,11 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
 def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
     """Those of the index that were named, in its order: a method that needs none has nothing in it to show."""
     held = list(artifact.manifest.methods)
-    for name in choose_methods(names, held) if names and "all" not in names else ():
-        if name not in held:
-            raise UsageError(f"--method {name}: the index holds nothing of it; it has: {', '.join(held)}")
-    return [name for name in held if not names or "all" in names or name in names]
+    chosen = choose_methods(names, held)
+    for name in names:
+        if name not in held and name != "all":
+            raise UsageError(f"--method {name}: an index holds nothing of it; this one has: {', '.join(held)}")
+    return [name for name in held if name in chosen]
 
 
 def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool) -> dict[str, Described]:

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.list_shape import ListShape
@@ -132,7 +132,7 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
 
 
 def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
-    """What each subspace gives to the order of keys (after arXiv 2510's figure 1c): by rank, and by layer and subspace.
+    """What subspaces give to the order of keys (as the CSAttention paper's figure 1c): by rank; by layer and subspace.
 
     Args:
         lists: by layer.
@@ -148,13 +148,13 @@ def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
     left.plot(ranks, ranked.mean(0), marker="o", label="mean of the layers")
     left.axhline(1 / len(ranks), linestyle="--", color="black", label="even share")
     left.set_ylim(bottom=0)
-    left.set_xticks(ranks)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_xlabel("subspace of a query, by rank")
     left.set_ylabel("share of the logits' deviation over keys")
     left.legend()
     left.grid(alpha=0.3)
     _by_layer(figure, right, np.array([one.subspace_shares for one in lists.values()]), list(lists))
-    right.set_xticks(ranks - 1)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlabel("subspace")
     right.set_title("share of each subspace", fontsize="medium")
     figure.suptitle(title)

@@ -1,10 +1,11 @@
-"""What `inspect` says of an index's clusters, against the tensors it holds, in float64."""
+"""What `inspect` says of an index's clusters and lists, against the tensors it holds."""
 
 import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.clusters import spread_by_definition, token_labels
 from support.command import run_here
@@ -14,6 +15,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.blocks import block_offsets
 
 BLOCK = 512
+PNG = b"\x89PNG"
 
 
 @pytest.fixture
@@ -23,6 +25,72 @@ def blocks(place: Path) -> Artifact:
     outcome = run_here("build-index", "doc.txt", "--model", "model", *options)
     assert outcome.code == 0, outcome.stderr
     return Artifact(place / "blocks.skv")
+
+
+@pytest.fixture
+def lists(place: Path) -> Artifact:
+    """The document with squeezed's clusters and csattention's lists, as `doc.skv`."""
+    build = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "--method", "csattention")
+    outcome = run_here(*build, "--subspace-size", "8", "--centroids", "8", "-q")
+    assert outcome.code == 0, outcome.stderr
+    return Artifact(place / "doc.skv")
+
+
+def test_json_has_each_layers_lists_beside_the_other_methods_clusters(lists: Artifact) -> None:
+    outcome = run_here("inspect", "--json", "-q")
+    methods = json.loads(outcome.stdout)["methods"]
+    assert methods["squeezed"]["lists"] == []
+    csattention = methods["csattention"]
+    assert csattention["layers"] == csattention["blocks"] == csattention["biggest"] == []
+    assert [one["layer"] for one in csattention["lists"]] == lists.manifest.indexed_layers
+    for one in csattention["lists"]:
+        tensors, (keys, _) = lists.method_tensors("csattention", one["layer"]), lists.context(one["layer"])
+        tail = lists.queries(one["layer"])["tail"].unflatten(0, (len(keys), -1))
+        expected = _shares_from_logits(tail[:, :, lists.manifest.split.tail // 2 :], _middle(lists, keys), tensors)
+        assert one["subspace_shares"] == pytest.approx(expected.mean(0).tolist(), rel=1e-6)
+        assert one["ranked_shares"] == pytest.approx(expected.sort(-1, descending=True)[0].mean(0).tolist(), rel=1e-6)
+        heads, subspaces, centroids, entries = tensors["table_tokens"].shape
+        assert (one["lists"], one["entries"]) == (heads * subspaces * centroids, entries)
+        assert 0 < one["in_lists"] <= one["keys_listed"] <= 1
+
+
+def _middle(artifact: Artifact, rows: torch.Tensor) -> torch.Tensor:
+    split = artifact.manifest.split
+    return rows[:, split.sinks : split.sinks + split.middle]
+
+
+def _shares_from_logits(queries: torch.Tensor, keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of queries [Hk, G, R, D] with keys [Hk, M, D], one row a query."""
+    parts = [part.long() for part in tensors["channels"]]
+    logits = [torch.einsum("hgrd,hmd->hgrm", queries[..., of].double(), keys[..., of].double()) for of in parts]
+    deviations = torch.stack([one.std(-1, correction=0).flatten() for one in logits], -1)
+    return deviations / deviations.sum(-1, keepdim=True)
+
+
+def test_one_method_is_described_and_drawn_when_it_is_named(lists: Artifact) -> None:
+    shown = run_here("inspect", "--method", "csattention", "--plot", "shares.png", "-q")
+    assert shown.code == 0, shown.stderr
+    assert "keys listed" in " ".join(shown.stdout.split())
+    assert "tokens in a cluster" not in shown.stdout
+    assert sum(line.startswith("│") for line in shown.stdout.splitlines()) == len(lists.manifest.indexed_layers)
+    both = run_here("inspect", "--method", "all", "--plot", "sizes.png", "--json", "-q")
+    assert sorted(json.loads(both.stdout)["methods"]) == ["csattention", "squeezed"]
+    shares, sizes = Path("shares.png").read_bytes(), Path("sizes.png").read_bytes()
+    assert shares.startswith(PNG)
+    assert sizes.startswith(PNG)
+    assert run_here("inspect", "--method", "squeezed", "--plot", "named.png", "-q").code == 0
+    assert Path("named.png").read_bytes() == sizes != shares
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("nonsense", "no method 'nonsense'"), ("multipole-windowed", "not built with"), ("quest", "holds nothing of it")],
+)
+def test_a_method_that_the_index_does_not_have_is_refused(place: Path, name: str, why: str) -> None:
+    outcome = run_here("inspect", "--method", name, "-q")
+    assert outcome.code == 2
+    assert name in outcome.error()
+    assert why in outcome.error()
 
 
 def test_json_has_each_levels_spreads_and_the_blocks(blocks: Artifact) -> None:

@@ -1,0 +1,51 @@
+"""An index bigger than the memory of the process that decodes over it: rows and tables are read as they are needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import ENVIRONMENT, sparsekv
+
+from sparsekv.formats.reader import Artifact
+
+MEASURE = """
+import resource, sys
+from sparsekv.cli.main import run
+try: run()
+finally: sys.stderr.write(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
+"""
+QUESTION = "What is a context manager?"
+
+
+def _answer(index: Path, method: str, placement: str) -> tuple[dict[str, Any], int]:
+    """What `generate --json` says, and the peak resident memory of its process in bytes."""
+    options = ["--method", method, "--budget", "5%", "--placement", placement, "--max-new-tokens", "12", "--json"]
+    command = [sys.executable, "-c", MEASURE, "generate", QUESTION, "-i", str(index), *options]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), int(done.stderr.rpartition("peak ")[2])
+
+
+def test_the_same_answer_in_less_memory(long_index: Artifact) -> None:
+    on_device, most = _answer(long_index.folder, "squeezed", "device")
+    on_disk, least = _answer(long_index.folder, "squeezed", "disk")
+    assert on_disk["text"] == on_device["text"]
+    assert on_disk["kv_fraction"] == on_device["kv_fraction"]
+    # Laid out in memory the context is there once more than in its files' pages; on disk it is there not at all.
+    context = sum(record.bytes for name, record in long_index.manifest.files.items() if name.startswith("context/"))
+    assert most - least > 0.9 * context
+
+
+@pytest.mark.slow
+def test_four_gigabytes_in_two(embedded_folder: Path, document: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "big.skv"
+    options = ("--max-tokens", "28000", "--rope-scaling", "yarn:4", "--method", "csattention", "--subspace-size", "8")
+    built = sparsekv("build-index", document, "-o", folder, *options, "-q", cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    assert sum(record.bytes for record in Artifact(folder).manifest.files.values()) >= 4e9
+    on_disk, peak = _answer(folder, "csattention", "disk")
+    assert peak < 2e9
+    assert on_disk["text"] == _answer(folder, "csattention", "device")[0]["text"]
