@@ -27,7 +27,7 @@ class Found:
 
 
 Search = Callable[[Asked], Found]
-Pending: TypeAlias = "Future[tuple[Found, torch.cuda.Event | None]]"
+Pending: TypeAlias = "Future[Found]"
 
 
 @cache
@@ -68,23 +68,21 @@ class Ahead:
         return event
 
     @torch.inference_mode()
-    def _run(self, asked: Asked, ready: torch.cuda.Event | None) -> tuple[Found, torch.cuda.Event | None]:
+    def _run(self, asked: Asked, ready: torch.cuda.Event | None) -> Found:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is None or ready is None:
-                return self.search(asked), None
+                return self.search(asked)
             self.stream.wait_event(ready)
-            found, done = self.search(asked), torch.cuda.Event()
-            done.record(self.stream)
-            return found, done
+            found = self.search(asked)
+            # What was asked is let go of here, and its memory given to others, so nothing may still be reading it.
+            self.stream.synchronize()
+            return found
 
     def _arrived(self, pending: Pending) -> Found:
-        found, done = pending.result()
-        if done is not None:
-            stream = torch.cuda.current_stream(found.keys.device)
-            stream.wait_event(done)
-            for rows in _tensors(found):
-                if rows.is_cuda:
-                    rows.record_stream(stream)
+        found = pending.result()
+        for rows in _tensors(found):
+            if rows.is_cuda:
+                rows.record_stream(torch.cuda.current_stream(rows.device))
         return found
 
 

@@ -27,7 +27,7 @@ from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.report import recall_report
 from sparsekv.runtime.sparse_layer import SparseLayer
-from sparsekv.runtime.table_selector import TableSelector
+from sparsekv.runtime.table_selector import NEW_CENTROIDS, TableSelector
 
 properties = settings(max_examples=15, deadline=None)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
@@ -249,6 +249,29 @@ def test_what_was_taken_in_is_forgotten() -> None:
     assert selector.open_row == 60
     first, again = (one.select(asked(layer.queries), Budget(9)) for one in (fresh, selector))
     assert torch.equal(first.starts, again.starts)
+
+
+def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
+    layer = tabled_layer().layer
+    selector = CSAttention(stream=True).prepare(layer.context)
+    before, new = selector.tables, normal(9, 2, 30, 16)
+    for number in range(20):
+        selector.select(asked(layer.queries[:, :, number : number + 1]), Budget(9))
+    selector.take(new, new)
+    after, old = selector.tables, before.centroids.shape[2]
+    assert after.centroids.shape[2] == old + NEW_CENTROIDS
+    assert torch.equal(after.centroids[:, :, :old], before.centroids)
+    assert torch.allclose(after.centroids[:, :, old:].norm(dim=-1), torch.ones(()), atol=1e-2)
+    keys = split_channels(torch.cat([layer.context.keys, new], 1), after.channels)
+    scores = (after.centroids[:, :, old:] @ keys.transpose(-1, -2)).half().float()
+    tokens = after.tokens[:, :, old:].long() - after.first_token
+    assert_close(scores.gather(-1, tokens), after.scores[:, :, old:].float(), 1e-3)
+    best = scores.topk(tokens.shape[-1], -1).values.flip(-1)
+    assert_close(after.scores[:, :, old:].float().sort(-1).values, best, 1e-3)
+    selector.take(new, new)
+    assert selector.tables.centroids.shape[2] == old + NEW_CENTROIDS
+    selector.forget()
+    assert selector.tables.centroids.shape[2] == old
 
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "gemma2", "smollm3"])
