@@ -255,8 +255,8 @@ def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
     layer = tabled_layer().layer
     selector = CSAttention(stream=True).prepare(layer.context)
     before, new = selector.tables, normal(9, 2, 30, 16)
-    for number in range(20):
-        selector.select(asked(layer.queries[:, :, number : number + 1]), Budget(9))
+    for query in layer.queries.split(1, 2):
+        selector.select(asked(query), Budget(9))
     selector.take(new, new)
     after, old = selector.tables, before.centroids.shape[2]
     assert after.centroids.shape[2] == old + NEW_CENTROIDS
