@@ -12,6 +12,7 @@ from support.small_index import plain_logits, random_ids, reopen, small_plan, st
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.clustering import kmeans
+from sparsekv.indexing.csattention import CSAttentionIndexer
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
@@ -20,6 +21,7 @@ from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.kmeans import cluster_means
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.csattention import CSAttention
 from sparsekv.runtime.generate import Sampling, generate, question_ids
 from sparsekv.runtime.methods import Method, choose_methods
 from sparsekv.runtime.multipole import Multipole
@@ -39,6 +41,7 @@ INDEXERS = {
     "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
     "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
 }
 METHODS: dict[str, tuple[Method, bool]] = {
     "squeezed": (Squeezed(), False),
@@ -48,6 +51,8 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "multipole hierarchical": (Multipole("hierarchical"), False),
     "multipole-windowed": (WindowedMultipole(), False),
     "multipole-windowed hierarchical": (WindowedMultipole("hierarchical"), False),
+    "csattention": (CSAttention(), False),
+    "csattention by its lists alone + residual": (CSAttention(rerank=1.0), True),
     "quest + residual": (Quest(), True),
     "window + residual": (Window(), True),
 }
@@ -89,7 +94,7 @@ def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
     assert torch.equal(labels, kmeans(points, 20, 60, seed=0))
 
 
-@pytest.mark.parametrize("name", ["squeezed", "multipole"])
+@pytest.mark.parametrize("name", ["squeezed", "multipole", "csattention"])
 def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
     tokens = random_ids(40)
     cache = on_gpu.sparse_cache(name, METHODS[name][0], Budget(1.0))
@@ -177,11 +182,12 @@ def test_rows_elsewhere_are_the_same_rows(on_gpu: OpenIndex, name: str, placemen
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
-def test_searching_ahead_on_a_stream_of_its_own(on_gpu: OpenIndex, placement: str) -> None:
+@pytest.mark.parametrize("name", ["multipole", "csattention"])
+def test_searching_ahead_on_a_stream_of_its_own(on_gpu: OpenIndex, name: str, placement: str) -> None:
     """Steps repeated many times over, so that a transfer that is not waited for shows as another result."""
     tokens = random_ids(60).cuda()
     caches = [
-        on_gpu.sparse_cache("multipole", Multipole(), Budget(0.1), placement=place, ahead=True)
+        on_gpu.sparse_cache(name, METHODS[name][0], Budget(0.1), placement=place, ahead=True)
         for place in ("device", placement)
     ]
     first, *others = (stepped_logits(on_gpu, cache, tokens, question=9) for cache in caches for _ in range(4))
