@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 from support.command import ENVIRONMENT
+from support.peak import PEAK
 
-MEASURE = """
-import resource, sys
+MEASURE = f"""{PEAK}
+import sys
 from sparsekv.cli.main import run
 from sparsekv.indexing.models import load_model
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 loaded = load_model(rope_scaling="yarn:2")
 loaded.model(input_ids=loaded.tokenizer("warm " * 400, return_tensors="pt").input_ids)
 del loaded
-sys.stderr.write(f"{peak()}\\n")
+sys.stderr.write(f"{{peak()}}\\n")
 try: run()
-except SystemExit as end: sys.stderr.write(f"{peak()} {end.code}\\n")
+except SystemExit as end: sys.stderr.write(f"{{peak()}} {{end.code}}\\n")
 """
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from support.command import ENVIRONMENT, sparsekv
+from support.peak import PEAK
 
 from sparsekv.formats.reader import Artifact
 
-MEASURE = """
-import resource, sys
+MEASURE = f"""{PEAK}
+import sys
 from sparsekv.cli.main import run
 try: run()
-finally: sys.stderr.write(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
+finally: sys.stderr.write(f"peak {{peak()}}")
 """
 QUESTION = "What is a context manager?"
 
