@@ -18,11 +18,29 @@ from sparsekv.runtime.list_shape import ListShape
 
 
 @dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer stands among those that are indexed, counted from 0, and how many there are.
+
+    `board` is one for all layers that are used together, and goes along with one cache or one report: what a layer
+    leaves there under a name of its own, the layers after it find.
+    """
+
+    number: int = 0
+    layers: int = 1
+    board: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MiddleContext:
     """What a method selects from: one layer's middle keys [Hk, M, D] in order of position, how the layer attends,
     the tensors that the method's indexer built (token positions counted from the first middle token), its calibration
     and its parameters, the position of the first middle token, and those of the tensors that are views of the index's
-    files, as they lie there."""
+    files, as they lie there.
+
+    `load_values()` reads the values [Hk, M, D]; `observed` [Hk, G, W, D] are the last of the prompt's queries that a
+    method may learn from, the half of the held-out tail that no report measures on; `place` is the layer's among the
+    others.
+    """
 
     keys: torch.Tensor
     facts: LayerFacts
@@ -31,6 +49,9 @@ class MiddleContext:
     parameters: dict[str, Any] = field(default_factory=dict)
     first_token: int = 0
     mapped: tuple[torch.Tensor, ...] = ()
+    load_values: Callable[[], torch.Tensor] | None = None
+    observed: torch.Tensor | None = None
+    place: LayerPlace = field(default_factory=lambda: LayerPlace())
 
 
 @dataclass(frozen=True)
@@ -39,20 +60,23 @@ class Asked:
 
     query [Hk, G, Q, D], after RoPE; positions [Q] int64, theirs in the sequence. `exact_logsumexp()` is [Hk, G, Q], the
     log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens), computed when a
-    method asks for it. With `shared` there is one choice for all Q queries together (a question's prefill).
+    method asks for it. With `shared` there is one choice for all Q queries together (a question's prefill). Every layer
+    that is asked about the same tokens is asked with the same `batch`.
     """
 
     query: torch.Tensor
     positions: torch.Tensor
     exact_logsumexp: Callable[[], torch.Tensor]
     shared: bool
+    batch: int = 0
 
     def to(self, device: torch.device) -> "Asked":
         """The same on another device; itself where it is there already."""
         if self.query.device == device:
             return self
         exact = self.exact_logsumexp
-        return Asked(self.query.to(device), self.positions.to(device), lambda: exact().to(device), self.shared)
+        query, positions = self.query.to(device), self.positions.to(device)
+        return Asked(query, positions, lambda: exact().to(device), self.shared, self.batch)
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,8 @@ class Selection:
 
     `index_rows` is the number of D-sized rows read to choose them, beside keys and values: a number, or [Hk, Q or 1].
     `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen; where
-    nothing does, `dropped()` estimates it, if the method can tell.
+    nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
+    rows that were drawn and not ranked, are added to their logits, in the order of the runs.
     """
 
     starts: torch.Tensor
@@ -92,6 +117,7 @@ class Selection:
     index_rows: torch.Tensor | float
     replacements: tuple[Replacement, ...] = ()
     dropped: Callable[[], tuple[Remainder, ...]] | None = None
+    log_weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

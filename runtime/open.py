@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.guard import Gauge, Guard
-from sparsekv.runtime.methods import Method, MiddleContext, Selector, methods
+from sparsekv.runtime.methods import LayerPlace, Method, MiddleContext, Selector, methods
 from sparsekv.runtime.middle_rows import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
 from sparsekv.runtime.sparse_layer import SparseLayer
@@ -24,39 +25,62 @@ from sparsekv.runtime.stored_layer import DenseLayer, MappedDenseLayer, StoredLa
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-def middle_context(artifact: Artifact, layer: int, name: str, device: torch.device | str = "cpu") -> MiddleContext:
-    """What the method called `name` selects from in one layer of an index; reads the method's tensors."""
+def middle_context(
+    artifact: Artifact,
+    layer: int,
+    name: str,
+    device: torch.device | str = "cpu",
+    board: dict[str, Any] | None = None,
+) -> MiddleContext:
+    """What the method called `name` selects from in one layer of an index; reads the method's tensors.
+
+    Args:
+        board: one for all layers that are used together; a new one by default.
+    """
     manifest = artifact.manifest
-    keys, _ = artifact.context(layer)
+    keys, values = artifact.context(layer)
     record = manifest.methods.get(name) if methods()[name].needs_index else None
     stored = {} if record is None else artifact.method_tensors(name, layer)
     tensors = {key: tensor.to(device) for key, tensor in stored.items()}
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
-    split = manifest.split
+    split, indexed = manifest.split, manifest.indexed_layers
+    middle = slice(split.sinks, split.sinks + split.middle)
+    observed = artifact.queries(layer)["tail"][:, : split.tail // 2]
     return MiddleContext(
-        keys=keys[:, split.sinks : split.sinks + split.middle].to(device),
+        keys=keys[:, middle].to(device),
         facts=manifest.layers[layer],
         tensors=tensors,
         calibration={} if record is None else record.calibration,
         parameters={} if record is None else record.parameters,
         first_token=split.sinks,
         mapped=(keys, *stored.values()) if torch.device(device).type == "cpu" else (),
+        load_values=lambda: values[:, middle].to(device),
+        observed=observed.unflatten(0, (len(keys), -1)).to(device),
+        place=LayerPlace(indexed.index(layer), len(indexed), {} if board is None else board),
     )
 
 
 def prepare_layer(
-    artifact: Artifact, layer: int, name: str, method: Method, device: torch.device | str, *, residual: bool = False
+    artifact: Artifact,
+    layer: int,
+    name: str,
+    method: Method,
+    device: torch.device | str,
+    *,
+    residual: bool = False,
+    board: dict[str, Any] | None = None,
 ) -> Selector:
     """A method made ready for one layer of an index.
 
     Args:
+        board: one for all layers that are used together; a new one by default.
         residual: centroids stand for what the method leaves: its own, or those of another method of the index.
 
     Raises:
         UsageError: no method of the index has value centroids.
     """
-    context = middle_context(artifact, layer, name, device)
+    context = middle_context(artifact, layer, name, device, board)
     selector = method.prepare(context)
     selector.mapped = context.mapped
     if not residual or method.replaces() or selector.replace_by_own_clusters():
@@ -127,12 +151,13 @@ class OpenIndex:
         gauged = guard is not None or (gauge and (residual or method.tells_missed))
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = []
+        board: dict[str, Any] = {}
         for layer, facts in enumerate(manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
             where = torch.device("cpu") if method.searched_on_host and placement != "device" else self.model.device
-            selector = prepare_layer(self.artifact, layer, name, method, where, residual=residual)
+            selector = prepare_layer(self.artifact, layer, name, method, where, residual=residual, board=board)
             exact, rows = self._exact(layer), self._middle(layer, selector, placement)
             measured = Gauge(guard) if gauged else None
             layers.append(

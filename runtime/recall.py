@@ -9,6 +9,8 @@ missed mass is the share of all attention on middle tokens that are not chosen, 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any
 
 import torch
 
@@ -18,9 +20,12 @@ from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Guard, Held, missed_share, remainder_logsumexp
-from sparsekv.runtime.methods import Asked, Method, Replacement, Selection, Selector
+from sparsekv.runtime.methods import Asked, Method, Selection, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.queries import QueryBlock
+
+Boards = dict[tuple[str, str], dict[str, Any]]
+"""One board for each method and variant."""
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 
@@ -85,18 +90,29 @@ class Truth:
 
 
 def measure_layer(
-    artifact: Artifact, layer: int, measured: list[Measured], blocks: Iterable[QueryBlock]
+    artifact: Artifact,
+    layer: int,
+    measured: list[Measured],
+    blocks: Iterable[QueryBlock],
+    boards: Boards | None = None,
 ) -> dict[Measured, Measures]:
-    """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over."""
+    """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
+
+    Args:
+        boards: what the layers before this one left for it, where they are measured one after another.
+    """
     results = {one: Measures() for one in measured}
+    boards = {} if boards is None else boards
     selectors: dict[tuple[str, str], Selector] = {}
     for one in measured:
         if (one.name, one.variant) not in selectors:
-            selector = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual)
+            board = boards.setdefault((one.name, one.variant), {})
+            selector = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual, board=board)
             selectors[one.name, one.variant] = selector
+    batches = count()
     for block in blocks:
-        for queries in _pieces(block, artifact.manifest.split.tokens):
-            truth = _truth(artifact, layer, block, queries)
+        for batch, queries in zip(batches, _pieces(block, artifact.manifest.split.tokens), strict=False):
+            truth = _truth(artifact, layer, block, queries, batch)
             for one in measured:
                 _measure(one, selectors[one.name, one.variant], truth, results[one])
     return results
@@ -108,7 +124,7 @@ def _pieces(block: QueryBlock, tokens: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, queries, step))
 
 
-def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> Truth:
+def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batch: int) -> Truth:
     facts, split = artifact.manifest.layers[layer], artifact.manifest.split
     keys, values = artifact.context(layer)
     middle = slice(split.sinks, split.sinks + split.middle)
@@ -133,7 +149,7 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice) -> T
     exact_output = _weighted(weights, exact[1])
     output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
     positions = middle.stop - 1 + block.visible[piece]
-    asked = Asked(grouped, positions, lambda: exact_lse, shared=False)
+    asked = Asked(grouped, positions, lambda: exact_lse, shared=False, batch=batch)
     return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 
 
@@ -172,8 +188,9 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
 def _attempt(selector: Selector, truth: Truth, budget: Budget) -> Attempt:
     """A choice [Hk, Q, M] and its output [Hk, Q, G, D]; its missed share is NaN where the method cannot tell."""
     selection = selector.select(truth.asked, budget)
-    chosen = _chosen(selection, selector.token_order, truth.probability)
-    output, total = _sparse_output(chosen, truth, selection.replacements)
+    positions = _positions(selection, selector.token_order, truth.logits.shape[-1])
+    chosen = _chosen(positions, truth.probability)
+    output, total = _sparse_output(chosen, truth, selection, positions)
     remainders = selection.replacements or (selection.dropped() if selection.dropped else ())
     missed = torch.full_like(total[:, 0], torch.nan)
     if remainders:
@@ -188,24 +205,34 @@ def _whole(truth: Truth) -> Attempt:
     return Attempt(torch.zeros_like(truth.probability[..., 0]), rows, (everything, truth.output.transpose(1, 2)))
 
 
-def _chosen(selection: Selection, token_order: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """[Hk, Q, M] bool, in order of position, from runs in a selector's layout."""
+def _positions(selection: Selection, token_order: torch.Tensor | None, middle: int) -> torch.Tensor:
+    """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots name one more, so that nothing that is
+    set there can unset what was chosen."""
     rows, valid = expand_runs(selection.starts, selection.lengths, selection.capacity)
     if token_order is not None:
         rows = token_order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
-    # Unused slots land in one more column, so that they cannot unset a row that was chosen.
-    rows = torch.where(valid, rows, like.shape[-1])
+    return torch.where(valid, rows, middle)
+
+
+def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[Hk, Q, M] bool, in order of position."""
     chosen = torch.zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
-    return chosen.scatter_(-1, rows, True)[..., :-1]
+    return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 
 
 def _sparse_output(
-    chosen: torch.Tensor, truth: Truth, replacements: tuple[Replacement, ...]
+    chosen: torch.Tensor, truth: Truth, selection: Selection, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest: the output
     [Hk, G, Q, D] and the log-sum-exp of it all [Hk, G, Q]."""
-    parts = [(truth.logits.masked_fill(~chosen[:, None], -torch.inf), truth.values)]
-    for one in replacements:
+    logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
+    if selection.log_weights is not None:
+        weights = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1)
+        shape = *logits.shape[:-1], positions.shape[-1]
+        weights.scatter_(-1, positions[:, None].expand(shape), selection.log_weights.expand(shape))
+        logits = logits + weights[..., :-1]
+    parts = [(logits, truth.values)]
+    for one in selection.replacements:
         logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
         parts.append((logits + one.log_counts[:, None], one.values))
     total = truth.exact_logsumexp

@@ -13,7 +13,7 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import Method, methods
 from sparsekv.runtime.queries import Queries, seen_block
-from sparsekv.runtime.recall import Measured, measure_layer
+from sparsekv.runtime.recall import Boards, Measured, measure_layer
 
 MEASURES = (
     "selected_tokens",
@@ -114,9 +114,10 @@ def recall_report(
     manifest = artifact.manifest
     measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
     rows: list[RecallRow] = []
+    boards: Boards = {}
     for done, layer in enumerate(manifest.indexed_layers, 1):
         seen = _recall_seen(artifact, layer, measured)
-        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer)).items():
+        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer), boards).items():
             means = measures.means()
             means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
             rows += _rows(one, manifest.split.middle, layer, means)

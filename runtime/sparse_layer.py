@@ -143,7 +143,7 @@ class SparseLayer(StoredLayer):
         found = self.ahead.next(step.asked) if self.ahead is not None and ahead else self._find(budget, step.asked)
         parts = found.chosen.replacements
         segments = [
-            Segment(found.keys, found.values, found.valid[:, None]),
+            Segment(found.keys, found.values, found.valid[:, None], found.chosen.log_weights),
             step.exact,
             *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in parts),
         ]
@@ -153,7 +153,9 @@ class SparseLayer(StoredLayer):
         chosen = self.selector.select(asked.to(self.search_device or asked.query.device), budget)
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
         here = asked.query.device
-        chosen = replace(chosen, replacements=tuple(part.to(here) for part in chosen.replacements))
+        weights = None if chosen.log_weights is None else chosen.log_weights.to(here)
+        stand_ins = tuple(part.to(here) for part in chosen.replacements)
+        chosen = replace(chosen, replacements=stand_ins, log_weights=weights)
         found = Found(chosen, *self.middle.gather(rows.flatten(1)), valid.to(here))
         for tensor in self.selector.mapped if self.let_go else ():
             release_pages(tensor)

@@ -1,0 +1,33 @@
+"""Choosing tokens one by one, from exact or estimated logits: what methods without clusters or pages share."""
+
+import torch
+
+from sparsekv.runtime.methods import Asked, Selection
+
+
+def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """The mean over a group, and over queries that share a choice, of probabilities from logits on the middle.
+
+    They are of the whole softmax, what is attended exactly included, so that heads and queries weigh rightly.
+
+    Args:
+        logits: [Hk, G, Q, M] float32.
+
+    Returns:
+        [Hk, Q, M], or [Hk, 1, M] for a shared choice.
+    """
+    total = torch.logaddexp(logits.logsumexp(-1), asked.exact_logsumexp())
+    probability = (logits - total[..., None]).exp().mean(1)
+    return probability.mean(1, keepdim=True) if asked.shared else probability
+
+
+def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:
+    """The tokens of highest score.
+
+    Args:
+        scores: [Hk, Q, M].
+        tokens: how many, at most M.
+        index_rows: D-sized rows of each head that were read to score them.
+    """
+    starts = scores.topk(tokens, -1).indices
+    return Selection(starts, torch.ones_like(starts), tokens, index_rows)
