@@ -14,13 +14,14 @@ from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.methods import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill import choose_prefill, prefills
 from sparsekv.indexing.prompt import encode_prompt, read_document
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
-@with_method_options(indexers())
+@with_method_options(indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
 def build_index(
     document: Annotated[str, typer.Argument(metavar="DOC", help="A text file, or - for standard input.")],
     output: Annotated[
@@ -35,6 +36,10 @@ def build_index(
     sinks: Annotated[int, typer.Option(help="First tokens that are always attended.")] = 10,
     tail: Annotated[int, typer.Option(help="Last tokens that are always attended; their queries are held out.")] = 128,
     chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
+    prefill: Annotated[
+        str,
+        typer.Option(metavar="|".join(prefills()), help="What a chunk attends to before it: everything, or a choice."),
+    ] = "dense",
     rope_scaling: Annotated[
         str | None, typer.Option(metavar="yarn|dynamic:FACTOR", help="Stretch the model's positions.")
     ] = None,
@@ -56,7 +61,8 @@ def build_index(
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
-    refuse_unused(chosen, parameters)
+    way = choose_prefill(prefill)
+    refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
     methods = {name: configure(indexer, parameters) for name, indexer in chosen.items()}
     folder = _folder(document, output)
     text = read_document(document)
@@ -68,6 +74,7 @@ def build_index(
         sinks=sinks,
         tail=tail,
         chunk_size=chunk_size,
+        prefill=configure(way, parameters),
         rope_scaling=rope_scaling,
         force=force,
     )

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.console import note
+from sparsekv.cli.defaults import choose_setting
 from sparsekv.cli.generate_stats import print_layers
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
-from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.method_options import with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.questions import read_question, read_questions
 from sparsekv.cli.schedule import parse_schedule
 from sparsekv.cli.session import refuse_unsavable, save_session
@@ -23,9 +25,10 @@ from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.generate import generate as answer
 from sparsekv.runtime.guard import Guard
-from sparsekv.runtime.methods import choose_methods, methods
+from sparsekv.runtime.methods import methods
 from sparsekv.runtime.middle_rows import PLACEMENTS, check_placement
 from sparsekv.runtime.open import OpenIndex, residual_source
+from sparsekv.runtime.question import QUESTION_BUDGET
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -40,11 +43,12 @@ def generate(
         str | None, typer.Option(help="Answer every line of a file (- is stdin), one answer a line.")
     ] = None,
     model: ModelOption = None,
-    method: Annotated[str | None, typer.Option(help="Default: the first that the index was built with.")] = None,
+    method: Annotated[str | None, typer.Option(help="Default: what `tune` found, or the first of the index.")] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend. Default: 0.1.", show_default=False
+            help="Share (0.1, 10%) or number of the document's tokens to attend. Default: what `tune` found, or 0.1.",
+            show_default=False,
         ),
     ] = None,
     schedule: Annotated[
@@ -59,6 +63,17 @@ def generate(
         typer.Option(
             metavar="SHARE", help="Read more, then everything, for heads that leave more than this of their attention."
         ),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dense|METHOD",
+            help="What the question's tokens attend to. Default: what --method chooses for them.",
+        ),
+    ] = None,
+    prefill_budget: Annotated[
+        str | None,
+        typer.Option(help=f"Tokens that a chunk of the question attends to. Default: {QUESTION_BUDGET}."),
     ] = None,
     placement: Annotated[
         str, typer.Option(metavar="|".join(PLACEMENTS), help="Where the document's keys and values lie.")
@@ -101,11 +116,11 @@ def generate(
         if budget is not None or parameters.get("step") is not None:
             raise UsageError("--schedule is --budget and --step in one; leave these out")
         budget, parameters["step"] = parse_schedule(schedule)
-    wanted = Budget.parse(budget or "0.1")
     artifact = open_artifact(index)
-    name = choose_methods([method] if method else list(artifact.manifest.methods), list(artifact.manifest.methods))[0]
-    refuse_unused({name: methods()[name]}, parameters)
-    configured = configure(methods()[name], parameters)
+    prefilling = prefill_method(artifact, prefill)
+    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
+    name, configured, wanted, residual = setting.name, setting.method, setting.budget, setting.residual
+    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if save_to is not None and batch_file is not None:
         raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
     if save_to is not None:
@@ -120,8 +135,18 @@ def generate(
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
     cache = opened.sparse_cache(
-        name, configured, wanted, residual=residual, gauge=stats, guard=guarded, placement=placement, ahead=ahead
+        name,
+        configured,
+        wanted,
+        residual=residual,
+        gauge=stats,
+        guard=guarded,
+        placement=placement,
+        ahead=ahead,
+        question=asking,
+        budgets=setting.layer_budgets,
     )
+    note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, raw)
     for question in questions:

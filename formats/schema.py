@@ -5,7 +5,7 @@ A folder `NAME.skv/` holds `manifest.json`, `tokens.safetensors` (input_ids [N] 
 and one folder a method. The manifest names every file by its logical path and says where it lies.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -99,8 +99,15 @@ class LayerFacts(Record):
 class Prefill(Record):
     """How the context was computed: `dense`, or an approximation with its parameters."""
 
-    kind: Literal["dense"]
+    kind: str
     chunk_size: int
+    parameters: dict[str, Any] = {}
+    exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
+
+    def __str__(self) -> str:
+        """What a report says of it: nothing more than its name where it is exact."""
+        told = ", ".join(f"{name} {value}" for name, value in self.parameters.items())
+        return self.kind if self.exact else f"{self.kind} (chunks of {self.chunk_size}, {told})"
 
 
 class MethodRecord(Record):
@@ -137,6 +144,32 @@ class FileRecord(Record):
     tensors: dict[str, TensorRecord]
 
 
+class Target(Record):
+    """What a setting was to hold, as a mean over layers, heads and queries: recall of at least, or error of at most."""
+
+    measure: str
+    value: float
+
+
+class Defaults(Record):
+    """The setting that was measured to be the cheapest that holds a target, to be used where none is asked for.
+
+    `budget` is a share of the middle, with `layer_budgets` (by layer) the mean of theirs. What the target measures was
+    `calibration` on the queries that the setting was chosen on, and `held_out` on others, as was `kv_fraction`.
+    """
+
+    method: str
+    variant: str
+    parameters: dict[str, Any]
+    budget: float
+    layer_budgets: dict[int, float] | None
+    residual: bool
+    target: Target
+    calibration: float
+    held_out: float
+    kv_fraction: float
+
+
 class Manifest(Record):
     """Everything that identifies an index. `manifest_sha256` covers all other fields."""
 
@@ -158,6 +191,7 @@ class Manifest(Record):
     methods: dict[str, MethodRecord]
     probe: Probe
     files: dict[str, FileRecord]
+    defaults: Defaults | None = Field(default=None, description="null where no setting was measured")
     manifest_sha256: str = ""
 
     @property

@@ -18,6 +18,7 @@ from sparsekv.indexing.methods import Indexer, indexers
 from sparsekv.indexing.models import LoadedModel
 from sparsekv.indexing.partial_folder import partial_folder
 from sparsekv.indexing.plan import BuildPlan, Growth
+from sparsekv.indexing.prefill import Prefill, prefills
 from sparsekv.indexing.prompt import FixedPrompt
 from sparsekv.indexing.rope import rope_depends_on_length
 
@@ -90,10 +91,16 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
         methods=stored_indexers(manifest),
         sinks=manifest.split.sinks,
         tail=manifest.split.tail,
-        chunk_size=chunk_size,
+        chunk_size=chunk_size if manifest.prefill.exact else manifest.prefill.chunk_size,
+        prefill=_stored_prefill(manifest),
         rope_scaling=manifest.rope["scaling"],
         growth=Growth(manifest.uuid, online_methods(manifest)),
     )
+
+
+def _stored_prefill(manifest: Manifest) -> Prefill:
+    known: dict[str, Callable[..., Prefill]] = dict(prefills())
+    return known[manifest.prefill.kind](**manifest.prefill.parameters)
 
 
 @contextmanager

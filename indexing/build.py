@@ -15,7 +15,7 @@ import transformers
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.schema import Manifest, MethodRecord, Prefill, Prompt
+from sparsekv.formats.schema import Manifest, MethodRecord, Prompt
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.identify import identify
@@ -82,7 +82,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
             "max_position_embeddings": getattr(config, "max_position_embeddings", None),
         },
         layers=facts.layers,
-        prefill=Prefill(kind="dense", chunk_size=plan.chunk_size),
+        prefill=plan.prefill_record,
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -1,11 +1,11 @@
-"""Capture of keys, values and queries as a model attends to them, by a dense prefill in chunks.
+"""Capture of keys, values and queries as a model attends to them, by a prefill in chunks.
 
 The model runs as it is, chunk after chunk, into a cache that is allocated once: N rows of keys and values a layer.
 Beside that, one layer's chunk of attention is in memory at a time, and of each layer the last R queries and those of a
 sample of positions, where one is asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.indexing.prefill import DensePrefill, Prefill
 from sparsekv.indexing.rope import rope_depends_on_length
-from sparsekv.kernels.attention import causal_attention
 from sparsekv.kernels.hook import AttentionCall, route_attention
 
 PROBE_LOGITS = 32
@@ -22,12 +22,17 @@ PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Queries [Hq, P, D] of a layer at positions [P] of a prefix that is not run."""
 
 
-class _ContextLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, Hk, N, D] each, filled from the front."""
+class ContextLayer(CacheLayerMixin):
+    """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
+
+    Args:
+        tokens: N.
+        prefix: keys and values [Hk, P, D] of the first ones, where they are known.
+    """
 
     is_sliding = False
 
-    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None):
+    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tokens, self.seen, self._prefix = tokens, 0, prefix
 
@@ -76,9 +81,11 @@ class CapturedLayer:
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture: dense causal attention that keeps the last R queries, and those of some
+    """The attention function of a capture: that of its prefill, which keeps the last R queries, and those of some
     positions [P], rising; `prefix_queries` gives those of the ones before the prefix's end."""
 
+    prefill: Prefill
+    sinks: int
     tokens: int
     tail: int
     positions: torch.Tensor
@@ -101,15 +108,9 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        return causal_attention(
-            call.query,
-            call.keys,
-            call.values,
-            call.softmax_scale,
-            call.softcap,
-            call.window,
-            call.sink_logits,
-        )
+        # The probe is compared with a token that attends to the stored context densely.
+        dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
+        return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 
     def _keep_tail(self, call: AttentionCall) -> None:
         start = call.keys.shape[1] - call.query.shape[1]
@@ -140,7 +141,7 @@ class Capture:
     """A whole prefill: one entry a layer, and the probe; `take` hands a layer over and frees its cache rows."""
 
     probe: Probe
-    _layers: list[_ContextLayer]
+    _layers: list[ContextLayer]
     _recorder: _Recorder
 
     def facts(self, layer: int) -> LayerFacts:
@@ -169,19 +170,23 @@ def capture(
     tail: int,
     positions: torch.Tensor | None = None,
     chunk_size: int = 512,
+    prefill: Prefill | None = None,
+    sinks: int = 0,
     prefix_tokens: int = 0,
     prefix: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
     prefix_queries: PrefixQueries | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
-    """Prefill `input_ids` densely in chunks, keeping what each layer attends to.
+    """Prefill `input_ids` in chunks, keeping what each layer attends to.
 
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
         positions: [P] int64, rising: where to keep the queries too, allocated at once.
-        chunk_size: tokens a forward pass; the result does not depend on it beyond rounding. A model whose RoPE depends
-            on the length of the sequence is run over the whole prompt at once, whatever is given here.
+        chunk_size: tokens a forward pass; the result of a dense prefill does not depend on it beyond rounding. A model
+            whose RoPE depends on the length of the sequence is run over the whole prompt at once, whatever it says.
+        prefill: what chunks attend to; dense by default. After another one the last token is run by itself, densely.
+        sinks: first tokens that every chunk attends to, whatever the prefill.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: gives keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: gives the queries at those positions that are not run; needed where there are any.
@@ -191,19 +196,28 @@ def capture(
     positions = torch.zeros(0, dtype=torch.int64) if positions is None else positions
     if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
         chunk_size, prefix_tokens = tokens, 0
-    recorder = _Recorder(tokens, tail, positions, prefix_tokens, prefix_queries)
+    prefill = prefill or DensePrefill()
+    recorder = _Recorder(prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
     layers = [
-        _ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
+        ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
         for layer in range(model.config.get_text_config().num_hidden_layers)
     ]
     cache = Cache(layers=list(layers))
     with route_attention(model, recorder):
-        for start in range(prefix_tokens, tokens, chunk_size):
-            chunk = input_ids[None, start : start + chunk_size].to(model.device)
+        for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
+            chunk = input_ids[None, start:end].to(model.device)
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            progress(min(start + chunk_size, tokens))
+            progress(end)
     top = logits[0, -1].float().topk(min(PROBE_LOGITS, logits.shape[-1]))
     return Capture(Probe(token_ids=top.indices.tolist(), logits=top.values.tolist()), layers, recorder)
+
+
+def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> Iterator[tuple[int, int]]:
+    whole = tokens - 1 if last_alone else tokens
+    for start in range(first, whole, chunk_size):
+        yield start, min(start + chunk_size, whole)
+    if last_alone:
+        yield whole, tokens
 
 
 def _first_rows(

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_file, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.schema import TOKENS, FileRecord, LayerFacts, ModelIdentity, Probe, layer_file
+from sparsekv.formats.schema import TOKENS, FileRecord, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
 from sparsekv.indexing.capture import Capture, CapturedLayer, capture
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.rotation import measure_rotations
@@ -76,13 +76,18 @@ def _recipe(job: BuildJob) -> str:
             "ids": hash_tokens(job.plan.prompt.input_ids.tolist()),
             "split": job.split.model_dump(),
             "dtype": job.plan.dtype,
-            "prefill": "dense",
+            "prefill": _decides_context(job.plan.prefill_record),
         }
     )
 
 
 def _decides_keys(model: ModelIdentity) -> list[str | None]:
     return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+
+
+def _decides_context(prefill: Prefill) -> object:
+    # Of a dense prefill the chunks decide nothing.
+    return prefill.kind if prefill.exact else prefill.model_dump()
 
 
 def _note(facts: ContextFacts) -> dict[str, object]:
@@ -108,6 +113,8 @@ def _capture(job: BuildJob, positions: torch.Tensor) -> Capture:
         tail=job.split.tail,
         positions=positions,
         chunk_size=job.plan.chunk_size,
+        prefill=job.plan.prefill,
+        sinks=job.split.sinks,
         prefix_tokens=prefix_tokens,
         prefix=lambda layer: _base_rows(job, layer),
         prefix_queries=lambda layer, at: known_queries(job, layer, at),
@@ -122,11 +129,15 @@ def _shared_prefix(job: BuildJob) -> int:
         return 0
     if _decides_keys(base.model) != _decides_keys(job.model) or base.dtype != job.plan.dtype:
         return 0
+    if _decides_context(base.prefill) != _decides_context(job.plan.prefill_record):
+        return 0
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
     if not all(_is_whole(job, base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
         return 0
     # The tail's queries are not stored as far back as an edit may reach, so all of them are computed anew.
-    return min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
+    shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
+    # What a sparse prefill gives to a chunk depends on where it begins.
+    return shared if job.plan.prefill.exact else shared // job.plan.chunk_size * job.plan.chunk_size
 
 
 def _is_whole(job: BuildJob, record: FileRecord) -> bool:

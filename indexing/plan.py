@@ -1,16 +1,20 @@
 """What one build is to produce, and what its stages share while it runs."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.methods import Indexer
 from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.prefill import DensePrefill, Prefill, prefill_name
 from sparsekv.indexing.prompt import FixedPrompt
+from sparsekv.indexing.rope import rope_depends_on_length
 
 Progress = Callable[[str, int, int], None]
 
@@ -33,6 +37,7 @@ class BuildPlan:
     sinks: int = 10
     tail: int = 128
     chunk_size: int = 512
+    prefill: Prefill = field(default_factory=DensePrefill)
     rope_scaling: str | None = None
     force: bool = False
     growth: Growth | None = None
@@ -42,6 +47,24 @@ class BuildPlan:
             raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
         if self.chunk_size < 1:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None)
+        if not self.prefill.exact and rope_depends_on_length(parameters):
+            raise UsageError(
+                f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so that it "
+                "has to be run at once; leave the option out"
+            )
+
+    @property
+    def prefill_record(self) -> PrefillRecord:
+        """The prefill as the manifest names it."""
+        # Through JSON, so that the parameters compare equal to those read back from a manifest.
+        parameters = json.loads(json.dumps(asdict(self.prefill)))
+        return PrefillRecord(
+            kind=prefill_name(self.prefill),
+            chunk_size=self.chunk_size,
+            parameters=parameters,
+            exact=self.prefill.exact,
+        )
 
     @property
     def dtype(self) -> str:

@@ -15,11 +15,11 @@ def attention_logits(
     Returns:
         [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32 for it.
     """
-    logits = _products(query.flatten(1, 2), keys).view(*query.shape[:3], -1) * softmax_scale
+    logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], -1) * softmax_scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """q k [Hk, R, T] in float32: rounded to bfloat16, one near 200 would be off by up to half."""
     if query.is_cuda and query.dtype == keys.dtype != torch.float32:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)

@@ -17,8 +17,11 @@ class Budget:
         object.__setattr__(self, "is_share", isinstance(self.value, float))
 
     @classmethod
-    def parse(cls, text: str) -> "Budget":
+    def parse(cls, text: str, option: str = "--budget") -> "Budget":
         """`0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a number of tokens.
+
+        Args:
+            option: what an error names.
 
         Raises:
             UsageError: not a number, not above 0, or a share above 1.
@@ -27,11 +30,11 @@ class Budget:
             percent = text.endswith("%")
             value = float(text.removesuffix("%")) / 100 if percent else float(text)
         except ValueError:
-            raise UsageError(f"--budget {text}: {_WANTED}") from None
+            raise UsageError(f"{option} {text}: {_WANTED}") from None
         if not percent and value >= 1 and text.lstrip("+").isdigit():
             return cls(int(text))
         if not 0 < value <= 1:
-            raise UsageError(f"--budget {text}: {_WANTED}")
+            raise UsageError(f"{option} {text}: {_WANTED}")
         return cls(value)
 
     def tokens(self, middle: int) -> int:

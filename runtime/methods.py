@@ -148,6 +148,9 @@ class Selector(ABC):
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, as many as the budget allows."""
 
+    def observe(self, asked: Asked) -> None:
+        """See a question that another method chooses for; what a method keeps for the answer may depend on it."""
+
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         """Take in the tokens that follow the middle, which is longer from now on; only where `takes` is not 0.
 
@@ -186,6 +189,8 @@ class Method(ABC):
     """Whether its index is built from queries of the document, so that it may suit these better than others."""
     searched_on_host: ClassVar[bool] = False
     """Whether its index is so big that it stays in host memory, and is searched there, where the rows do."""
+    is_bound: ClassVar[bool] = False
+    """Whether it bounds what a choice can do, and is none itself: what it counts as read is known only in hindsight."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:

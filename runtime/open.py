@@ -1,5 +1,6 @@
 """Opening an index with its model: the identity checks, the probe, and the caches to decode with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.guard import Gauge, Guard
 from sparsekv.runtime.methods import LayerPlace, Method, MiddleContext, Selector, methods
 from sparsekv.runtime.middle_rows import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
+from sparsekv.runtime.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
 from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.stored_layer import DenseLayer, MappedDenseLayer, StoredLayer
@@ -128,6 +130,8 @@ class OpenIndex:
         guard: Guard | None = None,
         placement: str = "device",
         ahead: bool = False,
+        question: QuestionPrefill | None = None,
+        budgets: Mapping[int, Budget] | None = None,
     ) -> IndexCache:
         """Decode with one method; layers with a sliding window stay dense.
 
@@ -140,6 +144,8 @@ class OpenIndex:
             guard: gauge it, and let no head leave more.
             placement: one of PLACEMENTS.
             ahead: search for a step's rows while the step before is attended to, with that step's query.
+            question: how a question's tokens attend, where they are not to choose as the answer's do.
+            budgets: of layers, by number, whose budget is not the one of all others.
 
         Raises:
             UsageError: no such placement, a residual is asked for and the index has no value centroids, or a guard for
@@ -152,11 +158,12 @@ class OpenIndex:
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = []
         board: dict[str, Any] = {}
+        question_board: dict[str, Any] = {}
         for layer, facts in enumerate(manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, self.split.tokens))
                 continue
-            where = torch.device("cpu") if method.searched_on_host and placement != "device" else self.model.device
+            where = self._search_device(method, placement)
             selector = prepare_layer(self.artifact, layer, name, method, where, residual=residual, board=board)
             exact, rows = self._exact(layer), self._middle(layer, selector, placement)
             measured = Gauge(guard) if gauged else None
@@ -167,14 +174,34 @@ class OpenIndex:
                     self.split,
                     facts,
                     selector,
-                    budget,
+                    (budgets or {}).get(layer, budget),
                     measured,
                     ahead=ahead,
                     search_device=where,
                     let_go=placement == "disk",
+                    question=self._question_search(layer, question, selector, placement, question_board),
                 )
             )
         return IndexCache(layers)
+
+    def _question_search(
+        self,
+        layer: int,
+        question: QuestionPrefill | None,
+        decoding: Selector,
+        placement: str,
+        board: dict[str, Any],
+    ) -> QuestionSearch | None:
+        if question is None:
+            return None
+        selector, where = None, self.model.device
+        if question.method is not None:
+            where = self._search_device(question.method, placement)
+            selector = prepare_layer(self.artifact, layer, question.name, question.method, where, board=board)
+        return QuestionSearch(question, selector, where, decoding.token_order, self.split.middle)
+
+    def _search_device(self, method: Method, placement: str) -> torch.device:
+        return torch.device("cpu") if method.searched_on_host and placement != "device" else self.model.device
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """Dense attention over the first `tokens` of the stored context (all by default), as views of the files."""

@@ -16,6 +16,7 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
 from sparsekv.runtime.methods import Asked, Selection, Selector
 from sparsekv.runtime.middle_rows import MiddleRows, Pair
+from sparsekv.runtime.question import QuestionSearch
 from sparsekv.runtime.stored_layer import StoredLayer
 
 
@@ -39,6 +40,7 @@ class SparseLayer(StoredLayer):
         ahead: search for the next decode step's rows while this one is attended to.
         search_device: where the selector is; None: where the model is.
         let_go: keep no page of the index's files in memory that the selector has looked at.
+        question: what a question's tokens attend to, where the selector does not choose for these.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class SparseLayer(StoredLayer):
         ahead: bool = False,
         search_device: torch.device | None = None,
         let_go: bool = False,
+        question: QuestionSearch | None = None,
     ):
         super().__init__(split.tokens, *exact)
         self.exact, self.middle, self.search_device, self.let_go = exact, middle, search_device, let_go
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
+        self.question = question
         self.ahead = Ahead(partial(self._find, budget)) if ahead else None
         self.read = self._nothing_read()
 
@@ -112,6 +116,8 @@ class SparseLayer(StoredLayer):
         if call.query.shape[1] == 1:
             # Not within a question: its first tokens must not see what its last ones did to the clusters.
             self._hand_over()
+        elif self.question is not None:
+            return self._attend_question(call, self.question)
         step = self._step(call)
         if self.gauge is None:
             chosen, segments = self._choose(step, self.budget)
@@ -122,18 +128,28 @@ class SparseLayer(StoredLayer):
         self._count(held.attempt.rows, step)
         return held.attempt.results[0].transpose(1, 2).flatten(0, 1)
 
-    def _step(self, call: AttentionCall) -> "_Step":
+    def _attend_question(self, call: AttentionCall, question: QuestionSearch) -> torch.Tensor:
+        self.selector.observe(self._step(call).asked.to(self.search_device or call.query.device))
+        parts = []
+        for start in range(0, call.query.shape[1], question.chunk_size):
+            step = self._step(call, slice(start, start + question.chunk_size))
+            found = self._fetch(question.select(step.asked), step.asked.query.device)
+            parts.append(attend(step.asked.query, self._segments(found, step), *step.how))
+        return torch.cat(parts, 2).flatten(0, 1)
+
+    def _step(self, call: AttentionCall, piece: slice = slice(None)) -> "_Step":
+        """A piece of a call's queries; what they share, they share with all of the call."""
         keys, values = self.exact_rows()
         Hk, queries, tokens = keys.shape[0], call.query.shape[1], self.get_seq_length()
-        mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)
-        grouped = call.query.unflatten(0, (Hk, -1))
+        mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)[piece]
+        grouped = call.query.unflatten(0, (Hk, -1))[:, :, piece]
         sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
 
         def exact_logsumexp() -> torch.Tensor:
             logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
             return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
 
-        positions = torch.arange(tokens - queries, tokens, device=keys.device)
+        positions = torch.arange(tokens - queries, tokens, device=keys.device)[piece]
         asked = Asked(grouped, positions, exact_logsumexp, shared=queries > 1)
         return _Step(asked, Segment(keys, values, mask), (call.softmax_scale, call.softcap, sinks))
 
@@ -141,18 +157,22 @@ class SparseLayer(StoredLayer):
         """A choice, and what is attended with it: chosen rows, exact ones, centroids in the place of others."""
         ahead = self.ahead is not None and not step.asked.shared and budget == self.budget
         found = self.ahead.next(step.asked) if self.ahead is not None and ahead else self._find(budget, step.asked)
-        parts = found.chosen.replacements
-        segments = [
+        return found.chosen, self._segments(found, step)
+
+    def _segments(self, found: Found, step: "_Step") -> list[Segment]:
+        return [
             Segment(found.keys, found.values, found.valid[:, None], found.chosen.log_weights),
             step.exact,
-            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in parts),
+            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in found.chosen.replacements),
         ]
-        return found.chosen, segments
 
     def _find(self, budget: Budget, asked: Asked) -> Found:
         chosen = self.selector.select(asked.to(self.search_device or asked.query.device), budget)
+        return self._fetch(chosen, asked.query.device)
+
+    def _fetch(self, chosen: Selection, here: torch.device) -> Found:
+        """The chosen rows, brought to a device."""
         rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
-        here = asked.query.device
         weights = None if chosen.log_weights is None else chosen.log_weights.to(here)
         stand_ins = tuple(part.to(here) for part in chosen.replacements)
         chosen = replace(chosen, replacements=stand_ins, log_weights=weights)
