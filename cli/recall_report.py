@@ -61,6 +61,9 @@ def recall_report(
             help="Each method also reading more for heads that leave more than this of attention.",
         ),
     ] = None,
+    within: Annotated[
+        float, typer.Option(help="Name the lowest error among what reads at most this share of keys and values.")
+    ] = 0.12,
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows for each layer, KV head or both.")] = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
@@ -115,15 +118,26 @@ def recall_report(
 
         plot_recall(report, plot)
         note(f"plot: {plot}", quiet=quiet)
-    rows = report.by() + (report.by(*groups) if groups else [])
+    rows, best = report.by() + (report.by(*groups) if groups else []), report.best_within(within)
     if as_json:
-        typer.echo(json.dumps({**asdict(report), "rows": [asdict(row) for row in rows]}, indent=1))
+        typer.echo(
+            json.dumps(
+                {
+                    **asdict(report),
+                    "within": within,
+                    "best": None if best is None else asdict(best),
+                    "rows": [asdict(row) for row in rows],
+                },
+                indent=1,
+            )
+        )
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, [field.name for field in fields(RecallRow)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
     else:
         _print_table(report, report.by(*groups), groups)
+        typer.echo(_best_line(best, within))
 
 
 def _groups(by: str | None) -> list[str]:
@@ -144,10 +158,19 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def _best_line(best: RecallRow | None, within: float) -> str:
+    if best is None:
+        return f"Nothing here reads as little as {within:g} of the document's keys and values."
+    return (
+        f"Lowest error at KV read up to {within:g}: {best.method} {best.variant}".rstrip()
+        + f" at {Budget(best.budget)}, error {best.output_error:.4f}, recall {best.recall:.3f}."
+    )
+
+
 def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) -> None:
     table = Table(
         title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
-        f"{report.n_queries} queries, {report.model}",
+        f"{report.n_queries} queries, {report.model}, prefill {report.prefill}",
         title_justify="left",
         title_style="",
     )

@@ -61,13 +61,15 @@ class RecallRow:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report; `rows` holds one row for each method, variant, budget, layer and KV head."""
+    """A whole report; `rows` holds one row for each method, variant, budget, layer and KV head; `prefill` is how the
+    index's context was computed."""
 
     index: str
     model: str
     n_context: int
     n_middle: int
     n_queries: int
+    prefill: str
     rows: list[RecallRow]
 
     def by(self, *names: str) -> list[RecallRow]:
@@ -78,6 +80,11 @@ class RecallReport:
             group |= {name: getattr(row, name) if name in names else None for name in ("layer", "kv_head")}
             groups.setdefault(replace(row, **group), []).append(row)
         return [_mean(group, rows) for group, rows in groups.items()]
+
+    def best_within(self, kv_fraction: float) -> RecallRow | None:
+        """The average row of lowest output error among those that read no more; None where all read more."""
+        within = [row for row in self.by() if row.kv_fraction <= kv_fraction and not methods()[row.method].is_bound]
+        return min(within, key=lambda row: row.output_error, default=None)
 
 
 def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:
@@ -128,8 +135,19 @@ def recall_report(
         n_context=manifest.split.tokens,
         n_middle=manifest.split.middle,
         n_queries=len(queries),
+        prefill=str(manifest.prefill),
         rows=rows,
     )
+
+
+def forms(artifact: Artifact, name: str, *, residual: bool) -> list[tuple[str, Method, bool]]:
+    """The forms of a method that are compared: their names, and whether centroids stand for what each leaves; with
+    `residual` also each with them, where the method has nothing of its own that stands for it."""
+    variants = methods()[name].variants(artifact.manifest.methods.get(name))
+    found = [(variant, method, False) for variant, method in variants.items()]
+    if residual and not any(method.replaces() for method in variants.values()):
+        found += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
+    return found
 
 
 def _variants(
@@ -137,16 +155,12 @@ def _variants(
 ) -> list[Measured]:
     measured = []
     for name in names:
-        variants = methods()[name].variants(artifact.manifest.methods.get(name))
-        forms = [(variant, method, False) for variant, method in variants.items()]
-        replaces_already = any(form.replaces() for form in variants.values())
-        if residual and not replaces_already:
-            forms += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
-        guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in forms]
+        plain = forms(artifact, name, residual=residual)
+        guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in plain]
         if guard is not None:
             guarded += [
                 (f"{variant} + guard".strip(), method, replaced, guard)
-                for variant, method, replaced in forms
+                for variant, method, replaced in plain
                 if replaced or method.tells_missed
             ]
         measured += [

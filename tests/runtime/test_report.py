@@ -28,9 +28,10 @@ def report(index: OpenIndex) -> RecallReport:
 
 
 def test_there_is_one_row_for_each_choice_layer_and_head(report: RecallReport, index: OpenIndex) -> None:
-    variants = {("oracle", ""), ("quest", ""), ("window", "")} | {
-        ("squeezed", variant) for variant in ("flat", "hierarchical", "flat threshold", "hierarchical threshold")
+    variants = {
+        (name, form) for name, method in methods().items() if not method.needs_index for form in method.variants(None)
     }
+    variants |= {("squeezed", form) for form in ("flat", "hierarchical", "flat threshold", "hierarchical threshold")}
     keys = [(row.method, row.variant, row.budget, row.layer, row.kv_head) for row in report.rows]
     expected = {
         (*variant, budget.value, layer, head)
@@ -52,6 +53,7 @@ def test_header_describes_what_was_measured(report: RecallReport, index: OpenInd
         "n_context": split.tokens,
         "n_middle": split.middle,
         "n_queries": split.tail // 2,
+        "prefill": "dense",
     }
     assert {row.budget_tokens for row in report.rows} == {round(0.05 * split.middle), 60, split.middle}
 
@@ -71,7 +73,8 @@ def test_averages_are_over_all_that_is_not_named(report: RecallReport, names: tu
             values = [getattr(one, name) for one in members]
             assert getattr(row, name) == (None if None in values else pytest.approx(fmean(values)))
             assert values.count(None) in (0, len(values))
-    assert len(report.by(*names)) == 7 * 3 * 2 ** len(names)
+    forms = {(row.method, row.variant) for row in report.rows}
+    assert len(report.by(*names)) == len(forms) * 3 * 2 ** len(names)
 
 
 def test_no_method_of_a_report_beats_the_oracle(report: RecallReport) -> None:
@@ -81,6 +84,21 @@ def test_no_method_of_a_report_beats_the_oracle(report: RecallReport) -> None:
         assert oracle.recall == 1
         if row.selected_tokens <= oracle.selected_tokens and "threshold" not in row.variant:
             assert row.attention_mass <= oracle.attention_mass + 1e-6
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.2, 1.0])
+def test_the_lowest_error_is_among_what_reads_little_and_is_no_bound(report: RecallReport, limit: float) -> None:
+    best = report.best_within(limit)
+    assert best is not None
+    assert best.kv_fraction <= limit
+    assert best.layer is None
+    assert best.method != "oracle"
+    for row in report.by():
+        assert row.method == "oracle" or row.kv_fraction > limit or row.output_error >= best.output_error
+
+
+def test_nothing_is_best_where_all_read_more(report: RecallReport) -> None:
+    assert report.best_within(-0.1) is None
 
 
 def test_progress_counts_indexed_layers(index: OpenIndex) -> None:
