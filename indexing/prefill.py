@@ -84,13 +84,22 @@ class DensePrefill(Prefill):
 
 @dataclass(frozen=True)
 class SparsePrefill(Prefill):
-    """A chunk attends to itself and to the tokens before it that a score ranks highest, the first ones among them."""
+    """A chunk attends to itself and to the tokens before it that a score ranks highest, the first ones among them.
+
+    That the last ones before the chunk are always among them too is not in the papers, where their share is 0: without
+    them the first queries of a chunk may see none of the text that they go on with.
+    """
 
     prefill_budget: int = field(default=1024, metadata={"help": "Tokens before a chunk that it attends to."})
+    prefill_recent: float = field(
+        default=0.125, metadata={"help": "Share of them that are the last before the chunk, whatever they score."}
+    )
 
     def __post_init__(self) -> None:
         if self.prefill_budget < 1:
             raise UsageError(f"--prefill-budget {self.prefill_budget}: give at least 1")
+        if not 0 <= self.prefill_recent <= 1:
+            raise UsageError(f"--prefill-recent {self.prefill_recent:g}: give a share from 0 to 1")
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
@@ -108,7 +117,9 @@ class SparsePrefill(Prefill):
             attention_sinks=call.sink_logits is not None,
         )
         scores = self.scores(call.query.unflatten(0, (Hk, -1)), call.keys[:, :before], facts)
-        scores[:, : min(sinks, self.prefill_budget)] = torch.inf
+        recent = int(self.prefill_recent * self.prefill_budget)
+        scores[:, before - recent :] = torch.inf
+        scores[:, : min(sinks, self.prefill_budget - recent)] = torch.inf
         rows = scores.topk(self.prefill_budget, -1, sorted=False).indices
         keys, values = (_with_chunk(rows, all_rows, before) for all_rows in (call.keys, call.values))
         return causal_attention(

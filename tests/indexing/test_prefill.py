@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,20 +80,45 @@ def test_every_way_is_registered_under_its_name() -> None:
     chunk=st.integers(1, 20),
     budget=st.integers(1, 70),
     sinks=st.integers(0, 5),
+    recent=st.sampled_from([0.0, 0.3, 1.0]),
     softcap=st.sampled_from([None, 2.0]),
     learned=st.booleans(),
 )
 def test_a_chunk_attends_to_itself_the_sinks_and_the_best_tokens_before_it(
-    name: str, seed: int, before: int, chunk: int, budget: int, sinks: int, softcap: float | None, learned: bool
+    name: str,
+    seed: int,
+    before: int,
+    chunk: int,
+    budget: int,
+    sinks: int,
+    recent: float,
+    softcap: float | None,
+    learned: bool,
 ) -> None:
     call = _call(seed, before, chunk, softcap=softcap, sink_logits=normal(seed + 3, 6) if learned else None)
-    prefill = SPARSE[name](prefill_budget=budget)
+    prefill = SPARSE[name](prefill_budget=budget, prefill_recent=recent)
     facts = FACTS.model_copy(update={"softcap": softcap})
     scores = prefill.scores(call.query.unflatten(0, (2, -1)), call.keys[:, :before], facts).clone()
-    scores[:, : min(sinks, budget)] = torch.inf
+    if (last := int(recent * budget)) < before:
+        scores[:, before - last :] = torch.inf
+    scores[:, : min(sinks, budget - last)] = torch.inf
     chosen = torch.zeros(2, before + chunk, dtype=torch.bool)
     chosen.scatter_(1, scores.topk(min(budget, before), -1).indices, True)
     assert_close(prefill.attend(call, sinks), _masked_attention(call, chosen), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_budget": 0}, "--prefill-budget 0: give at least 1"),
+        ({"prefill_recent": 1.5}, "--prefill-recent 1.5: give a share from 0 to 1"),
+        ({"prefill_queries": 0}, "--prefill-queries 0: give at least 1"),
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SampleAttentionPrefill(**options)
 
 
 @every_sparse
