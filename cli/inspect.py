@@ -140,6 +140,7 @@ def _inspection(
         "chat_template": manifest.prompt.chat is not None,
         "layers": {"all": len(manifest.layers), "indexed": len(manifest.indexed_layers)},
         "bytes": sizes,
+        "defaults": None if manifest.defaults is None else manifest.defaults.model_dump(),
         "methods": {
             name: {
                 **manifest.methods[name].model_dump(include={"revision", "seed", "parameters", "calibration"}),

@@ -46,9 +46,21 @@ def _facts(inspection: dict[str, Any]) -> Table:
         + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items()),
         "sha256": "every file is right" if inspection["verified"] else "not rechecked (--verify)",
     }
+    if inspection["defaults"] is not None:
+        facts["default"] = _default(inspection["defaults"])
     for name, fact in facts.items():
         table.add_row(name, escape(fact))
     return table
+
+
+def _default(setting: dict[str, Any]) -> str:
+    """What `tune` wrote."""
+    target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
+    return (
+        f"{setting['method']} {setting['variant']}".strip() + f" at {100 * setting['budget']:.3g}%{by_layer}: "
+        f"{target['measure']} {setting['held_out']:.4f} on held-out queries for a target of {target['value']:g}, "
+        f"KV read {setting['kv_fraction']:.3f}"
+    )
 
 
 def _held_out(calibration: dict[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
     "generate": "Answer questions over an index.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
+    "eval": "Measure what each method's answers are worth beside dense attention's.",
+    "tune": "Find the cheapest setting that holds a target, and make it the index's default.",
     "append": "Take more text into an index.",
     "inspect": "Show what is in an index, and recheck it.",
     "models": "List models that are ready, and fetch one.",

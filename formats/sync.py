@@ -1,5 +1,6 @@
 """Forcing what was written to disk, so that a crash cannot take it back."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,3 +12,24 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(target: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or as it was before, whatever happens; makes its folder when missing.
+
+    Raises:
+        OSError: it could not be written; nothing is left of the attempt.
+    """
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        sync_path(target.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -5,7 +5,6 @@ ones with the hash of what decides their content (their recipe); the manifest co
 built upon stays valid until the new manifest replaces its own: changed files get a name of their own meanwhile.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,18 +14,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import save
 
 from sparsekv.formats.checksums import hash_bytes, hash_file
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.lock import LOCK, acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.reader import map_tensors
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
-from sparsekv.formats.sync import sync_path
+from sparsekv.formats.sync import write_atomically
 
 JOURNAL = "unfinished.json"
-LOCK = ".lock"
 
 
 class ArtifactWriter:
@@ -47,15 +45,12 @@ class ArtifactWriter:
         self.files: dict[str, FileRecord] = {}
         self.notes: dict[str, Any] = {}
         self._journal: dict[str, FileRecord] = {}
-        self._lock = FileLock(folder / LOCK)
 
     def __enter__(self) -> Self:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._refuse_other_folders()
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ArtifactError(f"{self.folder} is being built by another process; wait for it or stop it") from None
+            self._lock = acquire_lock(self.folder)
         except OSError as error:
             raise self._cannot_write(error) from None
         try:
@@ -181,19 +176,9 @@ class ArtifactWriter:
         return f"{stem}.{recipe[:8]}{suffix}"
 
     def _write_atomically(self, path: str, data: bytes) -> None:
-        target = self.folder / path
-        temporary = target.with_name(f"{target.name}.tmp")
         try:
-            target.parent.mkdir(exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-            sync_path(target.parent)
+            write_atomically(self.folder / path, data)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> ArtifactError:

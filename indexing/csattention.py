@@ -34,7 +34,7 @@ class CSAttentionIndexer(Indexer):
         default="rope-pairs", metadata={"help": f"Channels that are kept together: {', '.join(SUBSPACES)}."}
     )
     query_sample: int = field(
-        default=4096, metadata={"help": "Queries of the document, per KV head, that are clustered; at most 65536."}
+        default=4096, metadata={"help": "Queries of the document, per KV head, that it is built from; at most 65536."}
     )
     centroids: int = field(default=128, metadata={"help": "Centroids of queries in each subspace."})
     alpha: float = field(default=0.25, metadata={"help": "Keys in each centroid's list, as a share of the document's."})

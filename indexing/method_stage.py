@@ -80,6 +80,14 @@ def _calibrate(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) 
 def _layer_input(job: BuildJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
     tensors = job.read(layer_file("context", layer))
     middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
-    queries = job.read(layer_file("samples", layer))["queries"] if indexer.queries_wanted() else None
-    keys, values = tensors["keys"][:, middle], tensors["values"][:, middle]
-    return LayerInput(keys, values, facts.layers[layer], job.split, queries)
+    sample = job.read(layer_file("samples", layer)) if indexer.queries_wanted() else {}
+    return LayerInput(
+        keys=tensors["keys"][:, middle],
+        values=tensors["values"][:, middle],
+        facts=facts.layers[layer],
+        split=job.split,
+        queries=sample.get("queries"),
+        positions=sample.get("positions"),
+        sink_keys=tensors["keys"][:, : middle.start],
+        sink_logits=job.read(layer_file("queries", layer)).get("sink_logits"),
+    )

@@ -20,7 +20,8 @@ LARGEST_SEED = 2**31 - 1  # what faiss takes
 class LayerInput:
     """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends.
 
-    `queries` [Hq, P, D] are those of a sample of the middle's positions, rising, for methods that want some.
+    `queries` [Hq, P, D] are those of a sample of the middle's `positions` [P], rising, for methods that want some.
+    `sink_keys` [Hk, S, D] are the keys before the middle; `sink_logits` [Hq] those that a model learned, if it did.
     """
 
     keys: torch.Tensor
@@ -28,6 +29,9 @@ class LayerInput:
     facts: LayerFacts
     split: Split
     queries: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    sink_keys: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

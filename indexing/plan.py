@@ -50,8 +50,8 @@ class BuildPlan:
         parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None)
         if not self.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
-                f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so that it "
-                "has to be run at once; leave the option out"
+                f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so "
+                "that it has to be run at once; leave the option out"
             )
 
     @property

@@ -72,7 +72,7 @@ class Guard:
 
     def check(self, name: str, method: Method, *, residual: bool) -> None:
         """Raise UsageError for a method that cannot tell what it leaves."""
-        if not (residual or method.tells_missed):
+        if not (method.tells_missed or (residual and not method.replaces())):
             raise UsageError(
                 f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
             )

@@ -148,7 +148,7 @@ class Selector(ABC):
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, as many as the budget allows."""
 
-    def observe(self, asked: Asked) -> None:
+    def observe(self, asked: Asked) -> None:  # noqa: B027  # most methods keep nothing of a question
         """See a question that another method chooses for; what a method keeps for the answer may depend on it."""
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:

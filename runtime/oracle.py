@@ -1,6 +1,7 @@
 """The oracle: the tokens of highest exact attention probability. Reads every key; the bound on what a choice can do."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.runtime.budget import Budget
@@ -12,6 +13,8 @@ from sparsekv.runtime.token_choice import group_probability, top_tokens
 @dataclass(frozen=True)
 class Oracle(Method):
     """Exact top-K of the group's mean probability."""
+
+    is_bound: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "OracleSelector":
         """Allocates nothing; each choice allocates the logits over the middle."""

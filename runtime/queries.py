@@ -27,16 +27,16 @@ class QueryBlock:
     sink_logits: torch.Tensor | None
 
 
-def tail_block(artifact: Artifact, layer: int) -> QueryBlock:
-    """The second half of the held-out tail, the half that no threshold was calibrated on."""
+def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
+    """The second half of the held-out tail, the half that no threshold was calibrated on; or else the first."""
     stored, tail = artifact.queries(layer), artifact.manifest.split.tail
     keys, values = artifact.context(layer)
-    half = tail // 2
+    first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
     return QueryBlock(
-        queries=stored["tail"][:, half:],
+        queries=stored["tail"][:, first:stop],
         keys=keys[:, :0],
         values=values[:, :0],
-        visible=torch.arange(half, tail) + 1,
+        visible=torch.arange(first, stop) + 1,
         sink_logits=stored.get("sink_logits"),
     )
 

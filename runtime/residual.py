@@ -41,6 +41,9 @@ class ResidualSelector(Selector):
         labels = clusters.labels
         self.labels = labels if self.token_order is None else labels.gather(1, self.token_order)
 
+    def observe(self, asked: Asked) -> None:
+        self.inner.observe(asked)
+
     def forget(self) -> None:
         """Nothing was taken in: a cluster cannot stand for a token that is not in it."""
         self.inner.forget()

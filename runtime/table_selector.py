@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
 from sparsekv.kernels.tables import cosine_kmeans, insert, split_channels, top_lists
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.growing import GrowingRows
 from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector, Taken
+from sparsekv.runtime.token_choice import token_logits
 
 ENTRY_BYTES = 6  # int32 position, float16 score
 CENTROID_BYTES = 2  # a channel, float16
@@ -134,15 +134,7 @@ class TableSelector(Selector):
 
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and what is shared."""
-        Hk, G, Q, D = piece.query.shape
-        rows = candidates.flatten(1)[..., None].expand(-1, -1, D)
-        keys = self.keys.rows.gather(1, rows).view(*candidates.shape, D)
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        if piece.shared:
-            logits = attention_logits(piece.query, keys[:, 0], scale, softcap)
-        else:
-            each = piece.query.transpose(1, 2).flatten(0, 1)[:, :, None]
-            logits = attention_logits(each, keys.flatten(0, 1), scale, softcap).view(Hk, Q, G, -1).transpose(1, 2)
+        logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
         # The estimate may be below what the candidates alone have.
         totals = torch.maximum(totals, logits.logsumexp(-1))
         probability = (logits - totals[..., None]).exp().sum(1)

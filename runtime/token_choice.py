@@ -2,6 +2,8 @@
 
 import torch
 
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.lookup import attention_logits
 from sparsekv.runtime.methods import Asked, Selection
 
 
@@ -19,6 +21,27 @@ def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     total = torch.logaddexp(logits.logsumexp(-1), asked.exact_logsumexp())
     probability = (logits - total[..., None]).exp().mean(1)
     return probability.mean(1, keepdim=True) if asked.shared else probability
+
+
+def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """Exact logits of the tokens of each choice.
+
+    Args:
+        query: [Hk, G, Q, D].
+        keys: [Hk, M, D].
+        tokens: [Hk, Q or 1, S].
+
+    Returns:
+        [Hk, G, Q, S] float32. Allocates the tokens' keys.
+    """
+    Hk, G, Q, D = query.shape
+    rows = tokens.flatten(1)[..., None].expand(-1, -1, D)
+    chosen = keys.gather(1, rows).view(*tokens.shape, D)
+    if tokens.shape[1] == 1:
+        return attention_logits(query, chosen[:, 0], facts.softmax_scale, facts.softcap)
+    each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+    logits = attention_logits(each, chosen.flatten(0, 1), facts.softmax_scale, facts.softcap)
+    return logits.view(Hk, Q, G, -1).transpose(1, 2)
 
 
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:

@@ -17,8 +17,9 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.lock import LOCK
 from sparsekv.formats.schema import MANIFEST
-from sparsekv.formats.writer import LOCK, ArtifactWriter
+from sparsekv.formats.writer import ArtifactWriter
 
 
 @contextmanager

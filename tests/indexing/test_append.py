@@ -21,6 +21,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.models import LoadedModel, load_model
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.pqcache import PQCacheIndexer
 from sparsekv.indexing.prompt import encode_prompt
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.blocks import block_offsets
@@ -72,14 +73,20 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
 
 
 def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: Path) -> None:
-    plan = replace(_plan(), methods={"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE})
+    coded = PQCacheIndexer(pq_bytes=4, iterations=2)
+    methods = {"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE, "pqcache": coded}
+    plan = replace(_plan(), methods=methods)
     first = build_index(plan, tmp_path / "a.skv")
-    assert online_methods(first) == {"multipole"}
+    assert online_methods(first) == {"multipole", "pqcache"}
+    books = Artifact(tmp_path / "a.skv").method_tensors("pqcache", 0)["codebooks"].clone()
     assert stored_indexers(first) == plan.methods
     grown = _grow(tmp_path / "a.skv", plan.loaded)
     order = Artifact(tmp_path / "a.skv").method_tensors("squeezed", 0)["token_order"]
     middle = torch.arange(grown.split.sinks, grown.split.sinks + grown.split.middle, dtype=torch.int32)
     assert torch.equal(order.sort(dim=1).values, middle.expand_as(order))
+    codes = Artifact(tmp_path / "a.skv").method_tensors("pqcache", 0)
+    assert torch.equal(codes["codebooks"], books)
+    assert codes["codes"].shape[1] == grown.split.middle > first.split.middle
     assert grown.methods["squeezed"].parameters == first.methods["squeezed"].parameters
     assert grown.methods["squeezed"].calibration != first.methods["squeezed"].calibration
 

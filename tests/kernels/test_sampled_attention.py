@@ -1,7 +1,6 @@
 """SampleAttention's scores against their definition in float64."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import assert_close, attention_probabilities, random_attention

@@ -9,14 +9,30 @@ from support.reference import attention_probabilities
 from support.small_layer import SmallLayer, all_chosen, asked, small_layer
 
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.keydiff import KeyDiff
+from sparsekv.runtime.loki import Loki
+from sparsekv.runtime.magicpig import MagicPIG
 from sparsekv.runtime.methods import Method, Selection, Selector
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.snapkv import SnapKV
+from sparsekv.runtime.sparq import SparQ
 from sparsekv.runtime.squeezed import Squeezed
 from sparsekv.runtime.window import Window
 
 properties = settings(max_examples=15, deadline=None)
-CHOICES = [Squeezed("flat"), Squeezed("hierarchical"), Quest(), Quest(page_size=3), Window()]
+CHOICES = [
+    Squeezed("flat"),
+    Squeezed("hierarchical"),
+    Quest(),
+    Quest(page_size=3),
+    Window(),
+    SnapKV(),
+    KeyDiff(),
+    SparQ(channels=4),
+    Loki(dims=4),
+    MagicPIG(hash_bits=4, hash_tables=10),
+]
 
 
 def _probability(layer: SmallLayer, exact: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,18 @@ from sparsekv.kernels.attention import causal_mask
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.keydiff import KeyDiff
+from sparsekv.runtime.loki import Loki
 from sparsekv.runtime.methods import Method
 from sparsekv.runtime.middle_rows import lay_out
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.snapkv import SnapKV
+from sparsekv.runtime.sparq import SparQ
 from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.squeezed import Squeezed
 from sparsekv.runtime.stored_layer import FIRST_NEW_ROWS, DenseLayer, StoredLayer
+from sparsekv.runtime.tidaldecode import TidalDecode
 from sparsekv.runtime.window import Window
 
 METHODS = {
@@ -30,6 +35,11 @@ METHODS = {
     "quest": Quest(page_size=7),
     "oracle": Oracle(),
     "window": Window(),
+    "snapkv": SnapKV(window_queries=3),
+    "keydiff": KeyDiff(),
+    "tidaldecode": TidalDecode(),
+    "sparq": SparQ(channels=5),
+    "loki": Loki(dims=5),
 }
 HEADS, GROUP, SIZE = 2, 3, 16
 
@@ -111,7 +121,7 @@ def test_attention_is_over_the_chosen_rows_and_the_exact_ones_alone(
     assert_close(output, expected.flatten(0, 1), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["squeezed", "threshold", "oracle"])
+@pytest.mark.parametrize("name", ["squeezed", "threshold", "oracle", "keydiff", "tidaldecode", "sparq", "loki"])
 def test_the_order_of_the_middles_tokens_does_not_matter(name: str) -> None:
     """The same clusters over permuted tokens: what is attended, and so the output, stays the same."""
     layer = small_layer(middle=100)

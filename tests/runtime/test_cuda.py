@@ -13,8 +13,10 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.clustering import kmeans
 from sparsekv.indexing.csattention import CSAttentionIndexer
+from sparsekv.indexing.h2o import H2OIndexer
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.pqcache import PQCacheIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.attention import Segment, attend
 from sparsekv.kernels.hook import AttentionCall
@@ -23,14 +25,23 @@ from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.csattention import CSAttention
 from sparsekv.runtime.generate import Sampling, generate, question_ids
+from sparsekv.runtime.h2o import H2O
+from sparsekv.runtime.keydiff import KeyDiff
+from sparsekv.runtime.lessismore import LessIsMore
+from sparsekv.runtime.loki import Loki
+from sparsekv.runtime.magicpig import MagicPIG
 from sparsekv.runtime.methods import Method, choose_methods
 from sparsekv.runtime.multipole import Multipole
 from sparsekv.runtime.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.pqcache import PQCache
 from sparsekv.runtime.queries import Queries
 from sparsekv.runtime.quest import Quest
 from sparsekv.runtime.report import recall_report
+from sparsekv.runtime.snapkv import SnapKV
+from sparsekv.runtime.sparq import SparQ
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.tidaldecode import TidalDecode
 from sparsekv.runtime.window import Window
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +53,8 @@ INDEXERS = {
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
     "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
     "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
+    "h2o": H2OIndexer(query_sample=128),
+    "pqcache": PQCacheIndexer(pq_bytes=4),
 }
 METHODS: dict[str, tuple[Method, bool]] = {
     "squeezed": (Squeezed(), False),
@@ -55,6 +68,15 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "csattention by its lists alone + residual": (CSAttention(rerank=1.0), True),
     "quest + residual": (Quest(), True),
     "window + residual": (Window(), True),
+    "snapkv": (SnapKV(), False),
+    "h2o": (H2O(), False),
+    "keydiff": (KeyDiff(), False),
+    "tidaldecode": (TidalDecode(), False),
+    "lessismore": (LessIsMore(), False),
+    "pqcache": (PQCache(), False),
+    "sparq": (SparQ(mean_value=True), False),
+    "loki": (Loki(dims=5), False),
+    "magicpig": (MagicPIG(hash_bits=4, hash_tables=10), False),
 }
 """Each method that is decoded with, and whether with a residual."""
 

@@ -6,6 +6,7 @@ from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.pqcache import PQCacheIndexer
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Guard
@@ -13,17 +14,24 @@ from sparsekv.runtime.methods import Method
 from sparsekv.runtime.middle_rows import PLACEMENTS
 from sparsekv.runtime.multipole import Multipole
 from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.pqcache import PQCache
 from sparsekv.runtime.quest import Quest
+from sparsekv.runtime.snapkv import SnapKV
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.tidaldecode import TidalDecode
 
 INDEXERS = {
     "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "pqcache": PQCacheIndexer(pq_bytes=4),
 }
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
     "multipole": Multipole(stream=True, buffer=8),
     "quest": Quest(),
+    "snapkv": SnapKV(),
+    "tidaldecode": TidalDecode(),
+    "pqcache": PQCache(rerank=2.0),
 }
 
 

@@ -10,13 +10,22 @@ from support.small_index import build_small
 from support.small_layer import asked, chosen_tokens
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.h2o import H2OIndexer
+from sparsekv.indexing.pqcache import PQCacheIndexer
+from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.h2o import H2O
+from sparsekv.runtime.keydiff import KeyDiff
+from sparsekv.runtime.loki import Loki
 from sparsekv.runtime.methods import Method, Selection, Selector
-from sparsekv.runtime.open import OpenIndex, prepare_layer
+from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.oracle import Oracle
+from sparsekv.runtime.pqcache import PQCache
 from sparsekv.runtime.queries import tail_block
 from sparsekv.runtime.quest import Quest
 from sparsekv.runtime.recall import Measured, Measures, measure_layer
+from sparsekv.runtime.snapkv import SnapKV
+from sparsekv.runtime.sparq import SparQ
 from sparsekv.runtime.squeezed import Squeezed
 from sparsekv.runtime.window import Window
 
@@ -28,6 +37,13 @@ METHODS: dict[str, tuple[str, Method]] = {
     "quest": ("quest", Quest()),
     "oracle": ("oracle", Oracle()),
     "window": ("window", Window()),
+    "snapkv": ("snapkv", SnapKV()),
+    "h2o": ("h2o", H2O()),
+    "keydiff": ("keydiff", KeyDiff()),
+    "pqcache": ("pqcache", PQCache()),
+    "pqcache reranked": ("pqcache", PQCache(rerank=1.5)),
+    "sparq": ("sparq", SparQ(channels=5)),
+    "loki": ("loki", Loki(dims=5)),
 }
 _Choice = tuple[Selector, Selection, torch.Tensor]
 
@@ -35,7 +51,12 @@ _Choice = tuple[Selector, Selection, torch.Tensor]
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt-oss"])
 def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     """Plain attention, soft-capped logits, and learned sink logits, in turn."""
-    index: OpenIndex = build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param)
+    methods = {
+        "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
+        "h2o": H2OIndexer(),
+        "pqcache": PQCacheIndexer(pq_bytes=4),
+    }
+    index = build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param, methods=methods)
     return index.artifact
 
 

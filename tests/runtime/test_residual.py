@@ -18,15 +18,25 @@ from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.loki import Loki
 from sparsekv.runtime.methods import Method, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.snapkv import SnapKV
 from sparsekv.runtime.squeezed import Squeezed
+from sparsekv.runtime.tidaldecode import TidalDecode
 from sparsekv.runtime.window import Window
 
-METHODS: dict[str, Method] = {"quest": Quest(page_size=7), "oracle": Oracle(), "window": Window()}
+METHODS: dict[str, Method] = {
+    "quest": Quest(page_size=7),
+    "oracle": Oracle(),
+    "window": Window(),
+    "snapkv": SnapKV(),
+    "tidaldecode": TidalDecode(),
+    "loki": Loki(dims=5),
+}
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 properties = settings(max_examples=15, deadline=None)
 budgets = st.builds(Budget, st.integers(1, 200) | st.floats(0.01, 1.0))

@@ -53,10 +53,13 @@ def _is_killed(build: Callable[[Path], object], folder: Path, operation: int) ->
     return False
 
 
-def interrupted_builds(root: Path, build: Callable[[Path], object], base: Path | None = None) -> Iterator[Path]:
+def interrupted_builds(
+    root: Path, build: Callable[[Path], object], base: Path | None = None, *, least: int = 20
+) -> Iterator[Path]:
     """Folders as left by `build(folder)` when it is killed before its first, second, ... file operation.
 
-    Each starts from a copy of `base`, or from nothing; the last one was killed before the build's last operation.
+    Each starts from a copy of `base`, or from nothing; the last one was killed before the build's last operation. Fails
+    when there were not more than `least` operations, for then it saw no build.
     """
     operation = 1
     while True:
@@ -64,7 +67,7 @@ def interrupted_builds(root: Path, build: Callable[[Path], object], base: Path |
         if base is not None:
             shutil.copytree(base, folder)
         if not _is_killed(build, folder, operation):
-            assert operation > 20
+            assert operation > least
             return
         yield folder
         operation += 1

@@ -65,7 +65,15 @@ def small_layer(
     tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))
     tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
-    context = MiddleContext(keys[:, inside], facts, tensors, calibration, first_token=SINKS, parameters=asdict(indexer))
+    context = MiddleContext(
+        keys[:, inside],
+        facts,
+        tensors,
+        calibration,
+        first_token=SINKS,
+        parameters=asdict(indexer),
+        observed=normal(seed + 5, Hk, G, TAIL // 2, D),
+    )
     return SmallLayer(keys, values, queries.unflatten(0, (Hk, G)), split, context)
 
 

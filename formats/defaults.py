@@ -1,0 +1,40 @@
+"""Writing the setting that an index is used with by default: the manifest alone changes."""
+
+from pathlib import Path
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.lock import acquire_lock
+from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
+from sparsekv.formats.sync import write_atomically
+
+
+def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
+    """Replace the manifest of a finished index by one with these defaults, atomically, under the lock of a build.
+
+    Identity and files stay as they are; what an interrupted build left to be resumed stays there too.
+
+    Args:
+        base: the manifest of the index that the defaults were measured on.
+
+    Returns:
+        The sealed manifest.
+
+    Raises:
+        ArtifactError: the index is gone or another one by now, another process builds it, or it cannot be written.
+    """
+    read_manifest(folder)  # before the lock, which would make a folder that is gone
+    try:
+        lock = acquire_lock(folder)
+        try:
+            manifest = read_manifest(folder)
+            if manifest.uuid != base.uuid:
+                raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
+            data, sealed = manifest_bytes(manifest.model_copy(update={"defaults": defaults}))
+            write_atomically(folder / MANIFEST, data)
+        finally:
+            lock.release()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ArtifactError(f"cannot write {folder}: {reason}; make room or permission there") from None
+    return sealed

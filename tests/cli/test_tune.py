@@ -1,0 +1,148 @@
+"""`tune`, and `generate` that takes what it found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import run_here
+
+from sparsekv.formats.defaults import write_defaults
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.schema import Defaults, Target
+
+TUNE = ("tune", "--target-recall", "0.7", "--method", "squeezed", "--method", "quest", "--method", "window")
+ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", "4", "--model", "model", "--json")
+
+
+def tuned(*more: str) -> dict[str, Any]:
+    """What `tune --json` says, after the options of TUNE."""
+    outcome = run_here(*TUNE, *more, "--json", "-q")
+    assert outcome.code == 0, outcome.stderr
+    return dict(json.loads(outcome.stdout))
+
+
+def asked(*options: str) -> dict[str, Any]:
+    """What `generate --json` says."""
+    outcome = run_here(*ASK, *options)
+    assert outcome.code == 0, outcome.stderr
+    return dict(json.loads(outcome.stdout))
+
+
+def first_method() -> str:
+    """What `generate` takes where an index has no default."""
+    return next(iter(read_manifest(Path("doc.skv")).methods))
+
+
+@pytest.fixture
+def setting(place: Path) -> Defaults:
+    """A default with budgets by layer and a parameter that is not its method's default."""
+    manifest = read_manifest(place / "doc.skv")
+    defaults = Defaults(
+        method="quest",
+        variant="",
+        parameters={"page_size": 2},
+        budget=0.5,
+        layer_budgets={0: 0.25, 1: 0.75, 2: 0.5},
+        residual=False,
+        target=Target(measure="recall", value=0.9),
+        calibration=0.91,
+        held_out=0.9,
+        kv_fraction=0.6,
+    )
+    write_defaults(place / "doc.skv", manifest, defaults)
+    return defaults
+
+
+def test_the_best_setting_becomes_the_default_and_is_used(place: Path) -> None:
+    before = asked()
+    assert (before["method"], before["budget"]) == (first_method(), 0.1)
+    found = tuned()
+    best = found["methods"][0]
+    assert best["holds"]
+    assert best["held_out"] >= 0.7 - found["tolerance"]
+    manifest = read_manifest(place / "doc.skv")
+    assert manifest.defaults is not None
+    assert manifest.defaults.model_dump(mode="json") == found["default"]
+    after = asked()
+    assert (after["method"], after["budget"]) == (best["method"], best["budget"])
+    assert best["layer_budgets"] is None
+    parameters = [f"--{name.replace('_', '-')}={value}" for name, value in best["parameters"].items()]
+    by_hand = asked("--method", best["method"], "--budget", str(best["budget"]), *parameters)
+    assert (by_hand["text"], by_hand["kv_fraction"]) == (after["text"], after["kv_fraction"])
+
+
+def test_rows_are_sorted_and_those_that_hold_nothing_come_last(place: Path) -> None:
+    rows = tuned("--dry-run")["methods"]
+    assert {row["method"] for row in rows} == {"squeezed", "quest", "window"}
+    assert rows[-1]["method"] == "window"
+    assert not rows[-1]["holds"]
+    holding = [row["kv_fraction"] for row in rows if row["holds"]]
+    assert holding == sorted(holding)
+    assert all(row["holds"] for row in rows[: len(holding)])
+    assert read_manifest(place / "doc.skv").defaults is None
+
+
+def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
+    outcome = run_here(*TUNE)
+    assert outcome.code == 0, outcome.stderr
+    rows = [line for line in outcome.stdout.splitlines() if "%" in line]
+    assert len(rows) == 3
+    assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
+    assert "is the default now" in outcome.stderr
+    assert "recall" in run_here("inspect").stdout
+
+
+@pytest.mark.parametrize("options", [("--method", "quest"), ("--budget", "20%"), ("--lookup", "flat"), ("--residual",)])
+def test_any_choice_of_ones_own_leaves_the_default_out(
+    place: Path, setting: Defaults, options: tuple[str, ...]
+) -> None:
+    told = asked(*options)
+    assert told["method"] == ("quest" if "quest" in options else first_method())
+    assert told["budget"] == (0.2 if "20%" in options else 0.1)
+
+
+def test_a_parameter_of_the_questions_prefill_is_no_choice_for_the_answer(place: Path, setting: Defaults) -> None:
+    assert asked("--prefill", "quest", "--page-size", "8")["budget"] == setting.budget
+
+
+def test_budgets_by_layer_and_parameters_reach_the_cache(place: Path, setting: Defaults) -> None:
+    """Every layer reads as many tokens as its own budget: on average what half of all in each layer is."""
+    told = asked()
+    assert (told["method"], told["budget"]) == ("quest", 0.5)
+    same = asked("--method", "quest", "--page-size", "2", "--budget", "50%")
+    assert told["kv_fraction"] == pytest.approx(same["kv_fraction"], rel=1e-2)
+    assert asked("--method", "quest", "--budget", "50%")["kv_fraction"] < 0.75 * same["kv_fraction"]
+
+
+def test_stats_alone_say_that_it_is_the_default(place: Path, setting: Defaults) -> None:
+    assert "default" not in run_here(*ASK).stderr
+    assert "the index's default: quest at 50%" in run_here(*ASK, "--stats").stderr
+
+
+def test_inspect_shows_the_default(place: Path, setting: Defaults) -> None:
+    assert "quest at 50%, on average over layers: recall 0.9000" in run_here("inspect", "-q").stdout
+    assert json.loads(run_here("inspect", "-q", "--json").stdout)["defaults"]["method"] == "quest"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"method": "gone"}, "no method 'gone'"), ({"parameters": {"pages": 3}}, "knows no pages")],
+    ids=["method", "parameter"],
+)
+def test_a_default_that_cannot_run_any_more(place: Path, setting: Defaults, change: dict[str, Any], says: str) -> None:
+    manifest = read_manifest(place / "doc.skv")
+    write_defaults(place / "doc.skv", manifest, setting.model_copy(update=change))
+    outcome = run_here(*ASK)
+    message = outcome.error()
+    assert outcome.code == 1
+    for part in (says, "doc.skv", "sparsekv tune", "--method"):
+        assert part in message, message
+
+
+def test_a_target_out_of_reach_leaves_the_index_as_it_is(place: Path) -> None:
+    outcome = run_here("tune", "--target-recall", "0.5", "--method", "window", "-q")
+    assert outcome.code == 1
+    assert "does not hold it" in outcome.stdout
+    assert outcome.stderr.splitlines()[-1].startswith("sparsekv: error: no setting reads less than everything")
+    assert read_manifest(place / "doc.skv").defaults is None

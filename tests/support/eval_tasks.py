@@ -1,0 +1,28 @@
+"""Requests for tasks over a real text, with a tokenizer that is quick to count with."""
+
+import re
+from pydoc_data.topics import topics
+from typing import Any
+
+from sparsekv.runtime.evaluation.tasks import Request
+
+TEXT = "\n\n".join(topics[name] for name in sorted(topics))
+PAIRS = (
+    ("What is an assert statement for?", ("debugging assertions",)),
+    ("What is nowhere in it?", ("forty-two elephants",)),
+)
+
+
+def count_words(text: str) -> int:
+    """Tokens of a tokenizer that takes words and every other sign apart."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def request(**changes: Any) -> Request:
+    """Two contexts of 1,000 tokens with three questions each."""
+    return Request(
+        **(
+            {"text": TEXT, "count": count_words, "length": 1000, "contexts": 2, "questions": 3, "pairs": PAIRS}
+            | changes
+        )
+    )
