@@ -97,6 +97,34 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("tune", "--target-error", "0"), 2, ("--target-error 0", "between 0 and 1")),
         (("tune", "--target-recall", "0.9", "--method", "nonsense"), 2, ("'nonsense'", "quest")),
         (("tune", "--target-recall", "0.9", "--method", "oracle"), 2, ("--method oracle", "choose another")),
+        (("eval",), 2, ("--data", "--format")),
+        (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("one of the two",)),
+        (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
+        (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),
+        (("eval", "--data", "doc.txt", "--format", "ruler"), 2, ("doc.txt, line 1", "JSON object")),
+        (("eval", "--data", "doc.txt", "--format", "squad"), 2, ("--format squad", "longbench")),
+        (("eval", "--data", "doc.txt", "--format", "ruler", "--task", "vt"), 2, ("leave out --task",)),
+        (("eval", "none.txt"), 2, ("no such file", "none.txt")),
+        (("eval", "-"), 2, ("standard input", "--work")),
+        (("eval", "doc.txt", "--task", "nonsense"), 2, ("'nonsense'", "niah-single")),
+        (("eval", "doc.txt", "--method", "nonsense"), 2, ("'nonsense'", "oracle")),
+        (("eval", "doc.txt", "--prefill", "nonsense"), 2, ("--prefill nonsense", "dense")),
+        (("eval", "doc.txt", "--method", "oracle", "--page-size", "8"), 2, ("--page-size", "oracle")),
+        (("eval", "doc.txt", "--question-prefill", "nonsense"), 2, ("'nonsense'", "quoka")),
+        (("eval", "doc.txt", "--question-prefill", "dense", "--question-budget", "0"), 2, ("--question-budget 0",)),
+        (("eval", "doc.txt", "--budget", "0"), 2, ("--budget 0",)),
+        (("eval", "doc.txt", "--contexts", "0"), 2, ("--contexts 0",)),
+        (("eval", "doc.txt", "--questions", "0"), 2, ("--questions 0",)),
+        (("eval", "doc.txt", "--length", "0"), 2, ("--length 0",)),
+        (("eval", "doc.txt", "--depth", "101"), 2, ("--depth 101", "percentage")),
+        (("eval", "doc.txt", "--pairs", "none.jsonl", "--task", "qa"), 2, ("--pairs none.jsonl", "no such file")),
+        (("eval", "doc.txt", "--task", "qa", "--model", "model"), 2, ("--task qa", "--pairs FILE")),
+        (("eval", "doc.txt", "--model", "model"), 2, ("the text has no 4096 tokens",)),
+        (("eval", "doc.txt", "--model", "model", "--length", "50"), 2, ("--length 50 is too small for niah-facts",)),
+        (("eval", "doc.txt", "--model", "model", "--task", "fwe", "--length", "4096"), 2, ("room for", "--length")),
+        (("eval", "doc.txt", "--json", "--csv"), 2, ("--json", "--csv")),
+        (("eval", "doc.txt", "--plot", "none/x.png"), 2, ("none/x.png", "folder")),
+        (("eval", "doc.txt", "--model", "none"), 2, ("none", "models list")),
         (("inspect", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
         (("inspect", "--nonsense"), 2, ("--nonsense",)),
         (("models", "pull", "no/such/model"), 2, ("no/such/model",)),
@@ -107,6 +135,11 @@ def test_usage(place: Path, arguments: tuple[str, ...], code: int, says: tuple[s
     before = sorted(place.rglob("*"))
     _fails(code, *arguments, says=says)
     assert sorted(place.rglob("*")) == before
+
+
+def test_an_evaluation_that_cannot_be_written(place: Path) -> None:
+    run = ("eval", "doc.txt", "--model", "model", "--method", "dense", "--length", "600", "--contexts", "1", "-q")
+    _fails(1, *run, "--work", "doc.txt", says=("cannot write doc.txt/answers.jsonl", "--work"))
 
 
 def test_no_index_and_two(place: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,4 +37,13 @@ class Command:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    def kill_when(self, ready: Callable[[], bool]) -> None:
+        """`kill -9` as soon as something is so; fails where the command ends before."""
+        process = self._start()
+        while not ready():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
         process.communicate()

@@ -1,0 +1,90 @@
+"""Answers on disk: one line each, in a file that only grows, so that a run that was killed goes on where it stopped."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from filelock import FileLock, Timeout
+
+from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.errors import SparsekvError
+
+FILE = "answers.jsonl"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model gave for one question: a text, or for a continuation the log-loss of a token, in nats."""
+
+    text: str
+    loss: float | None
+    kv_fraction: float
+    seconds: float
+
+
+def answer_key(decides: dict[str, Any]) -> str:
+    """Name of an answer: the hash of everything that decides it."""
+    return hash_json(decides)
+
+
+class Answers:
+    """The answers of a folder, by key. Used as a context manager; one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._lock = FileLock(folder / f".{FILE}.lock", timeout=0)
+        self._file: IO[bytes] | None = None
+        self.known: dict[str, Given] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._file = self._path.open("a+b")
+            self._load(self._file)
+        except Timeout:
+            raise SparsekvError(f"{self._path.parent} is in use by another run; wait for it or give --work") from None
+        except OSError as error:
+            raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}; give another --work") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._lock.release()
+
+    def add(self, key: str, given: Given, told: dict[str, Any]) -> None:
+        """Write an answer so that it outlives a crash; `told` is for a person who reads the file.
+
+        Raises:
+            SparsekvError: the disk is full or gone.
+        """
+        assert self._file is not None
+        line = json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
+        self.known[key] = given
+
+    def _load(self, file: IO[bytes]) -> None:
+        """Read what is there; a last line without its end was being written when the run died, and goes."""
+        file.seek(0)
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        file.truncate(whole)
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                record = json.loads(line)
+                self.known[record["key"]] = Given(**{name: record[name] for name in Given.__dataclass_fields__})
+            except (ValueError, KeyError, TypeError):
+                raise SparsekvError(
+                    f"line {number} of {self._path} is damaged; remove it, and its question is asked again"
+                ) from None

@@ -1,0 +1,140 @@
+"""How an answer is scored, from 0 to 1, by the rules that the benchmarks publish."""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rapidfuzz import fuzz
+from rapidfuzz.distance import LCSseq
+
+from sparsekv.runtime.evaluation.tasks import Question
+
+Score = Callable[[str, Question], float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score of one answer; a mean of scores is told as `summary` of it.
+
+    A `continuation` is not generated but read: its score is the negative log-likelihood of a token, in nats.
+    """
+
+    score: Score
+    summary: Callable[[float], float] = lambda mean: 100 * mean
+    unit: str = "%"
+    continuation: bool = False
+
+
+def match_all(answer: str, question: Question) -> float:
+    """RULER's `string_match_all`: the share of the expected that the answer contains, whatever the case."""
+    return sum(expected.lower() in answer.lower() for expected in question.answers) / len(question.answers)
+
+
+def match_part(answer: str, question: Question) -> float:
+    """RULER's `string_match_part`: whether the answer contains any of the expected."""
+    return float(any(expected.lower() in answer.lower() for expected in question.answers))
+
+
+def normalise(text: str) -> str:
+    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def f1(answer: str, question: Question) -> float:
+    """SQuAD's and LongBench's: harmonic mean of precision and recall over words, best of the expected answers."""
+    return max(_f1(normalise(answer).split(), normalise(expected).split()) for expected in question.answers)
+
+
+def f1_first_line(answer: str, question: Question) -> float:
+    """F1 of the first line, for prompts with examples, after which a model goes on with more of them."""
+    return f1(first_line(answer), question)
+
+
+def _f1(answer: list[str], expected: list[str]) -> float:
+    shared = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * shared / (len(answer) + len(expected)) if shared else 0.0
+
+
+def rouge_l(answer: str, question: Question) -> float:
+    """F1 over the longest common subsequence of words, best of the expected answers."""
+    return max(_rouge_l(answer.split(), expected.split()) for expected in question.answers)
+
+
+def rouge_l_first_line(answer: str, question: Question) -> float:
+    """ROUGE-L of the first line."""
+    return rouge_l(first_line(answer), question)
+
+
+def _rouge_l(answer: list[str], expected: list[str]) -> float:
+    both = len(answer) + len(expected)
+    return 2 * LCSseq.similarity(answer, expected) / both if both else 0.0
+
+
+def classification(answer: str, question: Question) -> float:
+    """LongBench's: 1 over the number of labels that the first line names, if the right one is among them."""
+    line = first_line(answer)
+    return max(_class(line, expected, question.classes) for expected in question.answers)
+
+
+def _class(line: str, expected: str, classes: tuple[str, ...]) -> float:
+    named = [label for label in classes if label in line and (label == expected or label not in expected)]
+    return 1 / len(named) if expected in named else 0.0
+
+
+def retrieval(answer: str, question: Question) -> float:
+    """LongBench's: the share of the numbers in the answer that are the paragraph's."""
+    numbers = [number for expected in question.answers for number in re.findall(r"\d+", expected)[:1]]
+    return max((_share_of_numbers(answer, number) for number in numbers), default=0.0)
+
+
+def count(answer: str, question: Question) -> float:
+    """LongBench's: the share of the numbers in the answer that are the expected one."""
+    return max(_share_of_numbers(answer, expected) for expected in question.answers)
+
+
+def _share_of_numbers(answer: str, expected: str) -> float:
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(expected) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(answer: str, question: Question) -> float:
+    """LongBench's: edit similarity of the first line that is code."""
+    lines = answer.lstrip("\n").split("\n")
+    line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
+    return max(fuzz.ratio(line, expected) / 100 for expected in question.answers)
+
+
+def choice(answer: str, question: Question) -> float:
+    """LongBench-v2's: whether the letter after "The correct answer is" is the right one; no letter is wrong."""
+    text = answer.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found.group(1) in question.answers)
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty."""
+    return text.lstrip("\n").split("\n")[0]
+
+
+def _unscored(answer: str, question: Question) -> float:
+    raise TypeError("a continuation is not generated")
+
+
+METRICS = {
+    "match-all": Metric(match_all),
+    "match-part": Metric(match_part),
+    "f1": Metric(f1),
+    "f1-first-line": Metric(f1_first_line),
+    "rouge-l": Metric(rouge_l),
+    "rouge-l-first-line": Metric(rouge_l_first_line),
+    "classification": Metric(classification),
+    "retrieval": Metric(retrieval),
+    "count": Metric(count),
+    "code-similarity": Metric(code_similarity),
+    "choice": Metric(choice),
+    "perplexity": Metric(_unscored, math.exp, "", continuation=True),
+}

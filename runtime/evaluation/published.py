@@ -1,0 +1,187 @@
+"""Contexts and questions that others published, from their own jsonl files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.evaluation.haystack import largest
+from sparsekv.runtime.evaluation.longbench import DATASETS
+from sparsekv.runtime.evaluation.reading import ask
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+RULER_ENDS = (
+    ("\n\nAnswer the question based on the given documents.", "match-part", 32, "qa", " Answer:"),
+    ("\nQuestion: Find all variables", "match-all", 30, "vt", " Answer:"),
+    ("\nQuestion: Do not provide any explanation.", "match-all", 50, "fwe", " Answer:"),
+    ("\nQuestion: What are the", "match-all", 120, "cwe", " Answer:"),
+    ("\nWhat are all the special magic", "match-all", 128, "niah", " The special magic"),
+    ("\nWhat is the special magic", "match-all", 128, "niah", " The special magic"),
+)
+"""How the question of each of RULER's tasks begins, its metric and longest answer, and how its answer begins."""
+
+CHOICES = (
+    "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
+    "(C) {choice_C}\n(D) {choice_D}\n\n"
+    'Format your response as follows: "The correct answer is (insert answer here)".'
+)
+
+
+def read_published(file: str, form: str) -> list[Context]:
+    """Contexts of a jsonl file, each line one or, for `prefixqa`, one with many questions.
+
+    Raises:
+        UsageError: an unknown form, a file that cannot be read, or a line that is not of this form.
+    """
+    if form not in FORMATS:
+        raise UsageError(f"--format {form}: choose one of {', '.join(FORMATS)}")
+    return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
+
+
+def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Questions and their answers, one object a line: `question`, and `answers` or `answer`.
+
+    Raises:
+        UsageError: a file that cannot be read, or a line that is not of this form.
+    """
+    option = "--pairs"
+    return tuple(_guarded(_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option))
+
+
+def shorten(text: str, count: CountTokens, limit: int) -> str:
+    """A text of at most `limit` tokens, the middle cut out where it has more, as LongBench does it."""
+    if count(text) <= limit:
+        return text
+
+    def halves(kept: int) -> str:
+        return text[: kept // 2] + text[len(text) - kept // 2 :]
+
+    # A cut can change how its neighbours are tokenised, by a few tokens: look for the last that fits, roughly.
+    return halves(max(0, largest(lambda kept: count(halves(kept)) <= limit, len(text))))
+
+
+def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{option} {file} is not text in UTF-8") from None
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                found.append((number, dict(json.loads(line))))
+            except (ValueError, TypeError):
+                raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
+    if not found:
+        raise UsageError(f"{option} {file} is empty; give one JSON object a line")
+    return found
+
+
+def _read(record: Record, number: int, reader: Callable[[Record, str], Context], where: str) -> Context:
+    return _guarded(lambda one: reader(one, f"line {number}"), record, f"{where}, line {number}")
+
+
+def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
+    try:
+        return reader(record)
+    except KeyError as error:
+        raise UsageError(f"{where}: no field {error}; there are: {', '.join(record)}") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    values = tuple(str(one) for one in value) if isinstance(value, list) else (str(value),)
+    if not values:
+        raise ValueError("a question has no answer")
+    return values
+
+
+def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
+    return str(record["question"]), _strings(record["answers"] if "answers" in record else record["answer"])
+
+
+def _longbench(record: Record, name: str) -> Context:
+    dataset = str(record["dataset"]).removesuffix("_e")
+    if dataset not in DATASETS:
+        raise ValueError(f"dataset {dataset} has no English metric here; there are: {', '.join(DATASETS)}")
+    known = DATASETS[dataset]
+    head, tail = known.prompt.split("{context}")
+    question = Question(
+        text=tail.replace("{input}", str(record["input"])),
+        answers=_strings(record["answers"]),
+        metric=known.metric,
+        max_new_tokens=known.max_new_tokens,
+        classes=_strings(record.get("all_classes") or [""]),
+    )
+    return Context(dataset, str(record.get("_id", name)), head + str(record["context"]), (question,), bare=known.bare)
+
+
+def _ruler(record: Record, name: str) -> Context:
+    text = str(record["input"])
+    ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
+    if not ends:
+        raise ValueError("the input ends with no question of RULER's tasks")
+    # The last to begin: a prompt with an example has a question before the context too.
+    at, (_, metric, longest, task, begins) = max(ends)
+    asked, prefix = text[at:], str(record.get("answer_prefix", "")).strip()
+    if not prefix and begins in asked:
+        asked, prefix = asked[: asked.rindex(begins)], asked[asked.rindex(begins) :].strip()
+    question = Question(f"{asked} " if prefix else asked, _strings(record["outputs"]), metric, longest, prefix)
+    return Context(task, str(record.get("index", name)), text[:at], (question,))
+
+
+def _longbench_v2(record: Record, name: str) -> Context:
+    head = "Please read the following text and answer the question below.\n\n<text>\n"
+    fields = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
+    filled = CHOICES.format(**{field: str(record[field]).strip() for field in fields})
+    question = Question(f"\n</text>\n\n{filled}", _strings(record["answer"]), "choice", 128)
+    task = f"longbench-v2 {record['domain']}" if "domain" in record else "longbench-v2"
+    return Context(task, str(record.get("_id", name)), head + str(record["context"]).strip(), (question,))
+
+
+def _niah(record: Record, name: str) -> Context:
+    """A haystack with its needle in it: the share of the needle's words, where no `answer` says what counts."""
+    text, needle = str(record["context"]), str(record["needle"]).strip()
+    if needle not in text:
+        raise ValueError("the needle does not stand in the context")
+    asked = str(record["retrieval_question"] if "retrieval_question" in record else record["question"])
+    exact = "answer" in record
+    question = Question(
+        text=f"\n\n{asked} Don't give information outside the document or repeat your findings",
+        answers=_strings(record["answer"]) if exact else (needle,),
+        metric="match-part" if exact else "f1",
+        max_new_tokens=64,
+        depth=text.index(needle) / len(text),
+    )
+    return Context("niah", str(record.get("index", name)), text, (question,))
+
+
+def _prefixqa(record: Record, name: str) -> Context:
+    text, asked = str(record["context"]), record["questions"]
+    if all(isinstance(one, dict) for one in asked):
+        pairs = [_pair(one) for one in asked]
+    else:
+        answers = record["answers"]
+        if len(answers) != len(asked):
+            raise ValueError(f"{len(asked)} questions and {len(answers)} answers")
+        pairs = [(str(question), _strings(answer)) for question, answer in zip(asked, answers, strict=True)]
+    if not pairs:
+        raise ValueError("no questions")
+    questions = [ask(question, answers, text) for question, answers in pairs]
+    return Context("prefixqa", str(record.get("id", name)), text, tuple(questions))
+
+
+FORMATS: dict[str, Callable[[Record, str], Context]] = {
+    "longbench": _longbench,
+    "ruler": _ruler,
+    "longbench-v2": _longbench_v2,
+    "niah": _niah,
+    "prefixqa": _prefixqa,
+}

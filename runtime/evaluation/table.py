@@ -1,0 +1,160 @@
+"""From answers to one table: a score and its distance from dense attention's, each with an interval."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparsekv.runtime.evaluation.answers import Given
+from sparsekv.runtime.evaluation.bootstrap import interval, paired_difference
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.tasks import Context, Question
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True, order=True)
+class Way:
+    """How questions are answered: what prefilled the context, which method reads it (`dense`: all of it), in which
+    variant, with what budget."""
+
+    prefill: str
+    method: str
+    variant: str = ""
+    budget: float | int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One question, answered in one way."""
+
+    context: Context
+    question: Question
+    way: Way
+    given: Given
+
+    @property
+    def score(self) -> float:
+        """As the question's metric has it."""
+        if self.given.loss is not None:
+            return self.given.loss
+        return METRICS[self.question.metric].score(self.given.text, self.question)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task at one length, in one way: score and difference from dense attention in the metric's unit, with the
+    ends of their 95% intervals. The difference is None for dense attention itself."""
+
+    task: str
+    length: int | None
+    prefill: str
+    method: str
+    variant: str
+    budget: float | int | None
+    metric: str
+    unit: str
+    contexts: int
+    questions: int
+    score: float
+    score_low: float
+    score_high: float
+    difference: float | None
+    difference_low: float | None
+    difference_high: float | None
+    kv_fraction: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean score of needles at one length and depth, in one way; `depth` is the middle of a tenth."""
+
+    task: str
+    length: int
+    depth: float
+    prefill: str
+    method: str
+    variant: str
+    budget: float | int | None
+    questions: int
+    score: float
+
+
+def rows(results: Iterable[Result], seed: int = 0) -> list[Row]:
+    """The table, by task, length and metric, and within these in the order in which ways were first taken.
+
+    Questions that were not answered in every way of their group are left out, so that all ways are told of the same.
+    """
+    groups: dict[tuple[str, int | None, str], list[Result]] = {}
+    for result in results:
+        key = (result.context.task, result.context.length, result.question.metric)
+        groups.setdefault(key, []).append(result)
+    return [row for key, group in groups.items() for row in _group(*key, group, seed)]
+
+
+def _group(task: str, length: int | None, metric: str, results: list[Result], seed: int) -> list[Row]:
+    ways: dict[Way, dict[str, dict[Question, Result]]] = {}
+    for result in results:
+        ways.setdefault(result.way, {}).setdefault(result.context.name, {})[result.question] = result
+    shared = _shared(list(ways.values()))
+    base = next((way for way in ways if way.method == DENSE), None)
+    told = METRICS[metric]
+    found = []
+    for way, answered in ways.items():
+        kept = [[answered[name][question] for question in questions] for name, questions in shared.items()]
+        scores = [[result.score for result in one] for one in kept]
+        score = interval(scores, told.summary, seed=seed)
+        difference = None
+        if base is not None and way != base:
+            others = [[ways[base][name][question].score for question in asked] for name, asked in shared.items()]
+            difference = paired_difference(scores, others, told.summary, seed=seed)
+        flat = [result.given for one in kept for result in one]
+        found.append(
+            Row(
+                task=task,
+                length=length,
+                **asdict(way),
+                metric=metric,
+                unit=told.unit,
+                contexts=len(kept),
+                questions=len(flat),
+                score=score.value,
+                score_low=score.low,
+                score_high=score.high,
+                difference=None if difference is None else difference.value,
+                difference_low=None if difference is None else difference.low,
+                difference_high=None if difference is None else difference.high,
+                kv_fraction=_mean([given.kv_fraction for given in flat]),
+                seconds=_mean([given.seconds for given in flat]),
+            )
+        )
+    return found
+
+
+def _shared(ways: list[dict[str, dict[Question, Result]]]) -> dict[str, list[Question]]:
+    """The questions of each context that every way answered."""
+    shared = {}
+    for name, asked in ways[0].items():
+        kept = [question for question in asked if all(question in way.get(name, {}) for way in ways)]
+        if kept:
+            shared[name] = kept
+    return shared
+
+
+def cells(results: Iterable[Result]) -> list[Cell]:
+    """Mean scores of questions whose answer stands in one place, by length and tenth of the depth."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for result in results:
+        depth, length = result.question.depth, result.context.length
+        if depth is not None and length is not None:
+            tenth = min(int(10 * depth), 9) / 10 + 0.05
+            key = (result.context.task, length, tenth, result.way, METRICS[result.question.metric])
+            found.setdefault(key, []).append(result.score)
+    return [
+        Cell(task, length, depth, **asdict(way), questions=len(scores), score=metric.summary(_mean(scores)))
+        for (task, length, depth, way, metric), scores in found.items()
+    ]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,170 @@
+"""The evaluation as a person runs it: what it writes, and that it goes on where it was killed with the same numbers."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+from support.command import run_here
+from support.killed import Command
+from support.tiny_models import save_tiny
+
+TASKS = ("--task", "niah-multikey", "--task", "perplexity", "--length", "500", "--contexts", "2", "--questions", "2")
+WAYS = ("--method", "oracle", "--method", "multipole", "--budget", "5%", "--budget", "100%", "--max-new-tokens", "6")
+SMALL = (*TASKS, *WAYS, "--sinks", "4", "--tail", "16", "-q")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and a document."""
+    folder = tmp_path_factory.mktemp("eval")
+    save_tiny(folder / "model")
+    (folder / "doc.txt").write_text("\n\n".join(topics.values())[:40_000], encoding="utf-8")
+    return folder
+
+
+def _small(place: Path, work: Path, *more: str | Path) -> tuple[str | Path, ...]:
+    return ("eval", place / "doc.txt", "--model", place / "model", "--work", work, *SMALL, *more)
+
+
+def _run(*arguments: str | Path) -> str:
+    outcome = run_here(*arguments)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == ""
+    return outcome.stdout
+
+
+def _rows(stdout: str) -> list[dict[str, Any]]:
+    """But for the seconds, which no two runs share."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in json.loads(stdout)["rows"]]
+
+
+def _answers(work: Path) -> dict[str, tuple[str, float | None]]:
+    lines = (work / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len({record["key"] for record in records}) == len(records), "an answer was given twice"
+    return {record["key"]: (record["text"], record["loss"]) for record in records}
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path) -> tuple[Path, str]:
+    """A whole run: its folder, and what it wrote as JSON."""
+    return place / "straight", _run(*_small(place, place / "straight", "--json", "--plot", place / "x.png"))
+
+
+def test_every_way_is_told_beside_dense_attention(place: Path, straight: tuple[Path, str]) -> None:
+    rows = _rows(straight[1])
+    assert [(row["task"], row["method"], row["budget"]) for row in rows] == [
+        (task, method, budget)
+        for task in ("niah-multikey", "perplexity")
+        for method, budget in [
+            ("dense", None),
+            *((method, budget) for method in ("oracle", "multipole") for budget in (0.05, 1.0)),
+        ]
+    ]
+    for row in rows:
+        assert (row["contexts"], row["questions"]) == (2, 4 if row["task"] == "niah-multikey" else 2)
+        assert row["score_low"] <= row["score"] <= row["score_high"]
+        assert (row["difference"] is None) == (row["method"] == "dense")
+        assert row["budget"] is None or row["kv_fraction"] >= row["budget"] * 0.9
+    # With the whole document to read, every method is dense attention.
+    for row in rows:
+        if row["budget"] == 1.0:
+            assert row["difference"] == pytest.approx(0, abs=1e-3 * max(1, row["score"]))
+    assert (place / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert len(_answers(straight[0])) == 5 * (4 + 2)
+    assert not list((straight[0] / "indices").iterdir())
+
+
+def test_a_second_run_answers_nothing_anew(place: Path, straight: tuple[Path, str]) -> None:
+    work, before = straight[0], _answers(straight[0])
+    assert _run(*_small(place, work, "--json")) == straight[1]
+    as_csv = list(csv.DictReader(io.StringIO(_run(*_small(place, work, "--csv")))))
+    assert [float(row["score"]) for row in as_csv] == [row["score"] for row in _rows(straight[1])]
+    table = _run(*_small(place, work))
+    assert all(word in table for word in ("niah-multikey: 4 questions", "oracle", "100%", "difference to dense [95%]"))
+    assert _answers(work) == before
+
+
+def test_what_is_asked_beside_it_leaves_the_rest_as_it_was(place: Path, straight: tuple[Path, str]) -> None:
+    before = _answers(straight[0])
+    rows = _rows(_run(*_small(place, straight[0], "--json", "--budget", "7", "--keep-indices")))
+    more = _answers(straight[0])
+    assert before.items() <= more.items()
+    assert len(more) == len(before) + 2 * (4 + 2)
+    assert [row for row in rows if row["budget"] != 7] == _rows(straight[1])
+    assert len(list((straight[0] / "indices").glob("*.skv"))) == 4
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(place: Path, straight: tuple[Path, str]) -> None:
+    """Killed between two answers, and again in the middle of writing one."""
+    work = place / "killed"
+    command = Command(work, _small(place, work, "--json"))
+    written = work / "answers.jsonl"
+    command.kill_when(lambda: written.exists() and written.read_bytes().count(b"\n") >= 8)
+    whole = written.read_bytes()
+    assert 8 <= whole.count(b"\n") < 30
+    written.write_bytes(whole[:-20])
+    assert _rows(_run(*_small(place, work, "--json"))) == _rows(straight[1])
+    assert _answers(work).items() <= _answers(straight[0]).items()
+    assert written.read_bytes().startswith(whole[: whole.rindex(b"{")])
+
+
+def test_prefills_are_compared_on_the_same_contexts(place: Path, tmp_path: Path) -> None:
+    command = (
+        "eval",
+        place / "doc.txt",
+        "--model",
+        place / "model",
+        "--work",
+        tmp_path / "work",
+        "--task",
+        "perplexity",
+    )
+    sizes = ("--length", "500", "--contexts", "2", "--sinks", "4", "--tail", "16", "--chunk-size", "64")
+    prefills = ("--prefill", "dense", "--prefill", "quoka", "--prefill-budget", "64", "--method", "dense")
+    dense, sparse = _rows(_run(*command, *sizes, *prefills, "--json", "-q"))
+    assert (dense["prefill"], sparse["prefill"], dense["difference"]) == ("dense", "quoka", None)
+    assert sparse["difference"] == pytest.approx(sparse["score"] - dense["score"])
+    assert sparse["difference"] != 0
+
+
+def test_a_questions_own_prefill_changes_answers_but_not_dense_attentions(
+    place: Path, straight: tuple[Path, str]
+) -> None:
+    before = _answers(straight[0])
+    _run(*_small(place, straight[0], "--question-prefill", "quoka", "--question-budget", "32", "--json"))
+    more = _answers(straight[0])
+    # two methods at two budgets, four questions and two continuations; dense attention answered them before
+    assert len(more) == len(before) + 4 * (4 + 2)
+    assert before.items() <= more.items()
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    text = "\n\n".join(topics.values())
+    records = [
+        {"context": text[:40_000], "questions": ["What is an assert?", "What is a name?"], "answers": ["a", ["b", "c"]]}
+    ]
+    path = tmp_path / "published.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return path
+
+
+def test_published_data_is_cut_to_what_the_model_can_take(place: Path, tmp_path: Path, published: Path) -> None:
+    command = (
+        "eval",
+        "--data",
+        published,
+        "--format",
+        "prefixqa",
+        "--model",
+        place / "model",
+        "--work",
+        tmp_path / "w",
+    )
+    rows = _rows(_run(*command, "--method", "quest", "--budget", "5%", "--max-new-tokens", "4", "--json", "-q"))
+    assert [(row["task"], row["metric"], row["questions"]) for row in rows] == [("prefixqa", "f1", 2)] * 2

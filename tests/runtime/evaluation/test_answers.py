@@ -1,0 +1,59 @@
+"""Answers on disk: what was written is there after any crash, and a torn last line is not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.evaluation.answers import FILE, Answers, Given, answer_key
+
+
+def _write(folder: Path, number: int) -> dict[str, Given]:
+    with Answers(folder) as answers:
+        for one in range(number):
+            answers.add(answer_key({"question": one}), Given(f"text\n{one} é", None, 0.1, 1.5), {"task": "niah"})
+        return dict(answers.known)
+
+
+def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
+    written = _write(tmp_path, 3)
+    with Answers(tmp_path) as answers:
+        assert answers.known == written
+        answers.add("more", Given("", 2.5, 1.0, 0.1), {})
+    with Answers(tmp_path) as answers:
+        assert answers.known == written | {"more": Given("", 2.5, 1.0, 0.1)}
+
+
+@given(st.integers(0, 10_000))
+def test_a_line_that_was_torn_anywhere_is_dropped_and_written_anew(
+    tmp_path_factory: pytest.TempPathFactory, at: int
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    written = _write(folder, 3)
+    data = (folder / FILE).read_bytes()
+    kept = at % (len(data) + 1)
+    (folder / FILE).write_bytes(data[:kept])
+    with Answers(folder) as answers:
+        assert len(answers.known) == data[:kept].count(b"\n")
+        assert answers.known.items() <= written.items()
+    assert _write(folder, 3) == written
+
+
+def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, 2)
+    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    (tmp_path / FILE).write_bytes(b"{nonsense}\n" + lines[1])
+    with pytest.raises(SparsekvError, match=r"line 1 of .*answers.jsonl is damaged"), Answers(tmp_path):
+        pass
+
+
+def test_two_runs_do_not_write_at_once(tmp_path: Path) -> None:
+    with Answers(tmp_path), pytest.raises(SparsekvError, match="in use by another run"), Answers(tmp_path):
+        pass
+
+
+def test_a_key_is_of_the_values_and_not_of_their_order() -> None:
+    assert answer_key({"a": 1, "b": [2, None]}) == answer_key({"b": [2, None], "a": 1})
+    assert answer_key({"a": 1}) != answer_key({"a": 1.0})

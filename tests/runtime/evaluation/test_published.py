@@ -1,0 +1,193 @@
+"""Published data in its real form, made up and small: what is indexed, what is asked, what is expected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.eval_tasks import count_words
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.evaluation.longbench import DATASETS
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
+from sparsekv.runtime.evaluation.tasks import Context
+
+LONGBENCH = {
+    "input": "Who sat?",
+    "context": "Passage 1:\nA cat sat here.",
+    "answers": ["a cat", "cat"],
+    "length": 5,
+    "dataset": "hotpotqa",
+    "language": "en",
+    "all_classes": None,
+    "_id": "af1",
+}
+NIAH = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it.\nThe grass is green. "
+)
+RULER = {
+    "index": 3,
+    "input": NIAH + "\nWhat are all the special magic numbers for a-b mentioned in the provided text? "
+    "The special magic numbers for a-b mentioned in the provided text are",
+    "outputs": ["1", "2"],
+    "length": 99,
+}
+LONGBENCH_V2 = {
+    "_id": "66",
+    "domain": "Single-Document QA",
+    "sub_domain": "Academic",
+    "difficulty": "easy",
+    "length": "short",
+    "question": "What is it?",
+    "choice_A": "one",
+    "choice_B": "two",
+    "choice_C": "three",
+    "choice_D": "four",
+    "answer": "B",
+    "context": "It is two.",
+}
+NEEDLE = {"context": "Hay. Eat a sandwich. Hay.", "needle": "Eat a sandwich.", "retrieval_question": "What to eat?"}
+PREFIXQA = {"context": "A cat sat.", "questions": ["Who sat?", "What did it do?"], "answers": ["a cat", ["sat"]]}
+
+
+def _read(tmp_path: Path, form: str, *records: dict[str, Any]) -> list[Context]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    return read_published(str(path), form)
+
+
+def test_longbench_is_asked_as_published(tmp_path: Path) -> None:
+    (context,) = _read(tmp_path, "longbench", LONGBENCH)
+    (question,) = context.questions
+    assert context.text + question.text == DATASETS["hotpotqa"].prompt.format(
+        context=LONGBENCH["context"], input=LONGBENCH["input"]
+    )
+    assert (context.task, context.name, context.bare) == ("hotpotqa", "af1", False)
+    assert (question.answers, question.metric, question.max_new_tokens) == (("a cat", "cat"), "f1", 32)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_set_has_a_place_for_its_context_and_a_metric(tmp_path: Path, name: str) -> None:
+    labels = ["Date", "Number"]
+    (context,) = _read(tmp_path, "longbench", LONGBENCH | {"dataset": f"{name}_e", "all_classes": labels})
+    assert context.task == name
+    assert context.text.endswith("A cat sat here.")
+    assert "{" not in context.text + context.questions[0].text
+    assert context.questions[0].classes == ("Date", "Number")
+    assert METRICS[context.questions[0].metric].score("A cat\n", context.questions[0]) >= 0
+
+
+def test_rulers_prompt_is_cut_where_its_question_begins(tmp_path: Path) -> None:
+    separate = {
+        "input": NIAH + "\nWhat is the special magic number for a-b mentioned in the provided text?",
+        "answer_prefix": " The special magic number for a-b mentioned in the provided text is",
+    }
+    whole, split = _read(tmp_path, "ruler", RULER, RULER | separate)
+    (asked,) = whole.questions
+    assert whole.text == NIAH
+    assert asked.text.strip() == "What are all the special magic numbers for a-b mentioned in the provided text?"
+    assert asked.prefix == "The special magic numbers for a-b mentioned in the provided text are"
+    assert f"{whole.text}{asked.text}{asked.prefix}" == RULER["input"]
+    assert (asked.answers, asked.metric, whole.name) == (("1", "2"), "match-all", "3")
+    assert f"{split.text}{split.questions[0].text}{split.questions[0].prefix}" == "".join(separate.values())
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "question"),
+    [
+        (
+            "vt",
+            "match-all",
+            "\nQuestion: Find all variables that are assigned the value 1 in the text above. Answer: So: ",
+        ),
+        (
+            "cwe",
+            "match-all",
+            "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 are:",
+        ),
+        ("fwe", "match-all", "\nQuestion: Do not provide any explanation. What are the three words? Answer: They are:"),
+        (
+            "qa",
+            "match-part",
+            "\n\nAnswer the question based on the given documents. Only give me the answer.\n\nQuestion: Who? Answer:",
+        ),
+    ],
+)
+def test_rulers_other_tasks_after_an_example(tmp_path: Path, task: str, metric: str, question: str) -> None:
+    """An example in the prompt has a question too; only the last one is asked."""
+    example = f"An example.{question} one\n\nThe documents."
+    (context,) = _read(tmp_path, "ruler", RULER | {"input": example + question})
+    assert (context.task, context.text, context.questions[0].metric) == (task, example, metric)
+    assert context.questions[0].prefix.startswith("Answer:")
+
+
+def test_longbench_v2_is_a_choice(tmp_path: Path) -> None:
+    (context,) = _read(tmp_path, "longbench-v2", LONGBENCH_V2)
+    assert context.text.endswith("<text>\nIt is two.")
+    assert "\n(B) two\n" in context.questions[0].text
+    assert METRICS["choice"].score("The correct answer is (B)", context.questions[0]) == 1.0
+
+
+def test_a_needle_knows_its_depth(tmp_path: Path) -> None:
+    plain, exact = _read(tmp_path, "niah", NEEDLE, NEEDLE | {"answer": "sandwich"})
+    assert plain.questions[0].depth == pytest.approx(5 / 25)
+    assert (plain.questions[0].metric, exact.questions[0].metric) == ("f1", "match-part")
+    assert exact.questions[0].answers == ("sandwich",)
+
+
+def test_one_document_with_many_questions(tmp_path: Path) -> None:
+    as_objects = {"context": "A cat sat.", "questions": [{"question": "Who sat?", "answer": "a cat"}]}
+    both, objects = _read(tmp_path, "prefixqa", PREFIXQA, as_objects)
+    assert [question.answers for question in both.questions] == [("a cat",), ("sat",)]
+    assert objects.questions[0].text == both.questions[0].text
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "says"),
+    [
+        ("longbench", LONGBENCH | {"dataset": "dureader"}, r"line 1: dataset dureader has no English metric"),
+        ("longbench", {"input": "?"}, r"line 1: no field 'dataset'; there are: input"),
+        ("longbench", LONGBENCH | {"answers": []}, r"line 1: a question has no answer"),
+        ("ruler", RULER | {"input": "Hello."}, r"line 1: the input ends with no question"),
+        ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle does not stand in the context"),
+        ("prefixqa", PREFIXQA | {"answers": ["one"]}, r"line 1: 2 questions and 1 answers"),
+        ("prefixqa", PREFIXQA | {"questions": []}, r"line 1: no questions"),
+        ("squad", LONGBENCH, r"--format squad: choose one of longbench, ruler"),
+    ],
+)
+def test_what_is_of_another_form_is_refused(tmp_path: Path, form: str, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        _read(tmp_path, form, record)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"[1]\n", "line 1: give one JSON object a line"),
+        (b'{"a": 1}\n{', "line 2|line 1"),
+        (b"\xff", "not text in UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_jsonl_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    for read in (read_pairs, lambda file: read_published(file, "ruler")):
+        with pytest.raises(UsageError, match=says):
+            read(str(path))
+
+
+def test_pairs_have_one_answer_or_several(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "Who?", "answer": "me"}\n{"question": "What?", "answers": ["a", "b"]}\n')
+    assert read_pairs(str(path)) == (("Who?", ("me",)), ("What?", ("a", "b")))
+
+
+def test_a_long_document_loses_its_middle() -> None:
+    text = " ".join(map(str, range(1000)))
+    short = shorten(text, count_words, 100)
+    assert 90 <= count_words(short) <= 100
+    assert text.startswith(short[:100])
+    assert text.endswith(short[-100:])
+    assert shorten(text, count_words, 1000) == text

@@ -1,0 +1,71 @@
+"""From answers to rows: the same questions for all, differences by pairs, cells by depth."""
+
+import math
+
+import pytest
+
+from sparsekv.runtime.evaluation.answers import Given
+from sparsekv.runtime.evaluation.table import Result, Way, cells, rows
+from sparsekv.runtime.evaluation.tasks import Context, Question
+
+DENSE, QUEST = Way("dense", "dense"), Way("dense", "quest", "", 0.05)
+
+
+def _context(name: str, *depths: float, metric: str = "match-all", length: int = 1000) -> Context:
+    asked = tuple(Question(f"{name} {depth}", ("yes",), metric, 8, depth=depth) for depth in depths)
+    return Context("niah", name, "text", asked, length)
+
+
+def _result(context: Context, number: int, way: Way, text: str, loss: float | None = None) -> Result:
+    return Result(context, context.questions[number], way, Given(text, loss, 1.0 if way == DENSE else 0.1, 2.0))
+
+
+def test_scores_and_differences() -> None:
+    one, two = _context("one", 0.1, 0.9), _context("two", 0.5)
+    results = [
+        _result(one, 0, DENSE, "yes"),
+        _result(one, 1, DENSE, "yes"),
+        _result(two, 0, DENSE, "no"),
+        _result(one, 0, QUEST, "no"),
+        _result(one, 1, QUEST, "yes"),
+        _result(two, 0, QUEST, "no"),
+    ]
+    dense, quest = rows(results)
+    assert (dense.score, quest.score) == pytest.approx((200 / 3, 100 / 3))
+    assert (dense.difference, quest.difference) == (None, pytest.approx(-100 / 3))
+    assert quest.difference_low is not None
+    assert quest.difference_high is not None
+    assert quest.difference_low <= -100 / 3 <= quest.difference_high <= 0
+    assert (quest.contexts, quest.questions, quest.kv_fraction, quest.seconds) == (2, 3, pytest.approx(0.1), 2.0)
+
+
+def test_a_question_that_one_way_lacks_counts_for_none() -> None:
+    context = _context("one", 0.1, 0.9)
+    results = [
+        _result(context, 0, DENSE, "yes"),
+        _result(context, 1, DENSE, "no"),
+        _result(context, 0, QUEST, "yes"),
+    ]
+    assert [(row.questions, row.score) for row in rows(results)] == [(1, 100.0), (1, 100.0)]
+
+
+def test_lengths_are_told_apart() -> None:
+    short, long = _context("one", 0.1), _context("one", 0.1, length=2000)
+    found = rows([_result(short, 0, DENSE, "yes"), _result(long, 0, DENSE, "no")])
+    assert [(row.length, row.score) for row in found] == [(1000, 100.0), (2000, 0.0)]
+
+
+def test_perplexities_are_of_mean_losses() -> None:
+    context = _context("one", 0.1, 0.9, metric="perplexity")
+    losses = {DENSE: (1.0, 2.0), QUEST: (1.5, 2.5)}
+    results = [_result(context, n, way, "", loss) for way, both in losses.items() for n, loss in enumerate(both)]
+    dense, quest = rows(results)
+    assert dense.score == pytest.approx(math.exp(1.5))
+    assert quest.difference == pytest.approx(math.exp(2.0) - math.exp(1.5))
+
+
+def test_cells_are_tenths_of_the_depth() -> None:
+    context = _context("one", 0.11, 0.19, 0.2, 1.0)
+    results = [_result(context, n, DENSE, text) for n, text in enumerate(("yes", "no", "yes", "no"))]
+    found = [(round(cell.depth, 2), cell.questions, cell.score) for cell in cells(results)]
+    assert found == [(0.15, 2, 50.0), (0.25, 1, 100.0), (0.95, 1, 0.0)]

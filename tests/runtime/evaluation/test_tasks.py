@@ -1,0 +1,171 @@
+"""Generated tasks as properties: the answers stand where they should, sizes are kept, the seed decides everything."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.eval_tasks import PAIRS, TEXT, count_words, request
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.tasks import Context, tasks
+
+NEEDLES = [name for name in tasks() if name.startswith("niah")]
+NEEDLE = r"(?:One of the special magic numbers for ([a-z]+-[a-z]+) is:|The ([A-Za-z ]+) is) (\d{7})\."
+SEEDED = [name for name in tasks() if name != "qa"]  # a person's questions are the same under any seed
+
+
+@pytest.mark.parametrize("name", tasks())
+def test_every_task_keeps_to_its_size(name: str) -> None:
+    asked = request()
+    for context in tasks()[name].make(asked):
+        assert 0.75 * asked.length < count_words(context.text) <= asked.length
+        assert (context.task, context.length) == (name, asked.length)
+        assert 1 <= len(context.questions) <= 3
+        for question in context.questions:
+            assert question.answers
+            assert all(question.answers)
+            assert question.metric in METRICS
+            assert question.max_new_tokens > 0
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_the_seed_decides_everything(name: str) -> None:
+    made = tasks()[name].make(request(seed=1))
+    assert made == tasks()[name].make(request(seed=1))
+    assert made != tasks()[name].make(request(seed=2))
+    assert len({context.text for context in made}) == len({context.name for context in made}) == 2
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_more_contexts_begin_with_the_same_ones(name: str) -> None:
+    """So that a run that is made larger keeps its answers; where things are spread evenly they move, and say so."""
+    asked = request(depths=(0.5,), contexts=2)
+    more = tasks()[name].make(replace(asked, contexts=3))
+    if name != "perplexity":
+        assert more[:2] == tasks()[name].make(asked)
+    assert len(more) == 3
+
+
+def _needles(context: Context) -> Counter[str]:
+    return Counter((pair or thing, value) for pair, thing, value in re.findall(NEEDLE, context.text))
+
+
+@pytest.mark.parametrize(
+    ("name", "questions", "needles", "answers"),
+    [
+        ("niah-single", 1, 1, 1),
+        ("niah-facts", 3, 4, 1),
+        ("niah-multikey", 3, 4, 1),
+        ("niah-multivalue", 3, 12, 4),
+        ("niah-multiquery", 3, 4, 4),
+    ],
+)
+def test_needles_are_as_many_as_the_form_has(name: str, questions: int, needles: int, answers: int) -> None:
+    for context in tasks()[name].make(request()):
+        hidden = _needles(context)
+        assert (len(context.questions), len(hidden)) == (questions, needles)
+        for question in context.questions:
+            assert len(question.answers) == answers
+            # exactly the values of the keys that are asked for, each hidden once
+            assert Counter(question.answers) == Counter(
+                value for (key, value), times in hidden.items() if key in question.text for _ in range(times)
+            )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(NEEDLES), st.integers(0, 99), st.integers(400, 3000), st.integers(1, 6), st.floats(0, 1))
+def test_a_needle_stands_at_its_depth(name: str, seed: int, length: int, questions: int, depth: float) -> None:
+    asked = request(seed=seed, length=length, questions=questions, depths=(depth,), contexts=1)
+    (context,) = tasks()[name].make(asked)
+    body = context.text[context.text.index("\n") + 1 :]
+    hay = re.sub(f"{NEEDLE} ?", "", body)
+    for found in re.finditer(NEEDLE, body):
+        before = re.sub(f"{NEEDLE} ?", "", body[: found.start()])
+        # at most one sentence away, of which the longest have 400 characters
+        assert abs(len(before) - depth * len(hay)) <= 402
+    assert count_words(context.text) <= length
+
+
+def test_a_single_needle_moves_through_the_contexts() -> None:
+    made = tasks()["niah-single"].make(request(length=3000, contexts=4))
+    depths = [context.questions[0].depth for context in made]
+    assert depths == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=0.06)
+
+
+def test_depths_are_taken_in_turn() -> None:
+    (context,) = tasks()["niah-multikey"].make(request(length=3000, contexts=1, questions=4, depths=(0.0, 1.0)))
+    depths = sorted(question.depth or 0.0 for question in context.questions)
+    assert depths == pytest.approx([0, 0, 1, 1], abs=0.06)
+
+
+def test_chains_of_variables_can_be_followed() -> None:
+    for context in tasks()["vt"].make(request()):
+        said = [(match[1], match[2]) for match in re.finditer(r"VAR (\w{5}) = (?:VAR )?(\w{5})\.", context.text)]
+        for question in context.questions:
+            value = re.findall(r"\d{5}", question.text)[0]
+            held = {value}
+            for name, source in said:  # in order of the text: each is assigned after what it is assigned
+                held |= {name} if source in held else set()
+            assert held - {value} == set(question.answers)
+            assert len(question.answers) == 5
+
+
+@pytest.mark.parametrize("length", [1000, 5000])
+def test_common_words_are_the_most_common(length: int) -> None:
+    (context,) = tasks()["cwe"].make(request(length=length, contexts=1))
+    listed = Counter(re.findall(r"\d+\. (\w+)", context.text))
+    times = [count for _, count in listed.most_common()]
+    assert set(context.questions[0].answers) == {word for word, _ in listed.most_common(10)}
+    assert times[9] > times[10]
+
+
+def test_frequent_words_follow_zipf() -> None:
+    (context,) = tasks()["fwe"].make(request(length=4000, contexts=1))
+    coded = Counter(re.findall(r"\b[a-z]{6}\b", context.text.split("coded words. ")[1]))
+    ranked = coded.most_common()
+    assert tuple(word for word, _ in ranked[:3]) == context.questions[0].answers
+    # the dots are first, so that ranks begin with two: counts as 1/4, 1/9, 1/16
+    assert ranked[0][1] / ranked[1][1] == pytest.approx(9 / 4, rel=0.05)
+    assert ranked[1][1] / ranked[2][1] == pytest.approx(16 / 9, rel=0.05)
+
+
+def test_a_question_whose_answer_was_cut_off_is_not_asked() -> None:
+    late = ("What comes late?", (TEXT[-300:-280],))
+    (context,) = tasks()["qa"].make(request(pairs=(*PAIRS, late)))
+    assert TEXT.startswith(context.text)
+    assert [question.answers for question in context.questions] == [PAIRS[0][1], PAIRS[1][1]]
+    assert [question.depth is None for question in context.questions] == [False, True]
+    with pytest.raises(UsageError, match="no answer of --pairs"):
+        tasks()["qa"].make(request(pairs=(late,)))
+
+
+def test_a_short_text_is_asked_about_whole() -> None:
+    (context,) = tasks()["qa"].make(request(text="A cat sat here. It was red.", pairs=(("Who sat?", ("cat",)),)))
+    assert context.text == "A cat sat here. It was red."
+
+
+def test_a_continuation_follows_its_context() -> None:
+    for context in tasks()["perplexity"].make(request()):
+        assert context.bare
+        assert context.text + context.questions[0].answers[0] in TEXT
+
+
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa")])
+def test_a_text_that_is_too_short_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--task {name}, only"):
+        tasks()[name].make(request(text="One short sentence. " * 20))
+
+
+def test_there_are_not_facts_without_end() -> None:
+    with pytest.raises(UsageError, match="--questions 31: niah-facts has 30"):
+        tasks()["niah-facts"].make(request(questions=31))
+
+
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("qa", "perplexity")])
+def test_a_length_that_is_too_small_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--length 20 is too small for {name}"):
+        tasks()[name].make(request(length=20))
