@@ -27,11 +27,14 @@ from sparsekv.runtime.question import QUESTION_BUDGET, QuestionPrefill
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 DEFAULT_BUDGETS = ["0.05", "0.1"]
-PREFILLS = {f"--prefill {name}": prefill for name, prefill in prefills().items()}
+BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
+    f"--prefill {name}": prefill for name, prefill in prefills().items()
+}
+"""What else has options, by the name that --help calls it."""
 
 
 @app.command()
-@with_method_options(methods() | PREFILLS)
+@with_method_options(methods() | BUILDING)
 def evaluate_methods(
     document: Annotated[
         str | None, typer.Argument(metavar="DOC", help="A text to make tasks of; - for standard input.")
@@ -128,8 +131,10 @@ def evaluate_methods(
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
     asking = _methods([question_prefill]) if question_prefill else {}
+    built = _indexers([*chosen, *asking], residual=residual)
     refuse_unused(
         chosen
+        | {f"the index of {name}": indexer for name, indexer in built.items()}
         | {f"--prefill {name}": way for name, way in ways.items()}
         | {f"--question-prefill {name}": one for name, one in asking.items()},
         parameters,
@@ -149,7 +154,7 @@ def evaluate_methods(
         loaded=loaded,
         identity=identify(loaded),
         methods=configured,
-        indexers=_indexers([*chosen, *asking], residual=residual),
+        indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
         budgets=budgets,
         prefills=prefilled,
         question=question,
@@ -187,8 +192,8 @@ def _methods(names: list[str]) -> dict[str, type[Method]]:
     return {name: methods()[name] for name in choose_methods(others, list(indexers()))}
 
 
-def _indexers(names: list[str], *, residual: bool) -> dict[str, Indexer]:
+def _indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
     """Of the methods that need one; for a residual also those that an index has by default, some with centroids."""
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
-    return {name: known[name]() for name in dict.fromkeys(wanted)}
+    return {name: known[name] for name in dict.fromkeys(wanted)}
