@@ -43,8 +43,9 @@ demo: .venv/installed
 	@echo "Asking the index a question."
 	@$(BIN)/sparsekv generate --index demo/python-topics.skv "Which statement raises an exception in Python?" \
 		--max-new-tokens 64 --stats
-	@echo "Measuring what each method keeps of the model's attention, at three budgets."
+	@echo "Measuring what some methods keep of the model's attention, at three budgets."
 	@$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
+		--method squeezed --method multipole --method quoka --method quest --method window --method oracle \
 		--plot demo/recall.png
 	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png."
 

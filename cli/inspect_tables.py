@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sparsekv.runtime.budget import Budget
+
 WORDS_SHOWN = 8
 BLOCKS_SHOWN = 6
 
@@ -56,9 +58,10 @@ def _facts(inspection: dict[str, Any]) -> Table:
 def _default(setting: dict[str, Any]) -> str:
     """What `tune` wrote."""
     target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
+    of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
     return (
         f"{setting['method']} {setting['variant']}".strip() + f" at {100 * setting['budget']:.3g}%{by_layer}: "
-        f"{target['measure']} {setting['held_out']:.4f} on held-out queries for a target of {target['value']:g}, "
+        f"{target['measure']} {setting['held_out']:.4f}{of} on the held-out half, for a target of {target['value']:g}, "
         f"KV read {setting['kv_fraction']:.3f}"
     )
 

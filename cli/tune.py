@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,12 +12,14 @@ from rich.table import Table
 
 from sparsekv.cli.console import note, progress
 from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.options import IndexOption, JsonOption, QuietOption
+from sparsekv.cli.loading import load_for
+from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Defaults, Target
-from sparsekv.runtime.meter import Goal
+from sparsekv.formats.schema import Defaults
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
 from sparsekv.runtime.tuning import Tuned
 from sparsekv.runtime.tuning import tune as find
 
@@ -27,28 +30,50 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def tune(
     index: IndexOption = None,
     target_recall: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Choose at least this share of the oracle's tokens, as 0.9.")
+        float | None, typer.Option(metavar="SHARE", help="Attend to this share of the oracle's best tokens, as 0.9.")
     ] = None,
     target_error: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Let attention's output be wrong by at most this, as 0.05.")
     ] = None,
+    target_perplexity: Annotated[
+        float | None,
+        typer.Option(metavar="RATIO", help="Let perplexity be at most so many times dense attention's, as 1.02."),
+    ] = None,
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="BUDGET", help=f"How many best tokens recall is of. Default: {REFERENCE} of the middle."),
+    ] = None,
     method: Annotated[list[str] | None, typer.Option(help="A method; repeatable. Default: all that can run.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and leave the index as it is.")] = False,
+    model: ModelOption = None,
     as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
 ) -> None:
     """Find each method's cheapest setting that holds a target, and make the best of them the index's default.
 
-    Settings are chosen on one half of the queries held out at the document's end, and measured again on the other, the
-    one of recall-report; where that misses the target, they are chosen again for a tighter one. `generate` uses the
-    default when it is told no method, budget or parameter of one.
+    Settings are chosen on one half of the document's tail, and measured again on the other; where that misses the
+    target, they are chosen again for a tighter one. `generate` uses the default when it is told no method, budget or
+    parameter of one. Only --target-perplexity runs the model, which --model, --device and --dtype are for.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
     sparsekv tune --index manual.skv --target-error 0.05 --method squeezed --method quest --dry-run
+    sparsekv tune --index manual.skv --target-perplexity 1.02 --method squeezed
     """
-    goal = _goal(target_recall, target_error)
+    if sum(target is not None for target in (target_recall, target_error, target_perplexity)) != 1:
+        raise UsageError("give one target: --target-recall 0.9, --target-error 0.05 or --target-perplexity 1.02")
+    reference = REFERENCE if of is None else Budget.parse(of, "--of")
     artifact = open_artifact(index)
+    goal: Goal
+    if target_recall is not None:
+        goal = RecallGoal(target_recall, reference)
+    elif target_error is not None:
+        goal = ErrorGoal(target_error, reference)
+    elif target_perplexity is not None:
+        open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
+        goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
     with progress(quiet=quiet) as show:
         tuned = find(artifact, goal, method or [], show)
     best = tuned[0]
@@ -67,16 +92,6 @@ def tune(
         note(f"{artifact.folder}: {_named(best)} at {_budget(best)} is the default now", quiet=quiet)
 
 
-def _goal(recall: float | None, error: float | None) -> Goal:
-    given = {name: value for name, value in (("recall", recall), ("error", error)) if value is not None}
-    if len(given) != 1:
-        raise UsageError("give one target: --target-recall 0.9 or --target-error 0.05")
-    ((measure, value),) = given.items()
-    if not 0 < value < 1:
-        raise UsageError(f"--target-{measure} {value:g}: give a share between 0 and 1")
-    return Goal(measure, value)
-
-
 def _defaults(best: Tuned, goal: Goal) -> Defaults:
     return Defaults(
         method=best.form.name,
@@ -85,7 +100,7 @@ def _defaults(best: Tuned, goal: Goal) -> Defaults:
         budget=best.budget,
         layer_budgets=best.layer_budgets,
         residual=best.form.residual,
-        target=Target(measure=goal.measure, value=goal.value),
+        target=goal.target(),
         calibration=best.calibration,
         held_out=best.held_out,
         kv_fraction=best.kv_fraction,
@@ -105,7 +120,8 @@ def _record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaul
     ]
     return {
         "index": str(artifact.folder),
-        "target": asdict(goal),
+        "target": goal.target().model_dump(),
+        "recall_of": goal.reference.value,
         "tolerance": goal.tolerance,
         "default": None if defaults is None else defaults.model_dump(),
         "methods": rows,
@@ -121,16 +137,13 @@ def _budget(one: Tuned) -> str:
 
 
 def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
-    bound = "at least" if goal.measure == "recall" else "at most"
     table = Table(
-        title=f"{artifact.folder}: the cheapest settings with {goal.measure} of {bound} {goal.value:g}, "
-        f"within {goal.tolerance:g} on held-out queries",
+        title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
         title_justify="left",
         title_style="",
     )
     table.add_column("method")
-    other = "error" if goal.measure == "recall" else "recall"
-    for name in ("budget", goal.measure, "held out", f"its {other}", "KV read", ""):
+    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for one in tuned:
         table.add_row(
@@ -138,7 +151,7 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
             _budget(one),
             f"{one.calibration:.4f}",
             f"{one.held_out:.4f}",
-            f"{getattr(one, other):.4f}",
+            f"{getattr(one, goal.beside):.4f}",
             f"{one.kv_fraction:.3f}",
             _said(one, goal, one is tuned[0]),
         )

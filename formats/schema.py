@@ -145,17 +145,23 @@ class FileRecord(Record):
 
 
 class Target(Record):
-    """What a setting was to hold, as a mean over layers, heads and queries: recall of at least, or error of at most."""
+    """What a setting was to hold: recall of at least, or error of at most, as a mean over layers, heads and queries; or
+    perplexity of at most so many times dense attention's.
+
+    Recall is `of` the oracle's best tokens at this budget, a share or a number of them.
+    """
 
     measure: str
     value: float
+    of: float | int | None = None
 
 
 class Defaults(Record):
     """The setting that was measured to be the cheapest that holds a target, to be used where none is asked for.
 
     `budget` is a share of the middle, with `layer_budgets` (by layer) the mean of theirs. What the target measures was
-    `calibration` on the queries that the setting was chosen on, and `held_out` on others, as was `kv_fraction`.
+    `calibration` on the queries or tokens that the setting was chosen on, and `held_out` on others, as was
+    `kv_fraction`.
     """
 
     method: str

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-LEAST, MOST = 0.01, 0.95  # shares: recall of fewer tokens says little, and more is no choice
+LEAST, MOST = 0.001, 0.95  # shares: six tokens of a short document, and more is no choice
 
 
 @dataclass
@@ -11,14 +11,16 @@ class BudgetSearch:
     """Proposes shares to measure; gain rises with the share, nearly.
 
     Walks from `start` in steps of a factor, each longer than the one before, until shares that hold the target and fail
-    it lie on both sides; then cuts between them until they are within `ratio` of one another. The target may be changed
-    between two proposals: what was measured stays known.
+    it lie on both sides; then cuts between them until they are within `ratio` of one another. It ends early with a
+    share that gains no more than `slack` above the target. The target may be changed between two proposals: what was
+    measured stays known.
     """
 
     target: float
     start: float
     step: float
     ratio: float
+    slack: float = 0.0
     gains: dict[float, float] = field(default_factory=dict)
 
     @property
@@ -49,7 +51,10 @@ class BudgetSearch:
         return self.best if low is None or high is None else self._between(low, high)
 
     def _is_close(self) -> bool:
-        return self.low is not None and self.high is not None and self.high / self.low <= self.ratio
+        low, high = self.low, self.high
+        if high is not None and self.slack and self.gains[high] <= self.target + self.slack:
+            return True
+        return low is not None and high is not None and high / low <= self.ratio
 
     def _next(self) -> float:
         low, high = self.low, self.high

@@ -2,14 +2,17 @@
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.meter import Form, Goal
+from sparsekv.runtime.meter import Form
 from sparsekv.runtime.methods import choose_methods, methods
 from sparsekv.runtime.open import residual_source
 from sparsekv.runtime.report import forms
 
 
-def candidates(artifact: Artifact, names: list[str], goal: Goal) -> list[Form]:
+def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:
     """Every form of the named methods, of all that can run on the index for none.
+
+    Args:
+        residual: also each with centroids for what it leaves, where the index has any.
 
     Raises:
         UsageError: a method that cannot run, or that only bounds what others can do.
@@ -19,8 +22,7 @@ def candidates(artifact: Artifact, names: list[str], goal: Goal) -> list[Form]:
         if name in known and known[name].is_bound:
             raise UsageError(f"--method {name}: it bounds what a choice can do and is none itself; choose another")
     chosen = [name for name in choose_methods(names, list(artifact.manifest.methods)) if not known[name].is_bound]
-    # Recall is of what is chosen: centroids for the rest can only cost.
-    residual = goal.measure != "recall" and _has_centroids(artifact)
+    residual = residual and _has_centroids(artifact)
     return [Form(name, *form) for name in chosen for form in forms(artifact, name, residual=residual)]
 
 

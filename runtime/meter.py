@@ -1,5 +1,7 @@
-"""Measuring many settings on the tail's queries, layer by layer, and remembering what was measured."""
+"""Measuring many settings on one half of the tail, and remembering what was measured."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import fmean
@@ -22,69 +24,73 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Goal:
-    """What a setting is to hold: recall of at least `value`, or output error of at most."""
-
-    measure: str
-    value: float
-
-    def of(self, point: "Point") -> float:
-        """What this goal is about."""
-        return point.recall if self.measure == "recall" else point.error
-
-    def gain(self, value: float) -> float:
-        """More is better, whatever is measured."""
-        return value if self.measure == "recall" else -value
-
-    @property
-    def tolerance(self) -> float:
-        """How far below a target a gain on other queries may lie: 0.02 of recall, a tenth of an error."""
-        return 0.02 if self.measure == "recall" else 0.1 * self.value
-
-
-@dataclass(frozen=True)
 class Point:
-    """What was measured, mean over KV heads and queries: recall, error of the output, and the KV fraction."""
+    """What was measured, mean over KV heads and queries: KV fraction, recall, error of the output; and perplexity, in
+    terms of dense attention's. NaN what a meter does not measure."""
 
-    recall: float
-    error: float
     kv_fraction: float
+    recall: float = math.nan
+    error: float = math.nan
+    perplexity: float = math.nan
 
 
 Shares = dict[int, float]
 """The budget of each indexed layer, by its number, as a share of the middle."""
+Progress = Callable[[int, int], None]
 
 
-class Meter:
-    """One half of the tail's queries and what was measured on them; every `stride`-th query alone if asked."""
+class Meter(ABC):
+    """One half of the tail, and what was measured on it."""
 
-    def __init__(self, artifact: Artifact, *, calibration: bool, stride: int = 1):
+    @abstractmethod
+    def measure(self, wanted: Iterable[tuple[Form, Shares]], progress: Progress) -> None:
+        """Measure forms at each layer's share, where that is not known yet.
+
+        Args:
+            progress: called with what is done and what there is in all.
+        """
+
+    @abstractmethod
+    def mean(self, form: Form, shares: Shares) -> Point:
+        """What was measured, over all layers."""
+
+
+class AttentionMeter(Meter):
+    """Each layer's attention against the dense one, on one half of the tail's queries.
+
+    Args:
+        reference: the budget whose best tokens recall is of.
+        stride: every so many queries one is measured on.
+        outputs: measure the error of attention's output too.
+    """
+
+    def __init__(
+        self, artifact: Artifact, reference: Budget, *, calibration: bool, stride: int = 1, outputs: bool = True
+    ):
         self.artifact, self.calibration, self.stride = artifact, calibration, stride
+        self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[Form] = set()
         """Forms whose layers leave something for one another: all of these have to be measured, or none."""
         self._known: dict[tuple[Form, float, int], Point] = {}
 
     def measure(
-        self,
-        wanted: Iterable[tuple[Form, Shares]],
-        progress: Callable[[int, int], None],
-        layers: Sequence[int] | None = None,
+        self, wanted: Iterable[tuple[Form, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
-        """Measure forms at each layer's share, where that is not known yet.
+        """Measure layer by layer; memory is one layer's.
 
         Args:
             progress: called with layers done and layers in all.
             layers: measure on these alone, but for forms whose layers depend on one another.
         """
-        wanted, boards = list(wanted), Boards()
+        boards, asked = Boards(), self.layers if layers is None else layers
+        wanted = [(form, shares) for form, shares in wanted if not self._knows(form, shares, asked)]
         for done, layer in enumerate(self.layers, 1):
             here = []
             for form, shares in wanted:
                 if boards.get((form.name, form.variant)):
                     self.shared.add(form)
-                asked = layers is None or layer in layers or form in self.shared
-                if asked and (form in self.shared or (form, shares[layer], layer) not in self._known):
+                if form in self.shared or (layer in asked and (form, shares[layer], layer) not in self._known):
                     here.append((form, shares[layer]))
             self._measure_layer(layer, list(dict.fromkeys(here)), boards)
             progress(done, len(self.layers))
@@ -98,17 +104,28 @@ class Meter:
         """What was measured on one layer."""
         return self._known[form, share, layer]
 
+    def _knows(self, form: Form, shares: Shares, layers: Sequence[int]) -> bool:
+        return all((form, shares[layer], layer) in self._known for layer in layers)
+
     def _measure_layer(self, layer: int, here: list[tuple[Form, float]], boards: Boards) -> None:
         if not here:
             return
-        measured = {
-            Measured(form.name, form.variant, form.method, Budget(share), form.residual): (form, share)
-            for form, share in here
-        }
+        measured = {self._measured(form, share): (form, share) for form, share in here}
         for one, measures in measure_layer(self.artifact, layer, list(measured), [self._block(layer)], boards).items():
-            means = measures.means()
-            names = ("recall", "output_error", "kv_fraction")
-            self._known[*measured[one], layer] = Point(*(float(means[name].mean()) for name in names))
+            means = {name: float(values.mean()) for name, values in measures.means().items()}
+            point = Point(means["kv_fraction"], means["recall"], means["output_error"])
+            self._known[*measured[one], layer] = point
+
+    def _measured(self, form: Form, share: float) -> Measured:
+        return Measured(
+            form.name,
+            form.variant,
+            form.method,
+            Budget(share),
+            form.residual,
+            reference=self.reference,
+            outputs=self.outputs,
+        )
 
     def _block(self, layer: int) -> QueryBlock:
         block = tail_block(self.artifact, layer, calibration=self.calibration)

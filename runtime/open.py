@@ -94,14 +94,20 @@ def prepare_layer(
 
 
 def residual_source(artifact: Artifact) -> str:
-    """Name of the first method of an index that has value centroids, by its manifest; UsageError when none has."""
+    """Name of the method of an index with the fewest value centroids, so that they cost least to read.
+
+    Raises:
+        UsageError: none has any.
+    """
     manifest = artifact.manifest
-    for name in manifest.methods:
-        if "level0.value_centroids" in manifest.files[layer_file(name, manifest.indexed_layers[0])].tensors:
-            return name
-    raise UsageError(
-        "--residual needs clusters with value centroids, and the index has none: build it with --method multipole"
-    )
+    first_layers = {name: manifest.files[layer_file(name, manifest.indexed_layers[0])] for name in manifest.methods}
+    key = "level0.value_centroids"
+    found = {name: file.tensors[key].shape[1] for name, file in first_layers.items() if key in file.tensors}
+    if not found:
+        raise UsageError(
+            "--residual needs clusters with value centroids, and the index has none: build it with --method multipole"
+        )
+    return min(found, key=lambda name: found[name])
 
 
 @dataclass
@@ -132,6 +138,7 @@ class OpenIndex:
         ahead: bool = False,
         question: QuestionPrefill | None = None,
         budgets: Mapping[int, Budget] | None = None,
+        tail: bool = True,
     ) -> IndexCache:
         """Decode with one method; layers with a sliding window stay dense.
 
@@ -146,6 +153,7 @@ class OpenIndex:
             ahead: search for a step's rows while the step before is attended to, with that step's query.
             question: how a question's tokens attend, where they are not to choose as the answer's do.
             budgets: of layers, by number, whose budget is not the one of all others.
+            tail: without it the stored context ends with the middle, and what comes next takes the tail's place.
 
         Raises:
             UsageError: no such placement, a residual is asked for and the index has no value centroids, or a guard for
@@ -156,22 +164,23 @@ class OpenIndex:
             guard.check(name, method, residual=residual)
         gauged = guard is not None or (gauge and (residual or method.tells_missed))
         manifest = self.artifact.manifest
+        split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
         board: dict[str, Any] = {}
         question_board: dict[str, Any] = {}
         for layer, facts in enumerate(manifest.layers):
             if facts.sliding_window is not None:
-                layers.append(self._dense_layer(layer, self.split.tokens))
+                layers.append(self._dense_layer(layer, split.tokens))
                 continue
             where = self._search_device(method, placement)
             selector = prepare_layer(self.artifact, layer, name, method, where, residual=residual, board=board)
-            exact, rows = self._exact(layer), self._middle(layer, selector, placement)
+            exact, rows = self._exact(layer, split), self._middle(layer, selector, placement)
             measured = Gauge(guard) if gauged else None
             layers.append(
                 SparseLayer(
                     exact,
                     rows,
-                    self.split,
+                    split,
                     facts,
                     selector,
                     (budgets or {}).get(layer, budget),
@@ -221,11 +230,11 @@ class OpenIndex:
         device, dtype = self.model.device, self.model.dtype
         return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
 
-    def _exact(self, layer: int) -> Pair:
+    def _exact(self, layer: int, split: Split) -> Pair:
         """Sinks and tail."""
         keys, values = self.artifact.context(layer)
-        end = self.split.sinks + self.split.middle
-        both = (torch.cat([rows[:, : self.split.sinks], rows[:, end:]], 1) for rows in (keys, values))
+        end = split.sinks + split.middle
+        both = (torch.cat([rows[:, : split.sinks], rows[:, end : split.tokens]], 1) for rows in (keys, values))
         keys, values = (rows.to(self.model.device, self.model.dtype) for rows in both)
         return keys, values
 

@@ -29,21 +29,37 @@ def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tens
     Raises:
         UsageError: no tokens.
     """
-    if not len(continuation_ids):
+    return math.exp(float(losses(index, cache, continuation_ids, index.split.tokens).mean()))
+
+
+@torch.inference_mode()
+def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
+    """Negative log-likelihood [T], float64, of each of some tokens that follow the first ones of the stored prompt.
+
+    They are fed as `perplexity` says.
+
+    Args:
+        cache: one of this index's, over the prompt's first `after` tokens.
+        ids: [T] int64.
+
+    Raises:
+        UsageError: no tokens.
+    """
+    if not len(ids):
         raise UsageError("there is no text to measure perplexity on; give at least one token after the document")
     cache.rewind()
-    ids = continuation_ids.to(index.model.device)
+    ids = ids.to(index.model.device)
     step = 1 if any(isinstance(layer, SparseLayer) for layer in cache.stored_layers) else DENSE_CHUNK
-    prompt = index.dense_cache(index.split.tokens - 1)
+    prompt = index.dense_cache(after - 1)
     with route_attention(index.model, prompt.attend):
-        loss = _loss(index, prompt, torch.cat([index.input_ids[-1:].to(ids), ids[:1]]))
+        found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
     with route_attention(index.model, cache.attend):
-        for start in range(0, len(ids) - 1, step):
-            loss += _loss(index, cache, ids[start : start + step + 1])
-    return math.exp(float(loss) / len(ids))
+        starts = range(0, len(ids) - 1, step)
+        found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
+    return torch.cat(found)
 
 
-def _loss(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
-    """Summed negative log-likelihood, float64, of ids [T + 1] but the first; the cache takes in all but the last."""
+def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
+    """[T] of ids [T + 1] but the first; the cache takes in all but the last."""
     logits = index.model(input_ids=ids[None, :-1], past_key_values=cache, use_cache=True).logits[0]
-    return cross_entropy(logits.float(), ids[1:], reduction="sum").double()
+    return cross_entropy(logits.float(), ids[1:], reduction="none").double()

@@ -1,10 +1,11 @@
 """What a method keeps of a model's attention: recall, mass and output error against dense attention, per KV head.
 
 Definitions: the oracle's top-K are the K middle tokens of highest probability, averaged over the query group after
-the softmax over everything the query sees; recall is the share of them that is chosen; attention mass is the share
-of the middle's probability that is chosen; output error is |o_sparse - o_dense| / |o_dense| per query head with sinks,
-tail and new tokens exact in both; KV fraction is bytes read for the middle, index included, over those dense reads;
-missed mass is the share of all attention on middle tokens that are not chosen, in truth and as a step estimates it.
+the softmax over everything the query sees, K being a method's own budget, or a fixed one that all are measured by;
+recall is the share of them that is chosen; attention mass is the share of the middle's probability that is chosen;
+output error is |o_sparse - o_dense| / |o_dense| per query head with sinks, tail and new tokens exact in both; KV
+fraction is bytes read for the middle, index included, over those dense reads; missed mass is the share of all attention
+on middle tokens that are not chosen, in truth and as a step estimates it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,9 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 class Measured:
     """A method at a budget; `variant` is empty for a method that has one form only.
 
-    With `residual` centroids stand for what the method does not choose; a `guard` lets no head leave too much.
+    With `residual` centroids stand for what the method does not choose; a `guard` lets no head leave too much. Recall
+    and `list_coverage` are of the oracle's tokens at the `reference` budget; at the method's own without one. Without
+    `outputs` neither these nor their error are computed: it is NaN.
     """
 
     name: str
@@ -43,6 +46,8 @@ class Measured:
     budget: Budget
     residual: bool = False
     guard: Guard | None = None
+    reference: Budget | None = None
+    outputs: bool = True
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Measures:
 class Truth:
     """Some queries and their dense attention: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp
     [Hk, G, Q] and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's
-    mean."""
+    mean. `oracles` are those that were asked for, by their tokens."""
 
     asked: Asked
     logits: torch.Tensor
@@ -87,6 +92,14 @@ class Truth:
     output: torch.Tensor
     values: torch.Tensor
     facts: LayerFacts
+    oracles: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def oracle(self, tokens: int) -> torch.Tensor:
+        """[Hk, Q, M] bool: the tokens of highest probability."""
+        if tokens not in self.oracles:
+            best = self.probability.topk(tokens, -1).indices
+            self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
+        return self.oracles[tokens]
 
 
 def measure_layer(
@@ -155,7 +168,7 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batc
 
 def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
     def attempt(budget: Budget) -> Attempt:
-        return _attempt(selector, truth, budget)
+        return _attempt(selector, truth, budget, outputs=one.outputs)
 
     middle = truth.logits.shape[-1]
     if one.guard is None:
@@ -165,15 +178,15 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
     else:
         held = one.guard.hold(attempt, lambda heads: _whole(truth), one.budget, middle)
     chosen, output = held.attempt.results
-    budget_tokens = one.budget.tokens(middle)
-    oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(budget_tokens, -1).indices, True)
+    wanted = (one.reference or one.budget).tokens(middle)
+    oracle = truth.oracle(wanted)
     error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
     seen = (truth.probability * chosen).sum(-1)
     reach = selector.in_reach(truth.asked)
-    covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / budget_tokens
+    covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / wanted
     into.add(
         selected_tokens=chosen.sum(-1),
-        recall=(chosen & oracle).sum(-1) / budget_tokens,
+        recall=(chosen & oracle).sum(-1) / wanted,
         attention_mass=seen / truth.probability.sum(-1),
         output_error=error.mean(-1),
         kv_fraction=held.attempt.rows / (2 * middle),
@@ -185,18 +198,23 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
     )
 
 
-def _attempt(selector: Selector, truth: Truth, budget: Budget) -> Attempt:
-    """A choice [Hk, Q, M] and its output [Hk, Q, G, D]; its missed share is NaN where the method cannot tell."""
+def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool) -> Attempt:
+    """A choice [Hk, Q, M] and its output [Hk, Q, G, D], NaN where it is not wanted; its missed share is NaN where the
+    method cannot tell."""
     selection = selector.select(truth.asked, budget)
     positions = _positions(selection, selector.token_order, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
+    rows = 2 * chosen.sum(-1) + selection.index_rows
+    if not outputs:
+        nothing = torch.full_like(truth.output, torch.nan)
+        return Attempt(nothing[:, 0, :, 0], rows, (chosen, nothing.transpose(1, 2)))
     output, total = _sparse_output(chosen, truth, selection, positions)
     remainders = selection.replacements or (selection.dropped() if selection.dropped else ())
     missed = torch.full_like(total[:, 0], torch.nan)
     if remainders:
         left = remainder_logsumexp(truth.asked, remainders, truth.facts)
         missed = missed_share(left, total if selection.replacements else torch.logaddexp(total, left))
-    return Attempt(missed, 2 * chosen.sum(-1) + selection.index_rows, (chosen, output.transpose(1, 2)))
+    return Attempt(missed, rows, (chosen, output.transpose(1, 2)))
 
 
 def _whole(truth: Truth) -> Attempt:

@@ -86,8 +86,9 @@ def test_rows_are_sorted_and_those_that_hold_nothing_come_last(place: Path) -> N
 def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     outcome = run_here(*TUNE)
     assert outcome.code == 0, outcome.stderr
-    rows = [line for line in outcome.stdout.splitlines() if "%" in line]
+    rows = [line for line in outcome.stdout.splitlines() if "│" in line and "%" in line]
     assert len(rows) == 3
+    assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
     assert "is the default now" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
@@ -138,6 +139,52 @@ def test_a_default_that_cannot_run_any_more(place: Path, setting: Defaults, chan
     assert outcome.code == 1
     for part in (says, "doc.skv", "sparsekv tune", "--method"):
         assert part in message, message
+
+
+def test_recall_is_of_as_many_best_tokens_as_one_says(place: Path) -> None:
+    """Of fewer, fewer tokens are enough; the manifest and `inspect` say of how many."""
+    few, many = tuned("--of", "5%"), tuned("--of", "400")
+    assert (few["recall_of"], many["recall_of"]) == (0.05, 400)
+    budgets = [{row["method"]: row["budget"] for row in found["methods"]} for found in (few, many)]
+    middle = read_manifest(place / "doc.skv").split.middle
+    for method in ("squeezed", "quest"):
+        assert budgets[0][method] < budgets[1][method]
+        assert budgets[1][method] * middle >= 0.7 * 400 - 1
+    assert few["default"]["target"] == {"measure": "recall", "value": 0.7, "of": 0.05}
+    assert "of the oracle's best 400 on the held-out half" in run_here("inspect").stdout
+
+
+def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
+    options = ("--target-perplexity", "1.5", "--method", "squeezed", "--method", "window", "--model", "model")
+    outcome = run_here("tune", *options, "--json", "-q")
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert {row["method"] for row in found["methods"]} == {"squeezed", "window"}
+    best = found["methods"][0]
+    assert best["held_out"] <= 1.5 + found["tolerance"]
+    assert best["recall"] is not None
+    defaults = read_manifest(place / "doc.skv").defaults
+    assert defaults is not None
+    assert defaults.target == Target(measure="perplexity", value=1.5)
+    assert asked()["method"] == best["method"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "give one target"),
+        (("--target-recall", "0.9", "--target-error", "0.1"), "give one target"),
+        (("--target-recall", "1.5"), "--target-recall 1.5: give a share between 0 and 1"),
+        (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
+        (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),
+        (("--target-recall", "0.9", "--of", "120%"), "--of 120%: give a share"),
+        (("--target-recall", "0.9", "--method", "oracle"), "--method oracle: it bounds"),
+    ],
+)
+def test_what_is_no_target_is_refused(place: Path, options: tuple[str, ...], says: str) -> None:
+    outcome = run_here("tune", *options)
+    assert outcome.code == 2
+    assert says in outcome.error()
 
 
 def test_a_target_out_of_reach_leaves_the_index_as_it_is(place: Path) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.reference import attention_probabilities, reference_attention
 from support.small_index import build_small
 from support.small_layer import asked, chosen_tokens
@@ -119,12 +121,14 @@ def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: st
     return selector, selection, rows
 
 
-def _by_definition(artifact: Artifact, layer: int, method: str, budget: Budget) -> dict[str, torch.Tensor]:
+def _by_definition(
+    artifact: Artifact, layer: int, method: str, budget: Budget, reference: Budget | None = None
+) -> dict[str, torch.Tensor]:
     """Means over queries [Hk] of each measure, one head and query after the other."""
     tail, split = _tail(artifact, layer), artifact.manifest.split
     selector, selection, index_rows = _selector_and_choice(artifact, layer, tail, method, budget)
     heads, queries = tail.queries.shape[0], tail.queries.shape[2]
-    wanted, middle = budget.tokens(split.middle), range(split.sinks, split.sinks + split.middle)
+    wanted, middle = (reference or budget).tokens(split.middle), range(split.sinks, split.sinks + split.middle)
     measures = {name: torch.zeros(heads, queries, dtype=torch.float64) for name in NAMES}
     mask = tail.causal.repeat(heads, 1, 1)
     for head in range(heads):
@@ -160,6 +164,34 @@ def test_measures_are_those_of_the_definitions(artifact: Artifact, method: str, 
     measured = _measured(artifact, layer, method, budget)
     for name in NAMES:
         assert measured[name].tolist() == pytest.approx(expected[name].tolist(), abs=2e-5), name
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "quest", "snapkv", "window"])
+@pytest.mark.parametrize("budget", [Budget(0.05), Budget(90)], ids=str)
+def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: str, budget: Budget) -> None:
+    """Whatever the budget is; what needs no output is measured without."""
+    layer, reference = artifact.manifest.indexed_layers[-1], Budget(0.15)
+    expected = _by_definition(artifact, layer, method, budget, reference)
+    name, parameters = METHODS[method]
+    one = Measured(name, method, parameters, budget, reference=reference, outputs=False)
+    measured = measure_layer(artifact, layer, [one], [tail_block(artifact, layer)])[one].means()
+    for measure in ("selected_tokens", "recall", "attention_mass", "kv_fraction", "missed_mass"):
+        assert measured[measure].tolist() == pytest.approx(expected[measure].tolist(), abs=2e-5), measure
+    assert bool(measured["output_error"].isnan().all())
+
+
+@given(st.integers(1, 280), st.integers(1, 280))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: int, reference: int) -> None:
+    layer, middle = artifact.manifest.indexed_layers[0], artifact.manifest.split.middle
+    wanted = [
+        Measured(name, name, METHODS[name][1], Budget(tokens), reference=Budget(reference), outputs=False)
+        for name in ("oracle", "quest")
+    ]
+    oracle, quest = measure_layer(artifact, layer, wanted, [tail_block(artifact, layer)]).values()
+    most = min(1.0, min(tokens, middle) / min(reference, middle))
+    assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.recall))
+    assert bool((quest.means()["recall"] <= most + 1e-9).all())
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"window"}))

@@ -17,10 +17,12 @@ from support.small_layer import SmallLayer, asked, small_layer
 from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.loki import Loki
 from sparsekv.runtime.methods import Method, Selector
-from sparsekv.runtime.open import prepare_layer
+from sparsekv.runtime.open import prepare_layer, residual_source
 from sparsekv.runtime.oracle import Oracle
 from sparsekv.runtime.quest import Quest
 from sparsekv.runtime.residual import ResidualSelector, residual_clusters
@@ -179,6 +181,17 @@ def test_squeezed_reads_a_value_centroid_more_for_each_key_centroid(lookup: str,
     layer = small_layer(middle=200, levels=(0.2, 0.05))
     step = Step(layer, _by_own_clusters(layer, Squeezed(lookup)), Budget(10))
     assert float(step.sparse.read.sparse) == 2 * (2 * 10 + 2 * rows)
+
+
+@pytest.mark.parametrize(("squeezed", "multipole", "lender"), [(0.2, 0.1, "multipole"), (0.1, 0.2, "squeezed")])
+def test_the_fewest_centroids_are_lent(tmp_path: Path, squeezed: float, multipole: float, lender: str) -> None:
+    indexers = {"squeezed": SqueezedIndexer(levels=(squeezed,)), "multipole": MultipoleIndexer(levels=(multipole,))}
+    index = build_small(tmp_path / "both.skv", methods=indexers)
+    assert residual_source(index.artifact) == lender
+    selector = prepare_layer(index.artifact, 0, "quest", Quest(), "cpu", residual=True)
+    assert isinstance(selector, ResidualSelector)
+    lent = index.artifact.method_tensors(lender, 0)["level0.value_centroids"]
+    assert torch.equal(selector.clusters.values, lent)
 
 
 def test_an_index_without_value_centroids_has_no_residual(tmp_path: Path) -> None:
