@@ -64,6 +64,8 @@ def tune(
     """
     if sum(target is not None for target in (target_recall, target_error, target_perplexity)) != 1:
         raise UsageError("give one target: --target-recall 0.9, --target-error 0.05 or --target-perplexity 1.02")
+    if model is not None and target_perplexity is None:
+        raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")
     artifact = open_artifact(index)
     goal: Goal

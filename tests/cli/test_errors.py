@@ -93,6 +93,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("recall-report", "--queries", "none.txt"), 2, ("none.txt", "no such file")),
         (("tune",), 2, ("--target-recall 0.9", "--target-error")),
         (("tune", "--target-recall", "0.9", "--target-error", "0.1"), 2, ("one target",)),
+        (("tune", "--target-recall", "0.9", "--model", "x"), 2, ("--model x", "only --target-perplexity")),
         (("tune", "--target-recall", "1"), 2, ("--target-recall 1", "between 0 and 1")),
         (("tune", "--target-error", "0"), 2, ("--target-error 0", "between 0 and 1")),
         (("tune", "--target-recall", "0.9", "--method", "nonsense"), 2, ("'nonsense'", "quest")),
