@@ -57,7 +57,7 @@ def evaluate_methods(
         list[float] | None,
         typer.Option(help="Where needles stand, in percent of the context; repeatable. Default: spread evenly."),
     ] = None,
-    contexts: Annotated[int, typer.Option(help="Contexts for each task and length.")] = 4,
+    contexts: Annotated[int, typer.Option(help="Contexts for each task and length.")] = 3,
     questions: Annotated[
         int | None, typer.Option(help="Questions for each context. Default: 5, or all that a file has.")
     ] = None,
