@@ -28,9 +28,9 @@ METHODS: dict[str, tuple[Method, str]] = {
     "multipole": (Multipole(), "multipole"),
     "multipole-windowed": (WindowedMultipole(), "multipole-windowed"),
     "squeezed": (Squeezed(), "squeezed"),
-    "quest": (Quest(), "multipole"),
+    "quest": (Quest(), "squeezed"),
 }
-"""Each method, and whose clusters stand for what it leaves."""
+"""Each method, and whose clusters stand for what it leaves: for one without any, the fewest there are."""
 INDEXERS = {
     "multipole": MultipoleIndexer(levels=(0.25,), block=80),
     "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25,), block=80),
