@@ -38,7 +38,7 @@ def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Pa
     for axis, (name, some) in zip(axes[1:].flat, maps.items(), strict=False):
         _map(figure, axis, name, some)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     save(figure, path)
 
