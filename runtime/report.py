@@ -145,7 +145,7 @@ def forms(artifact: Artifact, name: str, *, residual: bool) -> list[tuple[str, M
     `residual` also each with them, where the method has nothing of its own that stands for it."""
     variants = methods()[name].variants(artifact.manifest.methods.get(name))
     found = [(variant, method, False) for variant, method in variants.items()]
-    if residual and not any(method.replaces() for method in variants.values()):
+    if residual and not any(form.replaces() for form in variants.values()):
         found += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
     return found
 

@@ -14,13 +14,18 @@ DENSE = "dense"
 
 @dataclass(frozen=True, order=True)
 class Way:
-    """How questions are answered: what prefilled the context, which method reads it (`dense`: all of it), in which
-    variant, with what budget."""
+    """How questions are answered: what prefilled the context, which method reads it, in which variant, with what
+    budget. Without a budget all of it is read: dense attention."""
 
     prefill: str
     method: str
     variant: str = ""
     budget: float | int | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether everything is attended."""
+        return self.budget is None
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
     for result in results:
         ways.setdefault(result.way, {}).setdefault(result.context.name, {})[result.question] = result
     shared = _shared(list(ways.values()))
-    base = next((way for way in ways if way.method == DENSE), None)
+    base = next((way for way in ways if way.is_dense), None)
     told = METRICS[metric]
     found = []
     for way, answered in ways.items():
