@@ -21,7 +21,9 @@ class KeepCurve:
         """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query has `tokens` to choose from."""
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()
-        self.weight.scatter_add_(0, bins.flatten().cpu(), weights.flatten().cpu())
+        # Where the scores are: there may be millions. Sums of whole numbers are the same in any order.
+        added = torch.zeros(BINS, dtype=torch.float64, device=scores.device)
+        self.weight += added.scatter_add_(0, bins.flatten(), weights.flatten()).cpu()
         self.tokens += tokens * scores.shape[0] * scores.shape[1]
 
     def threshold(self, keep: float) -> float:

@@ -1,6 +1,5 @@
-"""k-means over the heads of a layer: faiss on the CPU, batched torch on a GPU; one seed, one final assignment."""
+"""k-means over the heads of a layer: faiss on the CPU, our own kernels on a GPU; one seed, one final assignment."""
 
-import faiss
 import torch
 
 from sparsekv.kernels.kmeans import random_kmeans
@@ -17,13 +16,13 @@ def kmeans(
         valid: [Hk, M] bool; points that take no part get label 0. None: all do.
 
     Returns:
-        [Hk, M] int64. Clusters may be empty. On a GPU only the order of summation differs between runs.
+        [Hk, M] int64, the same in every run on one device. Clusters may be empty.
     """
-    if valid is None:
-        valid = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
     if points.is_cuda:
         generator = torch.Generator(points.device).manual_seed(seed)
         return random_kmeans(points, clusters, iterations, generator, valid)
+    if valid is None:
+        valid = torch.ones(points.shape[:2], dtype=torch.bool)
     labels = torch.zeros(points.shape[:2], dtype=torch.int64)
     for head, mask in enumerate(valid):
         labels[head, mask] = _kmeans_faiss(points[head, mask], clusters, iterations, seed)
@@ -31,6 +30,8 @@ def kmeans(
 
 
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
+    import faiss  # here, because a GPU needs none of it
+
     # The two bounds keep faiss from subsampling, and from printing its advice past Python to a person's screen.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(

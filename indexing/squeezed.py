@@ -6,7 +6,7 @@ decoding and for a question's prefill apart, because averaging over a question's
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,34 +33,53 @@ class SqueezedIndexer(ClusterIndexer):
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """For `decode` and `prefill`, `flat` and (with several levels) `hierarchical`: thresholds and keep rates."""
-        return {
-            kind: {
-                lookup: _calibrate_lookup(layers, group, coarse)
-                for lookup, coarse in (("flat", 0), ("hierarchical", len(self.levels) - 1))
-                if lookup == "flat" or coarse
-            }
+        deepest = len(self.levels) - 1
+        found = {
+            kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
             for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
         }
+        lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
+        # All of them at each walk: reading every layer costs more than scoring it.
+        for depth in range(deepest + 1):
+            for layer in layers():
+                for lookup in lookups:
+                    lookup.add(layer, depth)
+            for lookup in lookups:
+                lookup.finish(depth)
+        return {kind: {name: lookup.record() for name, lookup in of_kind.items()} for kind, of_kind in found.items()}
 
 
-def _calibrate_lookup(layers: Callable[[], Iterator[BuiltLayer]], group: int, coarse: int) -> dict[str, Any]:
+@dataclass
+class _Lookup:
     """Thresholds from the coarsest level down: each coarse one leaves half of the tokens, the finest a curve."""
-    thresholds: list[float] = []
-    for depth in range(1, coarse + 1):
-        curve = KeepCurve()
-        for layer in layers():
-            curve.add(*_level_scores(layer, coarse, thresholds, group, held_out=False))
-        thresholds.append(curve.threshold(0.5**depth))
-    curve, held_out = KeepCurve(), KeepCurve()
-    for layer in layers():
-        curve.add(*_level_scores(layer, coarse, thresholds, group, held_out=False))
-        held_out.add(*_level_scores(layer, coarse, thresholds, group, held_out=True))
-    threshold = curve.threshold(REPORTED_KEEP)
-    return {
-        "coarse_thresholds": thresholds,
-        "curve": curve.points(),
-        "held_out_keep": {"target": REPORTED_KEEP, "kept": held_out.share_above(threshold)},
-    }
+
+    group: int
+    coarse: int
+    thresholds: list[float] = field(default_factory=list)
+    curve: KeepCurve = field(default_factory=KeepCurve)
+    held_out: KeepCurve = field(default_factory=KeepCurve)
+
+    def add(self, layer: BuiltLayer, depth: int) -> None:
+        """Take a layer's scores into the curve of the level so many under the coarsest."""
+        if depth > self.coarse:
+            return
+        self.curve.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=False))
+        if depth == self.coarse:
+            self.held_out.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=True))
+
+    def finish(self, depth: int) -> None:
+        """Take a coarse level's threshold from its curve, which then begins anew."""
+        if depth < self.coarse:
+            self.thresholds.append(self.curve.threshold(0.5 ** (depth + 1)))
+            self.curve = KeepCurve()
+
+    def record(self) -> dict[str, Any]:
+        threshold = self.curve.threshold(REPORTED_KEEP)
+        return {
+            "coarse_thresholds": self.thresholds,
+            "curve": self.curve.points(),
+            "held_out_keep": {"target": REPORTED_KEEP, "kept": self.held_out.share_above(threshold)},
+        }
 
 
 def _level_scores(

@@ -1,4 +1,10 @@
-"""k-means of the keys of all heads at once: assignment, means, and iterations of both."""
+"""k-means of the keys of all heads at once: assignment, means, and iterations of both.
+
+On a GPU the first two are kernels of their own; nothing here waits for it, so that a graph can record all of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,12 +36,26 @@ def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
         points: [Hk, M, D]; centres: [Hk, C, D].
 
     Returns:
-        [Hk, M] int64. Allocates [Hk, 16384, C] scores at a time.
+        [Hk, M] int64. Allocates [Hk, 16384, C] scores at a time; on a GPU the points once more in float16.
     """
-    half_norms = centres.square().sum(-1)[:, None] / 2
-    return torch.cat(
-        [(rows @ centres.transpose(1, 2) - half_norms).argmax(-1) for rows in points.split(ROWS_AT_ONCE, 1)], 1
-    )
+    return nearest_centres(points)(centres)
+
+
+def nearest_centres(points: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`assign` of points [Hk, M, D] that stay, to centres that move: on a GPU the points are rounded once."""
+    if points.is_cuda:
+        # Triton is imported where it is used: it takes long, and only Linux has it.
+        from sparsekv.kernels.kmeans_triton import NearestCentres
+
+        return NearestCentres(points)
+    return partial(assign_plainly, points)
+
+
+def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """`assign` in plain torch, in float32."""
+    across, half_norms = centres.float().transpose(1, 2), centres.float().square().sum(-1)[:, None] / 2
+    scores = (rows.float() @ across - half_norms for rows in points.split(ROWS_AT_ONCE, 1))
+    return torch.cat([of_rows.argmax(-1) for of_rows in scores], 1)
 
 
 def cluster_means(
@@ -47,8 +67,19 @@ def cluster_means(
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32; the same in every run.
     """
+    if points.is_cuda:
+        from sparsekv.kernels import kmeans_triton
+
+        return kmeans_triton.cluster_means(points, labels, clusters, weights)
+    return cluster_means_plainly(points, labels, clusters, weights)
+
+
+def cluster_means_plainly(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cluster_means` in plain torch, whose sums a GPU adds up in an order that differs between runs."""
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
     sums = torch.zeros(len(points), clusters, points.shape[-1], device=points.device)
@@ -69,10 +100,11 @@ def lloyd(
     Returns:
         labels [Hk, M] of one last assignment, and the centres [Hk, C, D] that it was made to.
     """
+    nearest = nearest_centres(points)
     for _ in range(iterations):
-        means, counts = cluster_means(points, assign(points, centres), centres.shape[1], weights)
+        means, counts = cluster_means(points, nearest(centres), centres.shape[1], weights)
         centres = torch.where(counts[..., None] > 0, means, centres)
-    return assign(points, centres), centres
+    return nearest(centres), centres
 
 
 def random_kmeans(

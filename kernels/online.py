@@ -16,7 +16,8 @@ def join_tokens(
 
     Centres sampled from the new tokens join the old ones, and replace those that hold no token; the new tokens go to
     their nearest centre, which moves to the mean of what it holds then (a step of sequential k-means); a few iterations
-    over the whole block refine both.
+    over the whole block refine both. A CUDA graph can record it, with the generator registered: nothing waits for the
+    GPU, and no shape depends on what the tokens are.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
@@ -25,7 +26,7 @@ def join_tokens(
         generator: chooses the samples, on the points' device.
 
     Returns:
-        [Hk, T] int64. Allocates the centres, and [Hk, 16384, C] scores at a time.
+        [Hk, T] int64. Allocates the centres, and on a CPU [Hk, 16384, C] scores at a time.
     """
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
     more = all_clusters - clusters

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Before anything imports triton, which defines functions of its own then: without a GPU kernels are interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from sparsekv.indexing.embedded import EMBEDDED, pull_embedded
 from sparsekv.indexing.models import LoadedModel, load_model
 

@@ -81,6 +81,24 @@ def test_joining_many_times_stays_as_tight_as_clustering_once() -> None:
     assert _spread(points, labels, 50) < 1.1 * _spread(points, anew, 50)
 
 
+@pytest.mark.gpu
+def test_one_graph_records_joining_and_repeats_it() -> None:
+    """Nothing waits for the GPU, and no shape depends on what is joined."""
+    points = clustered(0, 2, 400, 64, 30).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    labels = random_kmeans(points[:, :380], 20, 3, generator)
+    expected = [join_tokens(points, labels, 20, 22, generator.manual_seed(seed)) for seed in (1, 2)]
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        joined = join_tokens(points, labels, 20, 22, generator)
+    for seed, labels_then in zip((1, 2), expected, strict=True):
+        joined.fill_(-1)
+        generator.manual_seed(seed)
+        graph.replay()
+        assert torch.equal(joined, labels_then)
+
+
 @pytest.mark.parametrize("space", ["normalised", "raw", "centred"])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 90))
