@@ -40,7 +40,7 @@ class IndexCache(Cache):
         """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync."""
         counts = [layer.read for layer in self.stored_layers if isinstance(layer, SparseLayer)]
         dense = sum(count.dense for count in counts)
-        return float(sum(count.sparse.item() for count in counts)) / dense if dense else 0.0
+        return (sum(count.total() for count in counts)) / dense if dense else 0.0
 
     def stats(self) -> list[LayerStats]:
         """What each layer with a gauge left; one sync a layer."""

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from sparsekv.kernels.cluster_choice import choose_clusters
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores
@@ -94,6 +95,8 @@ class ClusterSelector(Selector):
         query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
         # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
         flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
+        if flat and self.thresholds is None and query.is_cuda and query.shape[2] == 1:
+            return self._select_at_once(query, min(budget.tokens(self.middle), self.middle))
         looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
         while looked[-1].level:
             looked.append(self._look_below(query, looked[-1], budget, asked.shared))
@@ -106,6 +109,25 @@ class ClusterSelector(Selector):
             index_rows=read * self._rows_of_a_cluster(),
             replacements=self._remainders(looked, lengths) if self.replace else (),
             dropped=None if self.replace else lambda: self._remainders(looked, lengths),
+        )
+
+    def _select_at_once(self, query: torch.Tensor, tokens: int) -> Selection:
+        """The same for one query and the finest level, by kernels that keep what the attention needs."""
+        centroids, counts, facts = self.tree.centroids[0], self.tree.counts[0], self.facts
+        # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
+        own, values = centroids is self.keys[0], self.values[0] if self.values else self.keys[0]
+        soon = values if self.replace else None
+        chosen = choose_clusters(query[:, :, 0], centroids, counts, tokens, facts.softmax_scale, facts.softcap, soon)
+        left = Replacement(self.keys[0], chosen.log_left[:, None], values, chosen.logits if own else None)
+        return Selection(
+            starts=self.starts[:, None],
+            lengths=chosen.lengths[:, None],
+            capacity=tokens,
+            index_rows=float(counts.shape[1] * self._rows_of_a_cluster()),
+            replacements=(left,) if self.replace else (),
+            dropped=None if self.replace else lambda: (left,),
+            taken=tokens,
+            ends=chosen.ends[:, None],
         )
 
     def _rows_of_a_cluster(self) -> int:

@@ -58,14 +58,14 @@ class MiddleContext:
 class Asked:
     """Queries of one layer that rows are to be chosen for.
 
-    query [Hk, G, Q, D], after RoPE; positions [Q] int64, theirs in the sequence. `exact_logsumexp()` is [Hk, G, Q], the
-    log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens), computed when a
-    method asks for it. With `shared` there is one choice for all Q queries together (a question's prefill). Every layer
-    that is asked about the same tokens is asked with the same `batch`.
+    query [Hk, G, Q, D], after RoPE; `positions()` [Q] int64 are theirs in the sequence. `exact_logsumexp()` is
+    [Hk, G, Q], the log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens). Both
+    are computed when a method asks for them. With `shared` there is one choice for all Q queries together (a question's
+    prefill). Every layer that is asked about the same tokens is asked with the same `batch`.
     """
 
     query: torch.Tensor
-    positions: torch.Tensor
+    positions: Callable[[], torch.Tensor]
     exact_logsumexp: Callable[[], torch.Tensor]
     shared: bool
     batch: int = 0
@@ -74,9 +74,9 @@ class Asked:
         """The same on another device; itself where it is there already."""
         if self.query.device == device:
             return self
-        exact = self.exact_logsumexp
-        query, positions = self.query.to(device), self.positions.to(device)
-        return Asked(query, positions, lambda: exact().to(device), self.shared, self.batch)
+        positions, exact = self.positions, self.exact_logsumexp
+        moved = self.query.to(device)
+        return Asked(moved, lambda: positions().to(device), lambda: exact().to(device), self.shared, self.batch)
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,18 @@ class Remainder:
 
 @dataclass(frozen=True)
 class Replacement(Remainder):
-    """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D]."""
+    """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D].
+
+    `logits` [Hk, G, C] float32 are those of a decode step's query on the keys, where choosing has found them already.
+    """
 
     values: torch.Tensor
+    logits: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Replacement":
         """The same on another device."""
-        return Replacement(self.keys.to(device), self.log_counts.to(device), self.values.to(device))
+        logits = None if self.logits is None else self.logits.to(device)
+        return Replacement(self.keys.to(device), self.log_counts.to(device), self.values.to(device), logits)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ class Selection:
     `index_rows` is the number of D-sized rows read to choose them, beside keys and values: a number, or [Hk, Q or 1].
     `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen; where
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
-    rows that were drawn and not ranked, are added to their logits, in the order of the runs.
+    rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
+    lengths of each query, where it is known without looking at them, and `ends` their running sum [Hk, Q or 1, R] int32
+    where choosing has found it already.
     """
 
     starts: torch.Tensor
@@ -118,6 +125,8 @@ class Selection:
     replacements: tuple[Replacement, ...] = ()
     dropped: Callable[[], tuple[Remainder, ...]] | None = None
     log_weights: torch.Tensor | None = None
+    taken: int | None = None
+    ends: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

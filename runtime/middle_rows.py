@@ -32,6 +32,10 @@ class MiddleRows(ABC):
     def gather(self, rows: torch.Tensor) -> Pair:
         """Keys and values [Hk, R, D], on the model's device, of rows [Hk, R]."""
 
+    def in_place(self) -> Pair | None:
+        """Keys and values [Hk, used or more, D] where they lie, if that is on the model's device."""
+        return None
+
     @abstractmethod
     def from_row(self, start: int) -> Pair:
         """All rows from one on, [Hk, used - start, D], on the model's device."""
@@ -81,6 +85,9 @@ class MemoryRows(MiddleRows):
         room = buffer.new_empty(len(flat), D, pin_memory=self.pinned)
         picked = torch.index_select(buffer.flatten(0, 1), 0, flat, out=room)
         return picked.view(Hk, -1, D).to(self.device, non_blocking=True)
+
+    def in_place(self) -> Pair | None:
+        return None if self.pinned else (self.keys.buffer, self.values.buffer)
 
     def from_row(self, start: int) -> Pair:
         return self.keys.rows[:, start:].to(self.device), self.values.rows[:, start:].to(self.device)

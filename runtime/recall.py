@@ -162,7 +162,7 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batc
     exact_output = _weighted(weights, exact[1])
     output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
     positions = middle.stop - 1 + block.visible[piece]
-    asked = Asked(grouped, positions, lambda: exact_lse, shared=False, batch=batch)
+    asked = Asked(grouped, lambda: positions, lambda: exact_lse, shared=False, batch=batch)
     return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 
 

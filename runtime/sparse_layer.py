@@ -8,13 +8,14 @@ import torch
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, causal_mask
+from sparsekv.kernels.decode_attention import RunRows, StandIns, decode_attention
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.ahead import Ahead, Found
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
-from sparsekv.runtime.methods import Asked, Selection, Selector
+from sparsekv.runtime.methods import Asked, Replacement, Selection, Selector
 from sparsekv.runtime.middle_rows import MiddleRows, Pair
 from sparsekv.runtime.question import QuestionSearch
 from sparsekv.runtime.stored_layer import StoredLayer
@@ -22,10 +23,18 @@ from sparsekv.runtime.stored_layer import StoredLayer
 
 @dataclass
 class ReadRows:
-    """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read."""
+    """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read.
 
-    sparse: torch.Tensor
+    What depends on data is counted where the data is, without waiting for it; what is `known` costs it nothing.
+    """
+
+    counted: torch.Tensor
+    known: float = 0.0
     dense: int = 0
+
+    def total(self) -> float:
+        """Rows that were read; one sync."""
+        return float(self.counted) + self.known
 
 
 class SparseLayer(StoredLayer):
@@ -110,7 +119,7 @@ class SparseLayer(StoredLayer):
         where = self.search_device or keys.device
         taken = self.selector.take(all_keys.to(where), all_values.to(where))
         self.middle.rewrite(start, (keys, values), taken.order)
-        self.read.sparse += len(keys) * (taken.index_rows + 2 * all_keys.shape[1])
+        self.read.known += len(keys) * (taken.index_rows + 2 * all_keys.shape[1])
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.query.shape[1] == 1:
@@ -119,6 +128,8 @@ class SparseLayer(StoredLayer):
         elif self.question is not None:
             return self._attend_question(call, self.question)
         step = self._step(call)
+        if step.asked.query.shape[2] == 1 and self._kernels_reach(call.query):
+            return self._attend_in_place(step)
         if self.gauge is None:
             chosen, segments = self._choose(step, self.budget)
             self._count(self._rows_read(chosen), step)
@@ -127,6 +138,28 @@ class SparseLayer(StoredLayer):
         self.gauge.add(held)
         self._count(held.attempt.rows, step)
         return held.attempt.results[0].transpose(1, 2).flatten(0, 1)
+
+    def _kernels_reach(self, query: torch.Tensor) -> bool:
+        """Whether kernels can attend to rows where these lie, and nothing else is asked of the step."""
+        return query.is_cuda and self.gauge is None and self.ahead is None and self.middle.in_place() is not None
+
+    def _attend_in_place(self, step: "_Step") -> torch.Tensor:
+        """One query's attention without a copy of any row; what was drawn with weights goes the other way."""
+        chosen, grouped, rows = self.selector.select(step.asked, self.budget), step.asked.query, self.middle.in_place()
+        self._count(self._rows_read(chosen), step)
+        if chosen.log_weights is not None or rows is None:
+            return attend(grouped, self._segments(self._fetch(chosen, grouped.device), step), *step.how).flatten(0, 1)
+        ends = chosen.lengths.cumsum(-1, dtype=torch.int32) if chosen.ends is None else chosen.ends
+        runs = RunRows(*rows, chosen.starts[:, 0], ends[:, 0], chosen.capacity)
+        stand_ins = [self._stand_in(part, step) for part in chosen.replacements]
+        exact = step.exact.keys, step.exact.values
+        return decode_attention(grouped[:, :, 0], runs, exact, stand_ins, *step.how).flatten(0, 1)[:, None]
+
+    def _stand_in(self, part: Replacement, step: "_Step") -> StandIns:
+        logits = part.logits
+        if logits is None:
+            logits = attention_logits(step.asked.query, part.keys, *step.how[:2])[:, :, 0]
+        return StandIns(logits, part.log_counts[:, 0], part.values)
 
     def _attend_question(self, call: AttentionCall, question: QuestionSearch) -> torch.Tensor:
         self.selector.observe(self._step(call).asked.to(self.search_device or call.query.device))
@@ -149,7 +182,9 @@ class SparseLayer(StoredLayer):
             logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
             return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
 
-        positions = torch.arange(tokens - queries, tokens, device=keys.device)[piece]
+        def positions() -> torch.Tensor:
+            return torch.arange(tokens - queries, tokens, device=keys.device)[piece]
+
         asked = Asked(grouped, positions, exact_logsumexp, shared=queries > 1)
         return _Step(asked, Segment(keys, values, mask), (call.softmax_scale, call.softcap, sinks))
 
@@ -211,16 +246,21 @@ class SparseLayer(StoredLayer):
         missed = torch.zeros_like(query[:, 0, :, 0], dtype=torch.float32)
         return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
 
-    def _rows_read(self, chosen: Selection) -> torch.Tensor:
-        """[Hk, Q or 1] rows of size D."""
+    def _rows_read(self, chosen: Selection) -> torch.Tensor | float:
+        """[Hk, Q or 1] rows of size D, or a number where it is the same for all and known without looking."""
         # A number is added as one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
-        return 2 * chosen.lengths.sum(-1) + chosen.index_rows
+        return 2 * (chosen.lengths.sum(-1) if chosen.taken is None else chosen.taken) + chosen.index_rows
 
-    def _count(self, rows: torch.Tensor, step: "_Step") -> None:
+    def _count(self, rows: torch.Tensor | float, step: "_Step") -> None:
         """Count the rows [Hk, Q or 1] of a decode step."""
-        if not step.asked.shared:
-            self.read.sparse += rows.sum()
-            self.read.dense += 2 * rows.shape[0] * self.middle.used
+        if step.asked.shared:
+            return
+        heads = len(step.asked.query)
+        if isinstance(rows, torch.Tensor):
+            self.read.counted += rows.sum()
+        else:
+            self.read.known += heads * rows
+        self.read.dense += 2 * heads * self.middle.used
 
 
 @dataclass(frozen=True)

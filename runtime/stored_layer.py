@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.kernels.attention import Segment, attend, causal_mask
+from sparsekv.kernels.decode_attention import RunRows, decode_attention
 from sparsekv.kernels.hook import AttentionCall
 
 FIRST_NEW_ROWS = 256
@@ -90,11 +91,12 @@ class DenseLayer(StoredLayer):
         return self.stored_keys, self.stored_values
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.query.is_cuda and call.query.shape[1] == 1:
+            return self._decode(call)
         keys, values = self.exact_rows()
         queries, Hk = call.query.shape[1], keys.shape[0]
         mask = causal_mask(queries, self.stored + self.used, call.window, keys.device)
-        first = 0 if call.window is None else max(0, self.get_seq_length() - queries - call.window + 1)
-        first = min(first, self.stored)
+        first = min(self._first_seen(call), self.stored)
         in_sight = slice(first - self.out_of_sight, None)
         stored_keys, stored_values = self.stored_rows()
         segments = [
@@ -104,6 +106,25 @@ class DenseLayer(StoredLayer):
         sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
         grouped = call.query.unflatten(0, (Hk, -1))
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+    def _first_seen(self, call: AttentionCall) -> int:
+        """The first token that the first of the queries sees."""
+        return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
+
+    def _decode(self, call: AttentionCall) -> torch.Tensor:
+        """One query's attention, to stored rows and a run of new ones, without a copy of any."""
+        first, new = self._first_seen(call), self.used
+        seen = min(first, self.stored) - self.out_of_sight
+        stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
+        assert self.keys is not None
+        assert self.values is not None
+        Hk = len(self.keys)
+        start = torch.full((Hk, 1), max(0, first - self.stored), dtype=torch.int32, device=call.query.device)
+        runs = RunRows(self.keys, self.values, start, new - start, new)
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        query = call.query[:, 0].unflatten(0, (Hk, -1))
+        exact = stored_keys, stored_values
+        return decode_attention(query, runs, exact, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
 
 
 class MappedDenseLayer(DenseLayer):

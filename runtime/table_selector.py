@@ -87,7 +87,7 @@ class TableSelector(Selector):
         some = replace(
             asked,
             query=query[:, :, :: self.step],
-            positions=asked.positions[:: self.step],
+            positions=lambda: asked.positions()[:: self.step],
             exact_logsumexp=lambda: asked.exact_logsumexp()[..., :: self.step],
         )
         found = self._search(some, budget)

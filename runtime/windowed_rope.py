@@ -28,7 +28,7 @@ class WindowedRope:
 
     def query(self, asked: Asked) -> torch.Tensor:
         """The queries [Hk, G, Q, D], turned from where they stand to the distance from position 0."""
-        turned = rotate(asked.query, self.distance - asked.positions, self.frequencies, self.interleaved)
+        turned = rotate(asked.query, self.distance - asked.positions(), self.frequencies, self.interleaved)
         return turned.to(asked.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:

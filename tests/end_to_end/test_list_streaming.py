@@ -36,7 +36,9 @@ def _recall(call: AttentionCall, layer: SparseLayer) -> float:
     oracle = torch.zeros_like(probability, dtype=torch.bool)
     oracle.scatter_(-1, probability.topk(tokens, -1).indices, True)
     logits = call.softmax_scale * torch.einsum("hgqd,htd->hgqt", grouped, exact)
-    asked = Asked(grouped, torch.tensor([layer.get_seq_length() - 1]), lambda: logits.logsumexp(-1), shared=False)
+    asked = Asked(
+        grouped, lambda: torch.tensor([layer.get_seq_length() - 1]), lambda: logits.logsumexp(-1), shared=False
+    )
     chosen = layer.selector.select(asked, layer.budget)
     rows, _ = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
     return float(oracle.gather(-1, rows).double().sum(-1).mean() / tokens)

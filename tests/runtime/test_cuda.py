@@ -112,7 +112,8 @@ def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
     means, counts = cluster_means(points, labels, 20)
     distances = torch.cdist(points.double(), means.double()).masked_fill(counts[:, None] == 0, torch.inf)
     chosen = distances.gather(2, labels[..., None])[..., 0]
-    assert float((chosen - distances.amin(-1)).max()) <= 1e-4
+    # Points and centres are up to 20 from the mean, and rounded to 11 bits.
+    assert float((chosen - distances.amin(-1)).max()) <= 2**-10 * 40
     assert torch.equal(labels, kmeans(points, 20, 60, seed=0))
 
 

@@ -184,7 +184,7 @@ def test_a_step_counts_the_chosen_rows_and_the_centroids(method: Multipole, rows
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     step = Step(layer, method.prepare(layer.context), Budget(10))
     read = step.sparse.read
-    assert float(read.sparse) == 2 * (2 * 10 + rows)
+    assert read.total() == 2 * (2 * 10 + rows)
     assert read.dense == 2 * 2 * 200
 
 

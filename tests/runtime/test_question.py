@@ -70,7 +70,7 @@ def test_chunks_are_as_long_as_asked_and_see_what_is_before_them(index: OpenInde
         select = searched[0].select
         patch.setattr(searched[0], "select", lambda one, budget: seen.append(one) or select(one, budget))
         stepped_logits(index, cache, random_ids(12), question=10)
-    places = [(one.positions - index.split.tokens).tolist() for one in seen]
+    places = [(one.positions() - index.split.tokens).tolist() for one in seen]
     assert places == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert all(one.shared for one in seen)
 

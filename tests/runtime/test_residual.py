@@ -172,7 +172,7 @@ def test_rows_read_are_the_methods_own_and_both_centroids_of_every_cluster(metho
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     step = Step(layer, _with_residual(layer, method), Budget(10))
     chosen = 0 if isinstance(method, Window) else 10
-    assert float(step.sparse.read.sparse) == 2 * (2 * chosen + rows)
+    assert step.sparse.read.total() == 2 * (2 * chosen + rows)
     assert step.sparse.read.dense == 2 * 2 * 200
 
 
@@ -180,7 +180,7 @@ def test_rows_read_are_the_methods_own_and_both_centroids_of_every_cluster(metho
 def test_squeezed_reads_a_value_centroid_more_for_each_key_centroid(lookup: str, rows: int) -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05))
     step = Step(layer, _by_own_clusters(layer, Squeezed(lookup)), Budget(10))
-    assert float(step.sparse.read.sparse) == 2 * (2 * 10 + 2 * rows)
+    assert step.sparse.read.total() == 2 * (2 * 10 + 2 * rows)
 
 
 @pytest.mark.parametrize(("squeezed", "multipole", "lender"), [(0.2, 0.1, "multipole"), (0.1, 0.2, "squeezed")])

@@ -111,5 +111,5 @@ def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]
 def asked(query: torch.Tensor, exact: torch.Tensor | None = None, *, shared: bool = False, first: int = 0) -> Asked:
     """Queries [Hk, G, Q, D] at positions from `first` on; `exact` [Hk, G, Q] is the log-sum-exp of what else is
     attended, by default nothing."""
-    nothing = torch.full(query.shape[:3], -torch.inf)
-    return Asked(query, first + torch.arange(query.shape[2]), lambda: nothing if exact is None else exact, shared)
+    positions, nothing = first + torch.arange(query.shape[2]), torch.full(query.shape[:3], -torch.inf)
+    return Asked(query, lambda: positions, lambda: nothing if exact is None else exact, shared)

@@ -1,0 +1,91 @@
+"""Attention of one decode step: to chosen runs of rows, to rows that are always attended, and to stand-ins, at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.runs import expand_runs
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
+    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+    capacity: int
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
+    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. Rows of logits may
+    be further apart than they are long."""
+
+    logits: torch.Tensor
+    log_counts: torch.Tensor
+    values: torch.Tensor
+
+
+def decode_attention(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One softmax over chosen runs, exact rows and stand-ins.
+
+    On a GPU flash-decoding: the rows of all runs of a head are split evenly, however uneven the runs are, over programs
+    that each attend for the whole group; two launches, shapes that depend on no data, no synchronisation.
+
+    Args:
+        query: [H, G, D].
+        exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
+        sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
+
+    Returns:
+        [H, G, D] in the query's dtype.
+    """
+    if query.is_cuda:
+        from sparsekv.kernels.decode_attention_triton import decode_attention_triton
+
+        return decode_attention_triton(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits)
+    return decode_attention_reference(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits)
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` in plain torch: gathers the rows."""
+    rows, valid = expand_runs(runs.starts, lengths_of(runs.ends), runs.capacity)
+    keys, values = (held.gather(1, rows[..., None].expand(-1, -1, held.shape[2])) for held in (runs.keys, runs.values))
+    chosen, always = (
+        attention_logits(query[:, :, None], each, softmax_scale, softcap)[:, :, 0] for each in (keys, exact[0])
+    )
+    logits = [chosen.masked_fill(~valid[:, None], -torch.inf), always]
+    logits += [part.logits + part.log_counts[:, None] for part in stand_ins]
+    if sink_logits is not None:
+        logits.append(sink_logits.float()[..., None])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    all_values = torch.cat([values, exact[1], *(part.values for part in stand_ins)], 1).to(wide)
+    weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
+    return (weights.to(all_values.dtype) @ all_values).to(query.dtype)
+
+
+def lengths_of(ends: torch.Tensor) -> torch.Tensor:
+    """Lengths [H, R] of runs from their running sums."""
+    return ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))

@@ -1,0 +1,191 @@
+"""`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and stand-ins in one launch.
+
+Three launches: the rows that the runs are, written out, so that what follows reads them as a plain list; partial
+softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins, however uneven the runs
+are; and the merge of those.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.decode_attention import RunRows, StandIns
+from sparsekv.kernels.launch import multiprocessors, programs_per_head
+from sparsekv.kernels.tiles_triton import capped, dot, group_rows, power_of_two, share, tile_rows
+
+PROGRAMS_PER_MULTIPROCESSOR = 3
+TILE_BYTES, WARPS, STAGES = 16_384, 4, 4
+SLOTS = 256  # that one program finds the rows of
+MERGED_COLUMNS = 32
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _rows_kernel(
+    starts, ends, rows, runs, starts_stride, ends_stride, capacity, STEPS: tl.constexpr, SLOTS: tl.constexpr
+):
+    """The row of each slot: its run is found by a search that asks for three ends at a time, not one after another."""
+    head = tl.program_id(1).to(tl.int64)
+    starts, ends = starts + head * starts_stride, ends + head * ends_stride
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    run = tl.zeros([SLOTS], tl.int32)
+    for step in tl.static_range(STEPS):
+        width = 1 << (2 * (STEPS - 1 - step))
+        passed = tl.zeros([SLOTS], tl.int32)
+        for part in tl.static_range(1, 4):
+            probe = run + part * width
+            end = tl.load(ends + probe - 1, mask=probe <= runs, other=2147483647)
+            passed += (end <= slot).to(tl.int32)
+        run += passed * width
+    run = tl.minimum(run, runs - 1)
+    before = tl.load(ends + run - 1, mask=run > 0, other=0)
+    row = tl.load(starts + run).to(tl.int32) + slot - before
+    tl.store(rows + head * capacity + slot, row, mask=slot < capacity)
+
+
+@triton.jit
+def _add(peak, total, output, logits, values):
+    """One tile more in a running softmax."""
+    highest = tl.maximum(peak, tl.max(logits, 1))
+    # A tile may be masked out whole, and be the first.
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp(logits - safe[:, None])
+    shrink = tl.exp(peak - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+
+
+# What grows as a model decodes must not make triton compile anew.
+@triton.jit(do_not_specialize=["capacity", "exact_rows"])
+def _partial_kernel(
+    query, keys, values, rows, ends, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
+    peaks, totals, outputs,
+    middle, runs, ends_stride, capacity, exact_rows, exact_stride, stand_rows, logits_stride, counts_stride,
+    softmax_scale, softcap, CAPPED: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    of_group, in_row = g < G, d < D
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
+    peak = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    output = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    # All that the head reads, one after the other: stand-ins, exact rows, chosen rows. A stand-in has no key to read.
+    chosen_rows = tl.load(ends + head * ends_stride + runs - 1)
+    half = (stand_rows + 1) // 2
+    first, last = share(split, tl.num_programs(0), half + exact_rows + chosen_rows)
+
+    logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
+    stop = tl.minimum(2 * last, stand_rows)
+    for at in tl.range(2 * first, stop, TILE, num_stages=STAGES):
+        c = at + t
+        inside = c < stop
+        v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=inside[:, None] & in_row, other=0.0)
+        count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
+        logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
+        peak, total, output = _add(peak, total, output, logits, v)
+
+    exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
+    stop = tl.minimum(last - half, exact_rows)
+    # One stage less than where a row's place has to be loaded first: the same shared memory.
+    for at in tl.range(tl.maximum(first - half, 0), stop, TILE, num_stages=STAGES - 1):
+        inside = at + t < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+
+    keys, values, rows = keys + head * middle * D, values + head * middle * D, rows + head * capacity
+    stop = last - half - exact_rows
+    for at in tl.range(tl.maximum(first - half - exact_rows, 0), stop, TILE, num_stages=STAGES):
+        inside = at + t < stop
+        row = tl.load(rows + at + t, mask=inside, other=0)
+        mask = inside[:, None] & in_row
+        k = tl.load(keys + row[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(values + row[:, None] * D + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+
+    place = (head * tl.num_programs(0) + split) * G + g
+    tl.store(peaks + place, peak, mask=of_group)
+    tl.store(totals + place, total, mask=of_group)
+    tl.store(outputs + place[:, None] * D + d, output, mask=of_group[:, None] & in_row)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    peaks, totals, outputs, sink_logits, merged, splits,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    g, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)
+    place = (head * splits + split) * G + g
+    part_peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
+    part_total = tl.load(totals + place, mask=split < splits, other=0.0)
+    part = tl.load(outputs + place[:, None] * D + d, mask=(split < splits)[:, None] & (d < D), other=0.0)
+    peak = tl.max(part_peak, 0)
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head * G + g).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp(part_peak - peak)
+    total = tl.sum(part_total * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - peak)
+    output = tl.sum(part * weights[:, None], 0) / total
+    tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
+
+
+def _tensors(part: StandIns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return part.logits, part.log_counts, part.values
+
+
+def _joined(parts: Sequence[StandIns]) -> StandIns | None:
+    """All stand-ins as one; copies them where they are of several levels."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    logits, log_counts, values = zip(*map(_tensors, parts), strict=True)
+    return StandIns(torch.cat(logits, -1), torch.cat(log_counts, -1), torch.cat(values, 1))
+
+
+def decode_attention_triton(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], some 8 programs a multiprocessor."""
+    (H, G, D), (M, R), E = query.shape, (runs.keys.shape[1], runs.ends.shape[1]), exact[0].shape[1]
+    capacity = max(runs.capacity, 1)
+    rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
+    _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
+        runs.starts, runs.ends, rows, R, runs.starts.stride(0), runs.ends.stride(0), capacity,
+        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4,
+    )  # fmt: skip
+    stand_in = _joined(stand_ins)
+    C = 0 if stand_in is None else stand_in.values.shape[1]
+    at_once = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device)
+    programs = programs_per_head(H, C // 2 + E + runs.capacity, at_once)
+    peaks, totals = torch.empty(2, H, programs, G, device=query.device)
+    outputs = torch.empty(H, programs, G, D, device=query.device)
+    merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
+    # Without stand-ins their loop is empty, and what stands in their place is never read.
+    logits, log_counts, stand_values = (outputs, peaks, query) if stand_in is None else _tensors(stand_in)
+    _partial_kernel[(programs, H)](
+        query.contiguous(), runs.keys, runs.values, rows, runs.ends, *exact, logits, log_counts, stand_values,
+        peaks, totals, outputs, M, R, runs.ends.stride(0), capacity, E, exact[0].stride(0),
+        C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
+        CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
+        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
+        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
+        HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return merged

@@ -1,0 +1,31 @@
+"""How a kernel's work is spread over a GPU."""
+
+from functools import lru_cache
+
+import torch
+
+FEWEST_ROWS = 32  # that a program is worth having for
+NO_GPU = 2  # "multiprocessors" where kernels run in the interpreter
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NO_GPU
+
+
+def programs_per_head(heads: int, rows: int, at_once: int) -> int:
+    """How many programs share a head's rows, so that the last wave of all programs is as full as can be.
+
+    Args:
+        rows: that a head reads.
+        at_once: programs that run at the same time.
+    """
+    fewest = max(1, at_once // heads)
+    most = max(fewest, min(4 * fewest + 4, -(-rows // FEWEST_ROWS)))
+    return max(range(fewest, most + 1), key=lambda number: (_full(heads * number, at_once), -number))
+
+
+def _full(programs: int, at_once: int) -> float:
+    """The share of the places that so many programs fill, in the waves that they run in; to a twentieth."""
+    return round(20 * programs / (-(-programs // at_once) * at_once)) / 20

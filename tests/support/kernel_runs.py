@@ -1,0 +1,34 @@
+"""What kernels are tested with: uneven clusters, memory that is poisoned, a GPU where there is one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where kernels run: compiled on a GPU, in Triton's interpreter elsewhere."""
+
+compiled_or_interpreted = [pytest.mark.gpu] if torch.cuda.is_available() else []
+"""Marks of a module of such tests: they belong to the suite of the machine they run on."""
+
+
+def uneven_counts(seed: int, heads: int, clusters: int) -> torch.Tensor:
+    """[heads, clusters] int32: equal sums of each head, clusters of log-normal sizes, some empty, some of one token."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = (torch.randn(heads, clusters, generator=generator) * 1.3 + 1).exp().int()
+    counts[:, torch.rand(clusters, generator=generator) < 0.2] = 0
+    counts[:, torch.rand(clusters, generator=generator) < 0.2] = 1
+    counts[:, 0] += counts.sum(1).max() + 1 - counts.sum(1)
+    return counts.int()
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Whatever is allocated holds nan, or the largest integer, until it is written."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
