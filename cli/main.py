@@ -17,6 +17,7 @@ COMMANDS = {
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
     "eval": "Measure what each method's answers are worth beside dense attention's.",
     "tune": "Find the cheapest setting that holds a target, and make it the index's default.",
+    "bench": "Time a decode step with each method beside the fastest dense attention.",
     "append": "Take more text into an index.",
     "inspect": "Show what is in an index, and recheck it.",
     "models": "List models that are ready, and fetch one.",

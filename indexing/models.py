@@ -98,7 +98,7 @@ def load_model(
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
     """
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
-    target = _device(device)
+    target = choose_device(device)
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
     folder, name, revision = _find(name, progress)
@@ -122,7 +122,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _tokenizer(folder, name)
 
 
-def _device(text: str) -> torch.device:
+def choose_device(text: str) -> torch.device:
+    """A device by its name; `auto` is the GPU where there is one. UsageError for what is none, or not there."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

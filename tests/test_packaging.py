@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOP = ("cli", "indexing", "runtime", "kernels", "formats")
-PACKAGES = (*TOP, "runtime/evaluation")
+PACKAGES = (*TOP, "runtime/benchmark", "runtime/evaluation")
 
 
 def pip(*arguments: str) -> None:

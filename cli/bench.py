@@ -1,0 +1,152 @@
+"""`sparsekv bench`: how fast one decode step of one layer is with each method, beside the fastest dense attention."""
+
+import platform
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from sparsekv.cli.bench_output import print_rows
+from sparsekv.cli.bench_run import Timer
+from sparsekv.cli.bench_sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource
+from sparsekv.cli.console import note
+from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, QuietOption
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.indexing.methods import indexers
+from sparsekv.indexing.models import DTYPES, choose_device
+from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Method, methods
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+DEFAULT_BUDGETS = ["5%", "10%"]
+RUNS = {"cpu": 20, "cuda": 50}
+
+
+@app.command()
+@with_method_options(methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()})
+def bench(
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; `all`. Default: {', '.join(DEFAULT_METHODS)}.")
+    ] = None,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="Every form of each method, as recall-report compares them.")
+    ] = False,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS", help="Tokens, such as 32768 or 128K; repeatable. Default: 8K and 32K; CUDA: 128K."
+        ),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Contexts at once; repeatable. Default: 1.")] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Share (0.05, 5%) or number of tokens; repeatable. Default: 5% and 10%."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. Default: 9; CUDA: 32.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads. Default: 3; CUDA: 8.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head. Default: 64; CUDA: 128.")] = None,
+    index: Annotated[
+        Path | None, typer.Option("--index", "-i", metavar="NAME.skv", help="A layer of this index, not a mixture.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="Which of the --index. Default: the middle one.")] = None,
+    runs: Annotated[int | None, typer.Option(help="Times that a step is timed. Default: 20; CUDA: 50.")] = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Leave in the caches what the run before read; a model does not.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the mixture and of the indices.")] = 0,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Speed-up against context, and time against bytes.")
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+    **parameters: Any,
+) -> None:
+    """Time one decode step of one layer, from the query to the output, with the choice of rows in it.
+
+    Speed-up is over the fastest form of torch's dense attention in the same run; MB what a step must read, sinks, tail
+    and the index included; of floor the share of its time that a copy of so much memory would take; error that of the
+    output against dense attention on these data. Keys, values and queries are a mixture of clusters of uneven sizes,
+    whose indices are built with few iterations of k-means, or a layer of an --index. On a GPU a step is a CUDA graph,
+    but for methods that wait for the GPU: these are timed `eager`.
+
+    \b
+    sparsekv bench
+    sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
+    sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
+    """
+    if as_json and as_csv:
+        raise UsageError("--json and --csv exclude each other: choose one")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+    budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    where = choose_device(device)
+    times = RUNS[where.type] if runs is None else runs
+    if times < 2:
+        raise UsageError(f"--runs {times}: give at least 2, for a spread")
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
+    source = _source(index, layer, Asked(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed), where)
+    chosen = {name: methods()[name] for name in source.methods(method or [])}
+    built = source.indexers(list(chosen), parameters)
+    building: dict[str, type] = {f"the index of {name}": type(one) for name, one in built.items()}
+    refuse_unused(building if variants else chosen | building, parameters)
+    forms = _variants if variants else partial(_configured, parameters)
+    # Better before the measuring than in it.
+    configured = {name: forms(one, None) for name, one in chosen.items()}
+    note(f"timing {', '.join(configured)}", quiet=quiet)
+    timer = Timer(source, chosen, built, forms, budgets, partial(note, quiet=quiet))
+    timed = timer.run(clock_for(where, times, cold=not warm))
+    about = {
+        "machine": _machine(where),
+        "torch": torch.__version__,
+        "device": str(where),
+        **source.about(),
+        "caches": "warm" if warm else "cold",
+        "copy_bandwidth": timed.copy_bandwidth,
+        "indices": {name: asdict(one) for name, one in built.items()},
+        "refused": timed.refused,
+    }
+    if plot is not None:
+        from sparsekv.cli.bench_plots import plot_steps
+
+        plot_steps(timed.rows, timed.copy_bandwidth, f"A decode step of one layer, {about['machine']}", plot)
+        note(f"plot: {plot}", quiet=quiet)
+    print_rows(timed.rows, about, as_json=as_json, as_csv=as_csv)
+    if timed.refused:
+        raise SparsekvError("; ".join(timed.refused))
+
+
+def _source(index: Path | None, layer: int | None, asked: Asked, where: torch.device) -> Source:
+    if index is not None:
+        return StoredLayerSource(Artifact(index), layer, asked, where)
+    if layer is not None:
+        raise UsageError(f"--layer {layer}: a mixture has no other; leave it out, or give an --index")
+    return Mixtures(asked, where)
+
+
+def _configured(parameters: dict[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
+    """A method as a person set it; what was set is its variant."""
+    names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
+    variant = ", ".join(f"{name} {parameters[name]}" for name in names)
+    return {variant: configure(method, parameters)}
+
+
+def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
+    return dict(method.variants(record))
+
+
+def _machine(where: torch.device) -> str:
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,1 @@
+"""Timing one decode step of one layer: data that looks like a model's, clocks, and dense attention to compare with."""

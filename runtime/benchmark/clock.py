@@ -1,0 +1,176 @@
+"""Timing a step, and how fast memory is: by the wall clock on a CPU, by events around a CUDA graph's replays on a GPU.
+
+A step finds the caches cold, as in a model, whose other layers came between: before each run more memory is read than
+a cache holds. With `cold=False` it finds what the run before it left there.
+"""
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.runtime.benchmark.layer import Step
+
+WARM_UPS = 3
+CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to have the caches cold; on a GPU at least four times its L2
+CPU_COPIED, CUDA_COPIED = 2**27, 2**30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a step: median and quartiles of so many runs, how it was timed, and what the last run gave."""
+
+    median: float
+    lower: float
+    upper: float
+    how: str
+    output: torch.Tensor
+
+    @classmethod
+    def of(cls, milliseconds: list[float], how: str, output: torch.Tensor) -> "Timing":
+        lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        return cls(median, lower, upper, how, output)
+
+
+class Clock(ABC):
+    """Times steps on one device.
+
+    Args:
+        runs: how often a step is timed, at least 2.
+        cold: have the caches cold before each run.
+    """
+
+    def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
+        self.device, self.runs, self.cold = device, runs, cold
+        # Ones, for zeros may all be one page of memory; read, not written, for what is written has still to be stored.
+        self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
+
+    def _evict(self) -> None:
+        if self.cold:
+            self.scrap.sum()
+
+    @abstractmethod
+    def time(self, step: Step, cycle: int = 1) -> Timing:
+        """Time a step; one that searches only every `cycle` times is timed over so many, and is their mean."""
+
+    @abstractmethod
+    def _milliseconds(self, run: Callable[[], object]) -> list[float]:
+        """Of each of `self.runs` runs."""
+
+    def bandwidth(self) -> float:
+        """Bytes a second of a large copy within the device's memory, read and written: the most that can be reached."""
+        size = CUDA_COPIED if self.device.type == "cuda" else CPU_COPIED
+        source = torch.arange(size // 8, device=self.device)
+        target = torch.empty_like(source)
+        for _ in range(WARM_UPS):
+            target.copy_(source)
+        taken = statistics.median(self._milliseconds(lambda: target.copy_(source)))
+        return 2 * size / (taken / 1000)
+
+
+def clock_for(device: torch.device, runs: int, *, cold: bool) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device, runs, cold=cold) if device.type == "cuda" else WallClock(device, runs, cold=cold)
+
+
+class WallClock(Clock):
+    """Times by the host's clock."""
+
+    def __init__(self, device: torch.device, runs: int, *, cold: bool):
+        super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
+
+    def time(self, step: Step, cycle: int = 1) -> Timing:
+        run = _repeated(step, cycle)
+        for _ in range(WARM_UPS):
+            run()
+        return Timing.of([ms / cycle for ms in self._milliseconds(run)], "wall clock", run())
+
+    def _milliseconds(self, run: Callable[[], object]) -> list[float]:
+        taken = []
+        for _ in range(self.runs):
+            self._evict()
+            start = time.perf_counter()
+            run()
+            taken.append(1000 * (time.perf_counter() - start))
+        return taken
+
+
+class CudaClock(Clock):
+    """Times replays of a CUDA graph by events; steps that cannot be captured, because they wait for the GPU, are
+    launched one by one, and say so."""
+
+    def __init__(self, device: torch.device, runs: int, *, cold: bool):
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        super().__init__(device, runs, cold=cold, evicted=max(CUDA_EVICTED, 4 * cache))
+
+    def time(self, step: Step, cycle: int = 1) -> Timing:
+        run = _repeated(step, cycle)
+        for _ in range(WARM_UPS):
+            run()
+        captured = None if self._waits(run) else self._captured(run)
+        if captured is None:
+            taken, how = self._milliseconds(run), "eager"
+            return Timing.of([ms / cycle for ms in taken], how, run())
+        graph, output = captured
+        taken = self._milliseconds(graph.replay)
+        # What a replay does not write must not be mistaken for what it gave.
+        output.fill_(torch.nan)
+        graph.replay()
+        return Timing.of([ms / cycle for ms in taken], "graph", output.clone())
+
+    def _waits(self, run: Step) -> bool:
+        """Whether a step waits for the GPU."""
+        torch.cuda.synchronize(self.device)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            run()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+    def _captured(self, run: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        """A graph and what it writes to; None where it cannot be captured."""
+        side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            run()
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                output = run()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return None
+        return graph, output
+
+    def _milliseconds(self, run: Callable[[], object]) -> list[float]:
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.runs)
+        ]
+        for start, stop in events:
+            self._evict()
+            start.record()
+            run()
+            stop.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(stop) for start, stop in events]
+
+
+def _repeated(step: Step, cycle: int) -> Step:
+    def run() -> torch.Tensor:
+        for _ in range(cycle - 1):
+            step()
+        return step()
+
+    return run

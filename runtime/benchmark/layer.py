@@ -1,0 +1,111 @@
+"""One layer's tensors for a batch of sequences, and the step over them that `generate` runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts, Split
+from sparsekv.kernels.hook import AttentionCall
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import LayerPlace, MiddleContext, Selector
+from sparsekv.runtime.middle_rows import MemoryRows, MiddleRows
+from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.runtime.stored_layer import StoredLayer
+
+Step = Callable[[], torch.Tensor]
+"""One decode step: [batch Hq, 1, D]."""
+
+
+@dataclass(frozen=True)
+class LayerData:
+    """One layer over a batch of contexts, which lie one after another along the heads: all downstream treats heads
+    alike.
+
+    keys, values [batch Hk, N, D]; query [batch Hq, 1, D], the step's; tail [batch Hq, R, D], earlier queries that no
+    method builds from, to calibrate on or to observe; sampled [batch Hq, P, D], the contexts' own queries at positions
+    [P], for indexers that want some.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    query: torch.Tensor
+    tail: torch.Tensor
+    sampled: torch.Tensor
+    positions: torch.Tensor
+    batch: int
+    split: Split
+    facts: LayerFacts
+    # Where choices are shared between layers this one finds none before it, and makes its own.
+    place: LayerPlace = field(default_factory=lambda: LayerPlace(31, 32))
+
+    @property
+    def middle(self) -> slice:
+        """The tokens that are chosen from."""
+        return slice(self.split.sinks, self.split.sinks + self.split.middle)
+
+    def row_bytes(self) -> int:
+        """Bytes of a key or value of one head."""
+        return self.keys.shape[2] * self.keys.element_size()
+
+    def context(
+        self,
+        tensors: dict[str, torch.Tensor],
+        calibration: dict[str, object] | None = None,
+        parameters: dict[str, object] | None = None,
+    ) -> MiddleContext:
+        """What a method selects from, given what its indexer built, whose token order counts from the first token."""
+        tensors = dict(tensors)
+        if "token_order" in tensors:
+            tensors["token_order"] = tensors["token_order"] - self.split.sinks
+        return MiddleContext(
+            keys=self.keys[:, self.middle],
+            facts=self.facts,
+            tensors=tensors,
+            calibration=calibration or {},
+            parameters=parameters or {},
+            first_token=self.split.sinks,
+            load_values=lambda: self.values[:, self.middle],
+            observed=self.tail.unflatten(0, (len(self.keys), -1)),
+            place=self.place,
+        )
+
+
+def lay_out(data: LayerData, selector: Selector) -> MemoryRows:
+    """The middle in a selector's layout; allocates its keys and values once more."""
+    keys, values = data.keys[:, data.middle], data.values[:, data.middle]
+    return MemoryRows(keys, values, selector.token_order, data.keys.device)
+
+
+def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: Budget) -> SparseLayer:
+    """A cache's layer, as decoding makes it; allocates sinks and tail once more."""
+    exact = tuple(
+        torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
+        for tokens in (data.keys, data.values)
+    )
+    return SparseLayer((exact[0], exact[1]), rows, data.split, data.facts, selector, budget)
+
+
+def layer_step(data: LayerData, layer: StoredLayer) -> Step:
+    """From the query to the output, the choice included, as a model calls it."""
+    nothing = data.keys[:, :0]
+    call = AttentionCall(0, data.query, nothing, nothing, data.facts.softmax_scale, data.facts.softcap, None, None)
+    return lambda: layer.attend(call)
+
+
+def exact_output(data: LayerData) -> torch.Tensor:
+    """Dense attention in float32, [batch Hq, 1, D], one head's keys and values in float32 at a time.
+
+    Written out, so that it is none of the kernels that are timed.
+    """
+    grouped, scale = data.query.float().unflatten(0, (len(data.keys), -1)), data.facts.softmax_scale
+    parts = [
+        (query[:, 0] @ keys.float().T * scale).softmax(-1) @ values.float()
+        for query, keys, values in zip(grouped, data.keys, data.values, strict=True)
+    ]
+    return torch.cat(parts)[:, None]
+
+
+def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
+    """|output - exact| / |exact| of each query head, on average; both [batch Hq, 1, D]."""
+    return float(((output.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())

@@ -1,0 +1,178 @@
+"""Keys, values and queries of one layer that nothing computed, with the statistics that a choice of rows lives on.
+
+What is like in a model, and decides how fast and how well a choice works:
+
+- keys lie around centres (topics) whose sizes are log-normal, sigma 1: a few hold many times the tokens of most; topics
+  share themes, so that a hierarchy has something to find, and have radii of their own, log-normal too;
+- neighbours in position tend to share a topic: runs of 16 tokens on average;
+- queries point at a few topics, one of which a group of query heads shares, and partly where all queries of their head
+  do; they are so long that the best 5% of the tokens hold 65 to 90% of the attention, each query head its own share;
+- the first token, a sink, draws about half of the attention;
+- values of a topic have something in common, less than its keys.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
+from sparsekv.kernels.lookup import attention_logits
+from sparsekv.runtime.benchmark.layer import LayerData
+
+SINKS, TAIL = 10, 128
+TOKENS_A_TOPIC, TOPICS_A_THEME, RUN = 64, 16, 16
+SIZE_SIGMA, RADIUS, RADIUS_SIGMA = 1.0, 0.6, 0.4
+FOCUS = (1.0, 0.5, 0.25)  # how strongly a query points at each of its topics
+ASTRAY, COMMON = 0.4, 0.5  # of a query: noise, and where all queries of a KV head point
+BEST, MASS = 0.05, (0.65, 0.9)  # the best share of the tokens, and what it holds of the attention
+VALUE_SHARE = 0.6  # of a value that its topic decides
+HELD_OUT = 64  # queries of the tail
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer: tokens of a context, query heads, KV heads, channels of a head."""
+
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def split(self) -> Split:
+        """As an index is split by default."""
+        return Split(sinks=SINKS, middle=self.context - SINKS - TAIL, tail=TAIL)
+
+    def facts(self) -> LayerFacts:
+        """As of a Llama; the data themselves know nothing of positions."""
+        frequencies = [10_000.0 ** (-pair / (self.head_dim // 2)) for pair in range(self.head_dim // 2)]
+        rope = RopeFacts(frequencies=frequencies, interleaved=False)
+        return LayerFacts(
+            softmax_scale=self.head_dim**-0.5, softcap=None, sliding_window=None, attention_sinks=False, rope=rope
+        )
+
+
+def mixture(
+    shape: Shape, batch: int, seed: int, device: torch.device, dtype: torch.dtype, sampled: int = 0
+) -> LayerData:
+    """A batch of contexts, each from a seed of its own.
+
+    Memory: keys and values of all in `dtype`, and beside them one context's keys four times over in float32.
+
+    Args:
+        sampled: the contexts' own queries that indexers want, per KV head.
+    """
+    rows = batch * shape.kv_heads, shape.context, shape.head_dim
+    keys, values = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
+    split, group = shape.split(), shape.heads // shape.kv_heads
+    positions = torch.linspace(split.sinks, split.sinks + split.middle - 1, min(-(-sampled // group), split.middle))
+    positions = positions.round().long().to(device)
+    queries = []
+    for number in range(batch):
+        one = _Sequence(shape, seed + number, device)
+        part = slice(number * shape.kv_heads, (number + 1) * shape.kv_heads)
+        queries.append(one.queries(1 + HELD_OUT + len(positions)).to(dtype))
+        keys[part], values[part] = one.keys(), one.values()
+    step, tail, own = torch.cat(queries).split((1, HELD_OUT, len(positions)), 1)
+    parts = (step.contiguous(), tail.contiguous(), own.contiguous())
+    return LayerData(keys, values, *parts, positions, batch, split, shape.facts())
+
+
+class _Sequence:
+    """One context's mixture."""
+
+    def __init__(self, shape: Shape, seed: int, device: torch.device):
+        self.shape, self.generator = shape, torch.Generator(device).manual_seed(seed)
+        self.topics = max(8, shape.context // TOKENS_A_TOPIC)
+        self.labels = self._labels()
+        self.centres = self._centres()
+        self.common = torch.nn.functional.normalize(self._normal(1, shape.head_dim), dim=-1)
+        self.middle_keys = self._keys()
+        self.sink_size = torch.zeros(shape.kv_heads, device=device)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        """[Hk, ...] standard normal."""
+        return torch.randn(
+            self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device, dtype=torch.float32
+        )
+
+    def _uniform(self, *shape: int) -> torch.Tensor:
+        """[Hk, ...] from 0 to 1."""
+        return torch.rand(self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device)
+
+    def _labels(self) -> torch.Tensor:
+        """[Hk, N]: the topic of each token, drawn by its size, run after run."""
+        begins = self._uniform(self.shape.context) < 1 / RUN
+        begins[:, 0] = True
+        sizes = (SIZE_SIGMA * self._normal(self.topics)).exp()
+        runs = begins.long().cumsum(-1) - 1
+        drawn = torch.multinomial(sizes, int(runs.max()) + 1, replacement=True, generator=self.generator)
+        return drawn.gather(1, runs)
+
+    def _centres(self) -> torch.Tensor:
+        """[Hk, topics, D], each half its theme's."""
+        themes = max(2, self.topics // TOPICS_A_THEME)
+        theme = torch.arange(self.topics, device=self.labels.device) % themes
+        of_themes, own = self._normal(themes, self.shape.head_dim), self._normal(self.topics, self.shape.head_dim)
+        return (of_themes[:, theme] + own) * math.sqrt(0.5)
+
+    def _of_topics(self, rows: torch.Tensor) -> torch.Tensor:
+        """[Hk, N, D]: the rows [Hk, topics, D] of each token's topic."""
+        return rows.gather(1, self.labels[..., None].expand(-1, -1, rows.shape[2]))
+
+    def _keys(self) -> torch.Tensor:
+        radius = RADIUS * (RADIUS_SIGMA * self._normal(self.topics, 1)).exp()
+        noise = self._normal(self.shape.context, self.shape.head_dim) * self._of_topics(radius)
+        return noise.add_(self._of_topics(self.centres))
+
+    def queries(self, count: int) -> torch.Tensor:
+        """[Hq, count, D]; the first of each head decides how long they are, and how big the sink."""
+        Hk, group, D = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads, self.shape.head_dim
+        tokens = (self._uniform(group, count, len(FOCUS)) * self.shape.context).long()
+        tokens[..., 0] = tokens[:, :1, :, 0]
+        topics = self.labels.gather(1, tokens.flatten(1))
+        pointed = self.centres.gather(1, topics[..., None].expand(-1, -1, D)).view(Hk, group, count, len(FOCUS), D)
+        queries = (pointed * torch.tensor(FOCUS, device=pointed.device)[:, None]).sum(-2)
+        queries += ASTRAY * self._normal(group, count, D)
+        common = self.common[:, None]
+        queries = queries - (queries * common).sum(-1, keepdim=True) * common
+        queries = queries + COMMON * queries.norm(dim=-1, keepdim=True) * common
+        return self._sized(queries).flatten(0, 1)
+
+    def _sized(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [Hk, G, count, D], longer or shorter; allocates the first ones' logits four times over."""
+        scale = self.shape.head_dim**-0.5
+        logits = attention_logits(queries[:, :, :1], self.middle_keys, scale)[:, :, 0]
+        low, high = MASS
+        wanted = low + (high - low) * self._uniform(logits.shape[1])
+        times = _sharpen(logits, wanted)
+        drawn = (logits * times[..., None]).logsumexp(-1)
+        queries = queries * times[..., None, None]
+        met = (queries[:, :, 0] * self.common).sum(-1) * scale
+        self.sink_size = drawn.mean(-1) / met.mean(-1)
+        return queries
+
+    def keys(self) -> torch.Tensor:
+        """[Hk, N, D] float32, after `queries`."""
+        keys = self.middle_keys
+        keys[:, 0] = self.common[:, 0] * self.sink_size[:, None]
+        return keys
+
+    def values(self) -> torch.Tensor:
+        """[Hk, N, D] float32."""
+        centres = VALUE_SHARE * self._normal(self.topics, self.shape.head_dim)
+        noise = self._normal(self.shape.context, self.shape.head_dim).mul_(math.sqrt(1 - VALUE_SHARE**2))
+        return noise.add_(self._of_topics(centres))
+
+
+def _sharpen(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """By how much logits [Hk, G, N] have to be multiplied for the best of them to hold a share [Hk, G]: the share
+    rises with the factor, so it is found by bisection."""
+    best = max(1, round(BEST * logits.shape[-1]))
+    ordered = logits.sort(-1, descending=True).values
+    low, high = torch.full_like(wanted, -8.0), torch.full_like(wanted, 8.0)
+    for _ in range(30):
+        middle = (low + high) / 2
+        too_flat = (ordered * middle.exp()[..., None]).softmax(-1)[..., :best].sum(-1) < wanted
+        low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
+    return ((low + high) / 2).exp()

@@ -1,0 +1,198 @@
+"""`bench` as a person runs it, on sizes so small that its times mean nothing."""
+
+import csv
+import io
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command import run_here
+
+from sparsekv.cli import bench_layers
+from sparsekv.cli.bench_layers import index_mixture
+from sparsekv.indexing.methods import Indexer, indexers
+from sparsekv.indexing.squeezed import SqueezedIndexer
+from sparsekv.runtime import methods as runtime_methods
+from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.benchmark.rows import Row
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, methods
+from sparsekv.runtime.oracle import OracleSelector
+
+SHAPE = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "600")
+BENCH = ("bench", *SHAPE, "--runs", "2", "--warm", "--budget", "10%", "-q")
+ABOUT = {
+    "machine",
+    "torch",
+    "device",
+    "data",
+    "seed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "caches",
+    "copy_bandwidth",
+    "indices",
+    "refused",
+    "rows",
+}
+
+
+def timed(*options: str) -> dict[str, Any]:
+    """What `bench --json` says."""
+    outcome = run_here(*BENCH, *options, "--json")
+    assert outcome.code == 0, outcome.stderr
+    return dict(json.loads(outcome.stdout))
+
+
+def row_of(found: dict[str, Any], method: str) -> dict[str, Any]:
+    return next(dict(row) for row in found["rows"] if row["method"] == method)
+
+
+def test_json_and_csv_say_the_same_of_every_method() -> None:
+    found = timed("--method", "all")
+    assert set(found) == ABOUT
+    names = {field.name for field in fields(Row)}
+    assert all(set(row) == names for row in found["rows"])
+    assert {row["method"] for row in found["rows"]} == {"dense", *methods()}
+    fastest = min(row["median_ms"] for row in found["rows"] if row["variant"].startswith("sdpa"))
+    for row in found["rows"]:
+        assert row["speedup"] == fastest / row["median_ms"]
+        assert (row["budget"], row["timed"]) == (None if row["method"] == "dense" else 0.1, "wall clock")
+    outcome = run_here(*BENCH, "--method", "window", "--csv")
+    rows = list(csv.DictReader(io.StringIO(outcome.stdout)))
+    assert set(rows[0]) == names
+    assert [row["method"] for row in rows] == ["dense"] * 3 + ["window"]
+
+
+def test_a_table_and_a_plot_of_contexts_and_batches(tmp_path: Path) -> None:
+    sizes = ("--context", "1K", "--batch", "1", "--batch", "2", "--method", "quest")
+    outcome = run_here(*BENCH, *sizes, "--plot", str(tmp_path / "steps.png"))
+    assert outcome.code == 0, outcome.stderr
+    titles = [line for line in outcome.stdout.splitlines() if "batch" in line]
+    assert [line.split(", 4 heads")[0] for line in titles] == [
+        f"{tokens} tokens, batch {batch}" for tokens in ("600", "1,024") for batch in (1, 2)
+    ]
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_of_methods_and_of_their_indices_reach_them() -> None:
+    found = timed("--method", "squeezed", "--levels", "0.2,0.05", "--lookup", "hierarchical", "--iterations", "2")
+    index = found["indices"]["squeezed"]
+    assert (index["levels"], index["iterations"]) == ([0.2, 0.05], 2)
+    hierarchical, flat = row_of(found, "squeezed"), row_of(timed("--method", "squeezed", "--levels", "0.2"), "squeezed")
+    assert (hierarchical["variant"], flat["variant"]) == ("lookup hierarchical", "")
+    assert hierarchical["kv_fraction"] < flat["kv_fraction"]
+    variants = timed("--method", "squeezed", "--variants")
+    forms = {row["variant"] for row in variants["rows"] if row["method"] == "squeezed"}
+    assert forms == {"flat", "hierarchical", "flat threshold", "hierarchical threshold"}
+
+
+def test_a_search_every_few_steps_is_timed_over_these() -> None:
+    """Between two searches a step reads the chosen rows alone."""
+    always, seldom = (
+        row_of(timed("--method", "csattention", "--step", step), "csattention")["kv_fraction"] for step in ("1", "4")
+    )
+    chosen = round(0.1 * (600 - 138)) / (600 - 138)
+    assert seldom - chosen == pytest.approx((always - chosen) / 4)
+
+
+def test_a_layer_of_an_index(place: Path) -> None:
+    options = ("--runs", "2", "--warm", "--json", "-q", "--index", "doc.skv", "--layer", "1")
+    outcome = run_here("bench", *options, "--method", "squeezed", "--method", "quest", "--budget", "100")
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert (found["data"], found["layer"]) == ("doc.skv", 1)
+    assert {row["method"] for row in found["rows"]} == {"dense", "squeezed", "quest"}
+    assert row_of(found, "squeezed")["budget_tokens"] == 100
+    everything = run_here("bench", *options, "--method", "squeezed", "--budget", "100%")
+    assert row_of(json.loads(everything.stdout), "squeezed")["output_error"] < 1e-5
+
+
+@dataclass(frozen=True)
+class Broken(Method):
+    def prepare(self, context: MiddleContext) -> Selector:
+        return BrokenSelector(context)
+
+
+class BrokenSelector(OracleSelector):
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        chosen = super().select(asked, budget)
+        return replace(chosen, log_weights=torch.full((*asked.query.shape[:3], chosen.capacity), torch.nan))
+
+
+def test_a_step_whose_output_is_no_number_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_methods, "METHODS", runtime_methods.METHODS | {"broken": Broken})
+    outcome = run_here(*BENCH, "--method", "broken", "--method", "window", "--json")
+    assert outcome.code == 1
+    assert "error: broken at 10% over 600 tokens, batch 1, gave an output that is not finite" in outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert len(found["refused"]) == 1
+    assert {row["method"] for row in found["rows"]} == {"dense", "window"}
+
+
+@pytest.mark.parametrize("name", sorted(indexers()))
+def test_an_index_built_in_pieces_has_the_shapes_of_one_built_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexer: Indexer = indexers()[name]()
+    data = mixture(Shape(600, 10, 5, 16), 1, 0, torch.device("cpu"), torch.float32, indexer.queries_wanted())
+    whole = index_mixture(data, indexer).context.tensors
+    monkeypatch.setattr(bench_layers, "HEADS_AT_ONCE", 2)
+    pieces = index_mixture(data, indexer).context.tensors
+    assert {key: (one.shape, one.dtype) for key, one in pieces.items()} == {
+        key: (one.shape, one.dtype) for key, one in whole.items()
+    }
+
+
+def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU heads are clustered one by one anyway."""
+    data = mixture(Shape(600, 10, 5, 16), 1, 0, torch.device("cpu"), torch.float32)
+    whole = index_mixture(data, SqueezedIndexer(levels=(0.1, 0.03)))
+    monkeypatch.setattr(bench_layers, "HEADS_AT_ONCE", 2)
+    pieces = index_mixture(data, SqueezedIndexer(levels=(0.1, 0.03))).context.tensors
+    for name, tensor in whole.context.tensors.items():
+        assert torch.equal(pieces[name], tensor), name
+    order = whole.context.tensors["token_order"].sort(-1).values
+    assert torch.equal(order, torch.arange(data.split.middle).expand(5, -1))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--context", "many"), 2, ("--context many", "128K")),
+        (("--context", "100"), 2, ("--context 100", "at least 512")),
+        (("--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
+        (("--batch", "0"), 2, ("--batch 0",)),
+        (("--budget", "0"), 2, ("--budget 0", "0.05")),
+        (("--heads", "4", "--kv-heads", "3"), 2, ("--heads 4", "--kv-heads, which is 3")),
+        (("--head-dim", "15"), 2, ("--head-dim 15", "even")),
+        (("--runs", "1"), 2, ("--runs 1", "at least 2")),
+        (("--seed", "-1"), 2, ("--seed -1",)),
+        (("--dtype", "int3"), 2, ("--dtype int3", "float32")),
+        (("--device", "tpu"), 2, ("--device tpu", "cpu")),
+        (("--layer", "1"), 2, ("--layer 1", "--index")),
+        (("--method", "quest", "--lookup", "flat"), 2, ("--lookup", "quest", "leave it out")),
+        (("--lookup", "deep"), 2, ("--lookup deep", "hierarchical")),
+        (("--variants", "--lookup", "flat"), 2, ("--lookup", "leave it out")),
+        (("--method", "multipole", "--lookup", "hierarchical", "--context", "600"), 2, ("one level", "--levels")),
+        (("--json", "--csv"), 2, ("--json", "--csv")),
+        (("--plot", "none/x.png"), 2, ("none/x.png", "folder")),
+        (("--index", "none.skv"), 1, ("none.skv", "build-index")),
+        (("--index", "doc.skv", "--context", "8K"), 2, ("--context", "the index's", "leave it out")),
+        (("--index", "doc.skv", "--batch", "2"), 2, ("--batch", "the index's")),
+        (("--index", "doc.skv", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
+        (("--index", "doc.skv", "--method", "csattention"), 2, ("csattention", "build-index --method csattention")),
+        (("--index", "doc.skv", "--levels", "0.1"), 2, ("--levels", "leave it out")),
+    ],
+)
+def test_usage(place: Path, options: tuple[str, ...], code: int, says: tuple[str, ...]) -> None:
+    outcome = run_here("bench", "--runs", "2", "--warm", "-q", *options)
+    message = outcome.error()
+    assert outcome.code == code, message
+    for part in says:
+        assert part in message, message
