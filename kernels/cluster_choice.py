@@ -28,9 +28,9 @@ def least_rank(budget: int) -> int:
 class ClusterChoice:
     """What was chosen of C clusters of each of H heads.
 
-    logits [H, G, C] float32 of the query on the centroids (minus infinity on empty clusters); lengths [H, C] int32,
-    tokens taken of each cluster, and ends [H, C] int32, their running sum; log_left [H, C] float32, the logarithm of
-    how many tokens of each were not taken (minus infinity: none).
+    logits [H, G, C or more] float32 of the query on the centroids, minus infinity on empty clusters and past the last;
+    lengths [H, C] int32, tokens taken of each cluster, and ends [H, C] int32, their running sum; log_left [H, C or
+    more] float32, the logarithm of how many tokens of each were not taken, minus infinity for none.
     """
 
     logits: torch.Tensor
@@ -46,7 +46,6 @@ def choose_clusters(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    soon: torch.Tensor | None = None,
 ) -> ClusterChoice:
     """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
 
@@ -56,8 +55,6 @@ def choose_clusters(
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int, the tokens of each cluster.
         budget: tokens to take of each head.
-        soon: contiguous rows that the attention which follows reads, whatever is chosen: while few multiprocessors of
-            a GPU choose, the others bring these into its cache.
 
     Returns:
         See `ClusterChoice`. Allocates the logits and three tensors [H, C].
@@ -65,8 +62,8 @@ def choose_clusters(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
 
-        return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap, soon)
-    return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap, soon)
+        return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap)
+    return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap)
 
 
 def choose_clusters_reference(
@@ -76,9 +73,8 @@ def choose_clusters_reference(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    soon: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """`choose_clusters` in plain torch, which has nothing to do with `soon`."""
+    """`choose_clusters` in plain torch."""
     logits = attention_logits(query[:, :, None], centroids, softmax_scale, softcap)[:, :, 0]
     logits = logits.masked_fill(counts[:, None] == 0, -torch.inf)
     scores = scores_from_logits(logits[:, :, None], counts[:, None, None])[:, 0]

@@ -10,17 +10,16 @@ import triton.language as tl
 
 from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, ClusterChoice, least_rank
 from sparsekv.kernels.launch import multiprocessors, programs_per_head
-from sparsekv.kernels.tiles_triton import capped, dot, group_rows, power_of_two, share, tile_rows
+from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 2
 CLUSTERS_A_WARP = 512
-LINE, MOST_FETCHED = 128, 32 * 2**20  # bytes; the cache of the smallest GPU that these kernels were made for is 50 MB
 
 
 @triton.jit
 def _logits_kernel(
-    query, centroids, counts, logits, peaks, totals,
+    query, centroids, counts, logits, numbers, peaks, totals,
     C, stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -33,12 +32,15 @@ def _logits_kernel(
     centroids, counts, logits = centroids + head * C * D, counts + head * C, logits + head * G * stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    first, stop = share(part, parts, C)
+    # Past the last cluster come some of no token, up to the end of a row.
+    first, stop = share(part, parts, stride // 16)
+    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
         inside = c < stop
-        k = tl.load(centroids + c[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
-        number = tl.load(counts + c, mask=inside, other=0)
+        k = tl.load(centroids + c[:, None] * D + d, mask=(c < C)[:, None] & inside[:, None] & (d < D), other=0.0)
+        number = tl.load(counts + c, mask=inside & (c < C), other=0).to(tl.int32)
+        tl.store(numbers + head * stride + c, number, mask=inside)
         scores = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         scores = tl.where(number > 0, scores, -float("inf"))
         tl.store(logits + g[:, None] * stride + c, scores, mask=of_group[:, None] & inside)
@@ -57,30 +59,15 @@ def _sum_of_two(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit
-def _fetch(soon, lines, part, parts, LINES: tl.constexpr):
-    """Bring a share of some lines of 128 bytes into the GPU's cache."""
-    for at in range(part * LINES, lines, parts * LINES):
-        line = tl.minimum(at + tl.arange(0, LINES), lines - 1)
-        # Not the result of a load: nothing waits for it.
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [soon.to(tl.int64) + line.to(tl.int64) * 128], tl.int32, False, 1)
-
-
-@triton.jit(do_not_specialize=["budget", "least", "lines"])
+@triton.jit(do_not_specialize=["budget", "least"])
 def _choose_kernel(
-    logits, counts, peaks, totals, lengths, ends, log_left, soon,
-    C, stride, parts, budget, least, heads, lines, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, SCORE_BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr, FETCH: tl.constexpr,
+    logits, numbers, peaks, totals, lengths, ends, log_left,
+    stride, parts, budget, least, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr, SCORE_BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program a head chooses; those after them fetch what is read soon."""
-    if FETCH:  # noqa: SIM102  # known when compiling: without it the program's number is not asked for
-        if tl.program_id(0) >= heads:
-            _fetch(soon, lines, tl.program_id(0) - heads, tl.num_programs(0) - heads, 1024)
-            return
     head = tl.program_id(0).to(tl.int64)
     g, c, part = tl.arange(0, GROUP), tl.arange(0, BLOCK_C), tl.arange(0, PARTS)
-    number = tl.load(counts + head * C + c, mask=c < C, other=0)
+    number = tl.load(numbers + head * stride + c, mask=c < stride, other=0)
     place = (head * G + g[:, None]) * parts + part
     known = (g[:, None] < G) & (part < parts)
     part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
@@ -92,7 +79,7 @@ def _choose_kernel(
     logsumexp = tl.where(g < G, peak + tl.log(tl.maximum(total, 1e-30)), 0.0)
     score = tl.zeros([BLOCK_C], tl.float32)
     for one in tl.static_range(G):
-        logit = tl.load(logits + (head * G + one) * stride + c, mask=c < C, other=-float("inf"))
+        logit = tl.load(logits + (head * G + one) * stride + c, mask=c < stride, other=-float("inf"))
         score += tl.exp(logit - tl.sum(tl.where(g == one, logsumexp, 0.0), 0))
     rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - SCORE_BITS)) - least
     rank = tl.minimum(tl.maximum(rank, 0), (1 << (EXPONENT_BITS + SCORE_BITS)) - 1)
@@ -107,10 +94,10 @@ def _choose_kernel(
     above_ends, equal_ends = tl.associative_scan((above, equal), 0, _sum_of_two)
     taken = above + tl.minimum(equal_ends, room) - tl.minimum(equal_ends - equal, room)
     left = number - taken
-    tl.store(lengths + head * stride + c, taken, mask=c < C)
-    tl.store(ends + head * stride + c, above_ends + tl.minimum(equal_ends, room), mask=c < C)
+    tl.store(lengths + head * stride + c, taken, mask=c < stride)
+    tl.store(ends + head * stride + c, above_ends + tl.minimum(equal_ends, room), mask=c < stride)
     log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
-    tl.store(log_left + head * stride + c, log_of_left, mask=c < C)
+    tl.store(log_left + head * stride + c, log_of_left, mask=c < stride)
 
 
 def choose_clusters_triton(
@@ -120,31 +107,25 @@ def choose_clusters_triton(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    soon: torch.Tensor | None = None,
 ) -> ClusterChoice:
     """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
     (H, G, D), C = query.shape, centroids.shape[1]
     centroids, counts = centroids.to(query.dtype).contiguous(), counts.contiguous()
     parts = programs_per_head(H, C, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device))
-    # Rows that begin at 64 bytes are read and written four numbers at a time.
-    stride = -(-C // 16) * 16
+    stride = aligned(C)
     logits = torch.empty(H, G, stride, device=query.device)
     peaks, totals = torch.empty(2, H, G, parts, device=query.device)
-    lengths, ends = torch.empty(2, H, stride, dtype=torch.int32, device=query.device)
+    numbers, lengths, ends = torch.empty(3, H, stride, dtype=torch.int32, device=query.device)
     log_left = torch.empty(H, stride, device=query.device)
     _logits_kernel[(parts, H)](
-        query.contiguous(), centroids, counts, logits, peaks, totals, C, stride, softmax_scale, softcap or 0.0,
+        query.contiguous(), centroids, counts, logits, numbers, peaks, totals, C, stride, softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     block = max(power_of_two(C), 128)
-    idle = multiprocessors(query.device) - H
-    fetch = query.is_cuda and soon is not None and idle > 0
-    lines = 0 if soon is None else min(soon.numel() * soon.itemsize, MOST_FETCHED) // LINE
-    _choose_kernel[(H + idle if fetch else H,)](
-        logits, counts, peaks, totals, lengths, ends, log_left, soon if fetch else logits,
-        C, stride, parts, budget, least_rank(budget), H, lines, G=G, GROUP=power_of_two(G), BLOCK_C=block,
-        PARTS=power_of_two(parts), SCORE_BITS=SCORE_BITS, EXPONENT_BITS=EXPONENT_BITS, FETCH=fetch,
-        num_warps=min(32, max(4, block // CLUSTERS_A_WARP)),
+    _choose_kernel[(H,)](
+        logits, numbers, peaks, totals, lengths, ends, log_left, stride, parts, budget, least_rank(budget),
+        G=G, GROUP=power_of_two(G), BLOCK_C=block, PARTS=power_of_two(parts), SCORE_BITS=SCORE_BITS,
+        EXPONENT_BITS=EXPONENT_BITS, num_warps=min(32, max(4, block // CLUSTERS_A_WARP)),
     )  # fmt: skip
-    return ClusterChoice(logits[..., :C], lengths[:, :C], ends[:, :C], log_left[:, :C])
+    return ClusterChoice(logits, lengths[:, :C], ends[:, :C], log_left)

@@ -24,8 +24,8 @@ class RunRows:
 @dataclass(frozen=True)
 class StandIns:
     """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
-    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. Rows of logits may
-    be further apart than they are long."""
+    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. There may be more
+    logits and counts than values: those are minus infinity."""
 
     logits: torch.Tensor
     log_counts: torch.Tensor
@@ -77,7 +77,7 @@ def decode_attention_reference(
         attention_logits(query[:, :, None], each, softmax_scale, softcap)[:, :, 0] for each in (keys, exact[0])
     )
     logits = [chosen.masked_fill(~valid[:, None], -torch.inf), always]
-    logits += [part.logits + part.log_counts[:, None] for part in stand_ins]
+    logits += [(part.logits + part.log_counts[:, None])[..., : part.values.shape[1]] for part in stand_ins]
     if sink_logits is not None:
         logits.append(sink_logits.float()[..., None])
     wide = torch.promote_types(query.dtype, torch.float32)

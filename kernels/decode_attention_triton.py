@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 from sparsekv.kernels.decode_attention import RunRows, StandIns
 from sparsekv.kernels.launch import multiprocessors, programs_per_head
-from sparsekv.kernels.tiles_triton import capped, dot, group_rows, power_of_two, share, tile_rows
+from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 3
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 4
+STAND_FIFTHS = 2  # of what a chosen row costs, measured: no key, and one after another where rows are scattered
 SLOTS = 256  # that one program finds the rows of
 MERGED_COLUMNS = 32
 
@@ -61,10 +63,10 @@ def _add(peak, total, output, logits, values):
 def _partial_kernel(
     query, keys, values, rows, ends, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
     peaks, totals, outputs,
-    middle, runs, ends_stride, capacity, exact_rows, exact_stride, stand_rows, logits_stride, counts_stride,
-    softmax_scale, softcap, CAPPED: tl.constexpr,
+    head_stride, row_stride, runs, ends_stride, capacity, exact_rows, exact_stride,
+    stand_rows, logits_stride, counts_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -73,25 +75,28 @@ def _partial_kernel(
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
-    # All that the head reads, one after the other: stand-ins, exact rows, chosen rows. A stand-in has no key to read.
+    # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
     chosen_rows = tl.load(ends + head * ends_stride + runs - 1)
-    half = (stand_rows + 1) // 2
-    first, last = share(split, tl.num_programs(0), half + exact_rows + chosen_rows)
+    stands = (stand_rows * STAND_FIFTHS + 4) // 5
+    first, last = share(split, tl.num_programs(0), stands + exact_rows + chosen_rows)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
-    stop = tl.minimum(2 * last, stand_rows)
-    for at in tl.range(2 * first, stop, TILE, num_stages=STAGES):
+    # From one multiple of 16 to another, so that logits are read four at a time.
+    stop = tl.minimum(tl.cdiv(last * 5 // STAND_FIFTHS, 16), tl.cdiv(stand_rows, 16)) * 16
+    begin = tl.cdiv(first * 5 // STAND_FIFTHS, 16) * 16
+    for at in tl.range(tl.multiple_of(begin, 16), tl.multiple_of(stop, 16), TILE, num_stages=STAGES):
         c = at + t
         inside = c < stop
-        v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=inside[:, None] & in_row, other=0.0)
+        mask = (inside & (c < stand_rows))[:, None] & in_row
+        v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
         logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
         peak, total, output = _add(peak, total, output, logits, v)
 
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
-    stop = tl.minimum(last - half, exact_rows)
+    stop = tl.minimum(last - stands, exact_rows)
     # One stage less than where a row's place has to be loaded first: the same shared memory.
-    for at in tl.range(tl.maximum(first - half, 0), stop, TILE, num_stages=STAGES - 1):
+    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=STAGES - 1):
         inside = at + t < stop
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
@@ -99,14 +104,15 @@ def _partial_kernel(
         logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
 
-    keys, values, rows = keys + head * middle * D, values + head * middle * D, rows + head * capacity
-    stop = last - half - exact_rows
-    for at in tl.range(tl.maximum(first - half - exact_rows, 0), stop, TILE, num_stages=STAGES):
+    keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * capacity
+    stop = last - stands - exact_rows
+    for at in tl.range(tl.maximum(first - stands - exact_rows, 0), stop, TILE, num_stages=STAGES):
         inside = at + t < stop
         row = tl.load(rows + at + t, mask=inside, other=0)
         mask = inside[:, None] & in_row
-        k = tl.load(keys + row[:, None] * D + d, mask=mask, other=0.0)
-        v = tl.load(values + row[:, None] * D + d, mask=mask, other=0.0)
+        place = row[:, None] * row_stride + d
+        k = tl.load(keys + place, mask=mask, other=0.0)
+        v = tl.load(values + place, mask=mask, other=0.0)
         logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
 
@@ -140,15 +146,23 @@ def _merge_kernel(
 
 
 def _tensors(part: StandIns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return part.logits, part.log_counts, part.values
+    """Logits and counts with whole rows; copies them where they have none."""
+    logits, log_counts, size = part.logits, part.log_counts, aligned(part.values.shape[1])
+    if logits.shape[2] != size or log_counts.shape[1] != size:
+        logits, log_counts = (pad(one, (0, size - one.shape[-1]), value=-torch.inf) for one in (logits, log_counts))
+    return logits, log_counts, part.values
 
 
 def _joined(parts: Sequence[StandIns]) -> StandIns | None:
     """All stand-ins as one; copies them where they are of several levels."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    logits, log_counts, values = zip(*map(_tensors, parts), strict=True)
-    return StandIns(torch.cat(logits, -1), torch.cat(log_counts, -1), torch.cat(values, 1))
+    sizes = [part.values.shape[1] for part in parts]
+    return StandIns(
+        torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.values for part in parts], 1),
+    )
 
 
 def decode_attention_triton(
@@ -161,7 +175,7 @@ def decode_attention_triton(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], some 8 programs a multiprocessor."""
-    (H, G, D), (M, R), E = query.shape, (runs.keys.shape[1], runs.ends.shape[1]), exact[0].shape[1]
+    (H, G, D), R, E = query.shape, runs.ends.shape[1], exact[0].shape[1]
     capacity = max(runs.capacity, 1)
     rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
@@ -171,7 +185,7 @@ def decode_attention_triton(
     stand_in = _joined(stand_ins)
     C = 0 if stand_in is None else stand_in.values.shape[1]
     at_once = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device)
-    programs = programs_per_head(H, C // 2 + E + runs.capacity, at_once)
+    programs = programs_per_head(H, C * STAND_FIFTHS // 5 + E + runs.capacity, at_once)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
@@ -179,10 +193,10 @@ def decode_attention_triton(
     logits, log_counts, stand_values = (outputs, peaks, query) if stand_in is None else _tensors(stand_in)
     _partial_kernel[(programs, H)](
         query.contiguous(), runs.keys, runs.values, rows, runs.ends, *exact, logits, log_counts, stand_values,
-        peaks, totals, outputs, M, R, runs.ends.stride(0), capacity, E, exact[0].stride(0),
+        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.ends.stride(0), capacity, E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
-        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS,
+        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, num_warps=WARPS,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,

@@ -23,6 +23,14 @@ def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
     return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
 
 
+ALIGNED = 16  # numbers: rows of them that begin so, and are as long, are read four at a time
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
 @triton.jit
 def share(part, parts, rows):
     """First and last row (not included) of one of the equal parts of some rows."""

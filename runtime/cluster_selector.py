@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 
 from sparsekv.kernels.cluster_choice import choose_clusters
+from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores
@@ -116,9 +117,9 @@ class ClusterSelector(Selector):
         centroids, counts, facts = self.tree.centroids[0], self.tree.counts[0], self.facts
         # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
         own, values = centroids is self.keys[0], self.values[0] if self.values else self.keys[0]
-        soon = values if self.replace else None
-        chosen = choose_clusters(query[:, :, 0], centroids, counts, tokens, facts.softmax_scale, facts.softcap, soon)
-        left = Replacement(self.keys[0], chosen.log_left[:, None], values, chosen.logits if own else None)
+        chosen = choose_clusters(query[:, :, 0], centroids, counts, tokens, facts.softmax_scale, facts.softcap)
+        stands = StandIns(chosen.logits, chosen.log_left, values) if own else None
+        left = Replacement(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, stands)
         return Selection(
             starts=self.starts[:, None],
             lengths=chosen.lengths[:, None],

@@ -12,6 +12,7 @@ import torch
 import sparsekv.runtime
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, MethodRecord
+from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.clusters import Clustering
 from sparsekv.runtime.list_shape import ListShape
@@ -94,16 +95,17 @@ class Remainder:
 class Replacement(Remainder):
     """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D].
 
-    `logits` [Hk, G, C] float32 are those of a decode step's query on the keys, where choosing has found them already.
+    `at_once` says the same to the kernels of one decode step, where choosing has found the query's logits already.
     """
 
     values: torch.Tensor
-    logits: torch.Tensor | None = None
+    at_once: StandIns | None = None
 
     def to(self, device: torch.device) -> "Replacement":
         """The same on another device."""
-        logits = None if self.logits is None else self.logits.to(device)
-        return Replacement(self.keys.to(device), self.log_counts.to(device), self.values.to(device), logits)
+        if self.keys.device == device:
+            return self
+        return Replacement(self.keys.to(device), self.log_counts.to(device), self.values.to(device))
 
 
 @dataclass(frozen=True)

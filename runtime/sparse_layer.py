@@ -156,9 +156,9 @@ class SparseLayer(StoredLayer):
         return decode_attention(grouped[:, :, 0], runs, exact, stand_ins, *step.how).flatten(0, 1)[:, None]
 
     def _stand_in(self, part: Replacement, step: "_Step") -> StandIns:
-        logits = part.logits
-        if logits is None:
-            logits = attention_logits(step.asked.query, part.keys, *step.how[:2])[:, :, 0]
+        if part.at_once is not None:
+            return part.at_once
+        logits = attention_logits(step.asked.query, part.keys, *step.how[:2])[:, :, 0]
         return StandIns(logits, part.log_counts[:, 0], part.values)
 
     def _attend_question(self, call: AttentionCall, question: QuestionSearch) -> torch.Tensor:

@@ -25,8 +25,10 @@ def choose(
     """What the kernels choose, back on the CPU."""
     moved = [tensor.to(DEVICE) for tensor in (query, centroids, counts)]
     with poisoned_memory():
-        found = choose_clusters_triton(*moved, budget, query.shape[2] ** -0.5, softcap, soon=moved[1])
-    return ClusterChoice(*(getattr(found, name).cpu() for name in ("logits", "lengths", "ends", "log_left")))
+        found = choose_clusters_triton(*moved, budget, query.shape[2] ** -0.5, softcap)
+    every = [getattr(found, name).cpu() for name in ("logits", "lengths", "ends", "log_left")]
+    assert all(bool((one[..., counts.shape[1] :] == -torch.inf).all()) for one in (every[0], every[3]))
+    return ClusterChoice(*(one[..., : counts.shape[1]] for one in every))
 
 
 def assert_best(scores: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, budget: int) -> None:
