@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, ClusterChoice, least_rank
-from sparsekv.kernels.launch import multiprocessors, programs_per_head
-from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, tile_rows
+from sparsekv.kernels.launch import following, multiprocessors, programs_per_head
+from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 2
@@ -22,9 +22,10 @@ def _logits_kernel(
     query, centroids, counts, logits, numbers, peaks, totals,
     C, stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents."""
+    start(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -63,8 +64,9 @@ def _sum_of_two(a, b, c, d):
 def _choose_kernel(
     logits, numbers, peaks, totals, lengths, ends, log_left,
     stride, parts, budget, least, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, SCORE_BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr,
+    PARTS: tl.constexpr, SCORE_BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     head = tl.program_id(0).to(tl.int64)
     g, c, part = tl.arange(0, GROUP), tl.arange(0, BLOCK_C), tl.arange(0, PARTS)
     number = tl.load(numbers + head * stride + c, mask=c < stride, other=0)
@@ -121,11 +123,13 @@ def choose_clusters_triton(
         query.contiguous(), centroids, counts, logits, numbers, peaks, totals, C, stride, softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS,
+        **following(query.device),
     )  # fmt: skip
     block = max(power_of_two(C), 128)
     _choose_kernel[(H,)](
         logits, numbers, peaks, totals, lengths, ends, log_left, stride, parts, budget, least_rank(budget),
         G=G, GROUP=power_of_two(G), BLOCK_C=block, PARTS=power_of_two(parts), SCORE_BITS=SCORE_BITS,
         EXPONENT_BITS=EXPONENT_BITS, num_warps=min(32, max(4, block // CLUSTERS_A_WARP)),
+        **following(query.device),
     )  # fmt: skip
     return ClusterChoice(logits, lengths[:, :C], ends[:, :C], log_left)

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch.nn.functional import pad
 
 from sparsekv.kernels.decode_attention import RunRows, StandIns
-from sparsekv.kernels.launch import multiprocessors, programs_per_head
-from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, tile_rows
+from sparsekv.kernels.launch import following, multiprocessors, programs_per_head
+from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
-PROGRAMS_PER_MULTIPROCESSOR = 3
-TILE_BYTES, WARPS, STAGES = 16_384, 4, 4
+PROGRAMS_PER_MULTIPROCESSOR = 4
+TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
 STAND_FIFTHS = 2  # of what a chosen row costs, measured: no key, and one after another where rows are scattered
 SLOTS = 256  # that one program finds the rows of
 MERGED_COLUMNS = 32
@@ -25,9 +25,11 @@ MERGED_COLUMNS = 32
 
 @triton.jit(do_not_specialize=["capacity"])
 def _rows_kernel(
-    starts, ends, rows, runs, starts_stride, ends_stride, capacity, STEPS: tl.constexpr, SLOTS: tl.constexpr
-):
+    starts, ends, rows, runs, starts_stride, ends_stride, capacity,
+    STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The row of each slot: its run is found by a search that asks for three ends at a time, not one after another."""
+    start(EARLY)
     head = tl.program_id(1).to(tl.int64)
     starts, ends = starts + head * starts_stride, ends + head * ends_stride
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
@@ -66,12 +68,13 @@ def _partial_kernel(
     head_stride, row_stride, runs, ends_stride, capacity, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr,
+    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group, in_row = g < G, d < D
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
+    start(EARLY)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
@@ -126,7 +129,9 @@ def _partial_kernel(
 def _merge_kernel(
     peaks, totals, outputs, sink_logits, merged, splits,
     HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     g, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)
     place = (head * splits + split) * G + g
@@ -177,10 +182,12 @@ def decode_attention_triton(
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], some 8 programs a multiprocessor."""
     (H, G, D), R, E = query.shape, runs.ends.shape[1], exact[0].shape[1]
     capacity = max(runs.capacity, 1)
+    # Before the first launch: a kernel of torch between two of ours would not be waited for.
+    query = query.contiguous()
     rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
         runs.starts, runs.ends, rows, R, runs.starts.stride(0), runs.ends.stride(0), capacity,
-        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4,
+        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4, **following(query.device),
     )  # fmt: skip
     stand_in = _joined(stand_ins)
     C = 0 if stand_in is None else stand_in.values.shape[1]
@@ -192,14 +199,16 @@ def decode_attention_triton(
     # Without stand-ins their loop is empty, and what stands in their place is never read.
     logits, log_counts, stand_values = (outputs, peaks, query) if stand_in is None else _tensors(stand_in)
     _partial_kernel[(programs, H)](
-        query.contiguous(), runs.keys, runs.values, rows, runs.ends, *exact, logits, log_counts, stand_values,
+        query, runs.keys, runs.values, rows, runs.ends, *exact, logits, log_counts, stand_values,
         peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.ends.stride(0), capacity, E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, num_warps=WARPS,
+        **following(query.device),
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
         HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
+        **following(query.device),
     )  # fmt: skip
     return merged

@@ -14,6 +14,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NO_GPU
 
 
+@lru_cache
+def following(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `start`: from Hopper on it is launched while the kernel before it
+    still runs, and waits for that on the GPU."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
 def programs_per_head(heads: int, rows: int, at_once: int) -> int:
     """How many programs share a head's rows, so that the last wave of all programs is as full as can be.
 

@@ -1,4 +1,4 @@
-"""What several Triton kernels share: shapes and shares of work, products, soft caps."""
+"""What several Triton kernels share: shapes and shares of work, products, soft caps, how one follows another."""
 
 import torch
 import triton
@@ -36,6 +36,17 @@ def share(part, parts, rows):
     """First and last row (not included) of one of the equal parts of some rows."""
     wide = part.to(tl.int64) * rows
     return (wide // parts).to(tl.int32), ((wide + rows) // parts).to(tl.int32)
+
+
+@triton.jit
+def start(EARLY: tl.constexpr):
+    """Wait for the kernel before this one, where it was launched early, and let the next one be launched.
+
+    Nothing that the kernel before writes or reads may be touched before; what is older than that is there already.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
