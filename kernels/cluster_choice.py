@@ -16,6 +16,8 @@ SCORE_BITS = 7
 # No more than `budget` tokens have a score above 1 / budget, and with the best of a head's tokens above that divided by
 # 2 ** 16, all others together are nothing: it is only between these that clusters are told apart.
 EXPONENT_BITS = 4
+TOKEN_BITS = 32 - EXPONENT_BITS - SCORE_BITS
+MOST_TOKENS = 2**TOKEN_BITS - 1
 
 
 def least_rank(budget: int) -> int:
@@ -54,7 +56,7 @@ def choose_clusters(
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int, the tokens of each cluster.
-        budget: tokens to take of each head.
+        budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most.
 
     Returns:
         See `ClusterChoice`. Allocates the logits and three tensors [H, C].

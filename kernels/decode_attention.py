@@ -44,7 +44,7 @@ def decode_attention(
     """One softmax over chosen runs, exact rows and stand-ins.
 
     On a GPU flash-decoding: the rows of all runs of a head are split evenly, however uneven the runs are, over programs
-    that each attend for the whole group; three launches, shapes that depend on no data, no synchronisation.
+    that each attend for the whole group; two launches or three, shapes that depend on no data, no synchronisation.
 
     Args:
         query: [H, G, D].

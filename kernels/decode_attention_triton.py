@@ -1,8 +1,8 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and stand-ins in one launch.
 
-Three launches: the rows that the runs are, written out, so that what follows reads them as a plain list; partial
-softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins, however uneven the runs
-are; and the merge of those.
+Partial softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins, however uneven
+the runs are; and the merge of those. Before that the rows that the runs are get written out, so that they are read as
+a plain list, tiles ahead: by each program those of its share, or, where that is many, in a launch before.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,21 @@ from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, powe
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
 STAND_FIFTHS = 2  # of what a chosen row costs, measured: no key, and one after another where rows are scattered
-SLOTS = 256  # that one program finds the rows of
+SLOTS, OWN_SLOTS = (
+    256,
+    128,
+)  # that one program finds the rows of together, in a launch of its own and where it uses them
+MOST_OWN_ROWS = 256
 MERGED_COLUMNS = 32
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _rows_kernel(
-    starts, ends, rows, runs, starts_stride, ends_stride, capacity,
-    STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The row of each slot: its run is found by a search that asks for three ends at a time, not one after another."""
-    start(EARLY)
-    head = tl.program_id(1).to(tl.int64)
-    starts, ends = starts + head * starts_stride, ends + head * ends_stride
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    run = tl.zeros([SLOTS], tl.int32)
+@triton.jit
+def _write_rows(starts, ends, rows, slot, runs, last, STEPS: tl.constexpr):
+    """The rows that some slots are: the run of each is found by a search that asks for three ends at a time."""
+    run = tl.zeros_like(slot)
     for step in tl.static_range(STEPS):
         width = 1 << (2 * (STEPS - 1 - step))
-        passed = tl.zeros([SLOTS], tl.int32)
+        passed = tl.zeros_like(slot)
         for part in tl.static_range(1, 4):
             probe = run + part * width
             end = tl.load(ends + probe - 1, mask=probe <= runs, other=2147483647)
@@ -45,7 +42,19 @@ def _rows_kernel(
     run = tl.minimum(run, runs - 1)
     before = tl.load(ends + run - 1, mask=run > 0, other=0)
     row = tl.load(starts + run).to(tl.int32) + slot - before
-    tl.store(rows + head * capacity + slot, row, mask=slot < capacity)
+    tl.store(rows + slot, row, mask=slot < last)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _rows_kernel(
+    starts, ends, rows, runs, starts_stride, ends_stride, capacity,
+    STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    start(EARLY)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    starts, ends = starts + head * starts_stride, ends + head * ends_stride
+    _write_rows(starts, ends, rows + head * capacity, slot, runs, capacity, STEPS)
 
 
 @triton.jit
@@ -63,12 +72,13 @@ def _add(peak, total, output, logits, values):
 # What grows as a model decodes must not make triton compile anew.
 @triton.jit(do_not_specialize=["capacity", "exact_rows"])
 def _partial_kernel(
-    query, keys, values, rows, ends, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
+    query, keys, values, starts, ends, rows, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
     peaks, totals, outputs,
-    head_stride, row_stride, runs, ends_stride, capacity, exact_rows, exact_stride,
+    head_stride, row_stride, runs, starts_stride, ends_stride, capacity, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr,
+    OWN_ROWS: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -79,7 +89,8 @@ def _partial_kernel(
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
     # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
-    chosen_rows = tl.load(ends + head * ends_stride + runs - 1)
+    starts, ends, rows = starts + head * starts_stride, ends + head * ends_stride, rows + head * capacity
+    chosen_rows = tl.load(ends + runs - 1)
     stands = (stand_rows * STAND_FIFTHS + 4) // 5
     first, last = share(split, tl.num_programs(0), stands + exact_rows + chosen_rows)
 
@@ -107,9 +118,14 @@ def _partial_kernel(
         logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
 
-    keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * capacity
-    stop = last - stands - exact_rows
-    for at in tl.range(tl.maximum(first - stands - exact_rows, 0), stop, TILE, num_stages=STAGES):
+    keys, values = keys + head * head_stride, values + head * head_stride
+    begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
+    if OWN_ROWS:
+        for at in range(begin, stop, SLOTS):
+            _write_rows(starts, ends, rows, at + tl.arange(0, SLOTS), runs, stop, STEPS)
+        # Other threads of the program read what these have written.
+        tl.debug_barrier()
+    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
         inside = at + t < stop
         row = tl.load(rows + at + t, mask=inside, other=0)
         mask = inside[:, None] & in_row
@@ -183,32 +199,36 @@ def decode_attention_triton(
     (H, G, D), R, E = query.shape, runs.ends.shape[1], exact[0].shape[1]
     capacity = max(runs.capacity, 1)
     # Before the first launch: a kernel of torch between two of ours would not be waited for.
-    query = query.contiguous()
-    rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
-    _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
-        runs.starts, runs.ends, rows, R, runs.starts.stride(0), runs.ends.stride(0), capacity,
-        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4, **following(query.device),
-    )  # fmt: skip
+    query, steps, early = query.contiguous(), (R.bit_length() + 1) // 2, following(query.device)
     stand_in = _joined(stand_ins)
-    C = 0 if stand_in is None else stand_in.values.shape[1]
-    at_once = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device)
-    programs = programs_per_head(H, C * STAND_FIFTHS // 5 + E + runs.capacity, at_once)
+    # Without stand-ins their loop is empty, and what stands in their place is never read.
+    logits, log_counts, stand_values = (query, query, query) if stand_in is None else _tensors(stand_in)
+    C = 0 if stand_in is None else stand_values.shape[1]
+    units = C * STAND_FIFTHS // 5 + E + runs.capacity
+    programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device))
+    rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
+    # A launch of its own pays where a program would have to search again and again.
+    own_rows = units <= programs * MOST_OWN_ROWS
+    if not own_rows:
+        _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
+            runs.starts, runs.ends, rows, R, runs.starts.stride(0), runs.ends.stride(0), capacity,
+            STEPS=steps, SLOTS=SLOTS, num_warps=4, **early,
+        )  # fmt: skip
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
-    # Without stand-ins their loop is empty, and what stands in their place is never read.
-    logits, log_counts, stand_values = (outputs, peaks, query) if stand_in is None else _tensors(stand_in)
     _partial_kernel[(programs, H)](
-        query, runs.keys, runs.values, rows, runs.ends, *exact, logits, log_counts, stand_values,
-        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.ends.stride(0), capacity, E, exact[0].stride(0),
+        query, runs.keys, runs.values, runs.starts, runs.ends, rows, *exact, logits, log_counts, stand_values,
+        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.starts.stride(0), runs.ends.stride(0),
+        capacity, E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
-        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, num_warps=WARPS,
-        **following(query.device),
+        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS,
+        OWN_ROWS=own_rows, STEPS=steps, SLOTS=OWN_SLOTS, num_warps=WARPS, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
         HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
-        **following(query.device),
+        **early,
     )  # fmt: skip
     return merged

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from sparsekv.kernels.cluster_choice import choose_clusters
+from sparsekv.kernels.cluster_choice import MOST_TOKENS, choose_clusters
 from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
@@ -96,7 +96,8 @@ class ClusterSelector(Selector):
         query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
         # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
         flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
-        if flat and self.thresholds is None and query.is_cuda and query.shape[2] == 1:
+        at_once = flat and self.thresholds is None and query.shape[2] == 1 and self.middle <= MOST_TOKENS
+        if at_once and query.is_cuda:
             return self._select_at_once(query, min(budget.tokens(self.middle), self.middle))
         looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
         while looked[-1].level:

@@ -73,6 +73,19 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
+@pytest.mark.parametrize("budget", [0, 77, 2000])
+def test_more_clusters_than_registers_hold(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 128 of them, the last one not full, as with many thousands in larger chunks."""
+    monkeypatch.setattr("sparsekv.kernels.cluster_choice_triton.CHUNK", 128)
+    counts = uneven_counts(6, 2, 700)
+    query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, 700, 64)
+    found = choose(query, centroids, counts, budget)
+    expected = choose_clusters_reference(query, centroids, counts, budget, 64**-0.5)
+    assert torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.ends, expected.ends)
+    assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 90), st.integers(0, 300))
 @settings(max_examples=25, deadline=None)
 def test_the_reference_takes_the_best(seed: int, clusters: int, budget: int) -> None:

@@ -127,6 +127,13 @@ def test_ends_of_the_range(clusters: int, budget: int, exact: int) -> None:
     assert_close(attended(step, stands, 0.125), expected(step, stands > 0, 0.125, None, None), 1e-5)
 
 
+@pytest.mark.parametrize("most", [0, 10**6], ids=["in a launch of their own", "by the programs that use them"])
+def test_where_the_rows_of_runs_are_found(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.kernels.decode_attention_triton.MOST_OWN_ROWS", most)
+    step = some_step(8, clusters=300, budget=900)
+    assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 200), st.integers(0, 90), st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
 def test_any_runs(seed: int, clusters: int, budget: int, exact: int, stands: int) -> None:
