@@ -19,11 +19,8 @@ from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, powe
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
 STAND_FIFTHS = 2  # of what a chosen row costs, measured: no key, and one after another where rows are scattered
-SLOTS, OWN_SLOTS = (
-    256,
-    128,
-)  # that one program finds the rows of together, in a launch of its own and where it uses them
-MOST_OWN_ROWS = 256
+SLOTS, OWN_SLOTS = 256, 128  # whose rows are found together, in a launch of its own and by the program that uses them
+MOST_OWN_ROWS = 256  # that a program finds by itself
 MERGED_COLUMNS = 32
 
 
@@ -83,8 +80,8 @@ def _partial_kernel(
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group, in_row = g < G, d < D
-    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     start(EARLY)
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
@@ -195,10 +192,10 @@ def decode_attention_triton(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], some 8 programs a multiprocessor."""
+    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs a multiprocessor,
+    and the numbers of the chosen rows."""
     (H, G, D), R, E = query.shape, runs.ends.shape[1], exact[0].shape[1]
     capacity = max(runs.capacity, 1)
-    # Before the first launch: a kernel of torch between two of ours would not be waited for.
     query, steps, early = query.contiguous(), (R.bit_length() + 1) // 2, following(query.device)
     stand_in = _joined(stand_ins)
     # Without stand-ins their loop is empty, and what stands in their place is never read.
@@ -220,8 +217,7 @@ def decode_attention_triton(
     _partial_kernel[(programs, H)](
         query, runs.keys, runs.values, runs.starts, runs.ends, rows, *exact, logits, log_counts, stand_values,
         peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.starts.stride(0), runs.ends.stride(0),
-        capacity, E, exact[0].stride(0),
-        C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
+        capacity, E, exact[0].stride(0), C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS,
         OWN_ROWS=own_rows, STEPS=steps, SLOTS=OWN_SLOTS, num_warps=WARPS, **early,

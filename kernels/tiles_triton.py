@@ -42,7 +42,7 @@ def share(part, parts, rows):
 def start(EARLY: tl.constexpr):
     """Wait for the kernel before this one, where it was launched early, and let the next one be launched.
 
-    Nothing that the kernel before writes or reads may be touched before; what is older than that is there already.
+    The first thing that a program does: before it nothing that other kernels write is there for sure.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
