@@ -2,8 +2,7 @@
 
 Only the open block changes: its clusters take tokens in until it closes, and what is written anew is its rows alone, so
 an update costs what the block costs, however long the context. The last stored block comes back as it was for the next
-question: rows are only ever permuted, so its keys and values need no copy. One seed, one result; on a GPU the order of
-summation differs between runs.
+question: rows are only ever permuted, so its keys and values need no copy. One seed, one result.
 """
 
 from dataclasses import dataclass
