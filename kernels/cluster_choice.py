@@ -64,7 +64,8 @@ def choose_clusters(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
 
-        return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap)
+        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+            return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap)
     return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap)
 
 

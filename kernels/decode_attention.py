@@ -57,7 +57,8 @@ def decode_attention(
     if query.is_cuda:
         from sparsekv.kernels.decode_attention_triton import decode_attention_triton
 
-        return decode_attention_triton(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits)
+        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+            return decode_attention_triton(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits)
     return decode_attention_reference(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits)
 
 

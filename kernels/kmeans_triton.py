@@ -145,11 +145,12 @@ class NearestCentres:
         clusters = triton.cdiv(centres.shape[1], self.tiles.centres) * self.tiles.centres
         rounded, half_norms = self._rounded(centres, clusters, norms=True)
         labels = torch.empty(Hk, count, dtype=torch.int64, device=self.points.device)
-        _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
-            self.points, rounded, half_norms, labels, count, clusters,
-            DIMS=dims, POINTS=self.tiles.points, CENTRES=self.tiles.centres,
-            num_warps=self.tiles.warps, num_stages=self.tiles.stages, maxnreg=self.tiles.registers,
-        )  # fmt: skip
+        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may be another
+            _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
+                self.points, rounded, half_norms, labels, count, clusters,
+                DIMS=dims, POINTS=self.tiles.points, CENTRES=self.tiles.centres,
+                num_warps=self.tiles.warps, num_stages=self.tiles.stages, maxnreg=self.tiles.registers,
+            )  # fmt: skip
         return labels
 
     def _rounded(
@@ -159,10 +160,11 @@ class NearestCentres:
         rows, (Hk, count, dims) = _rows(rows), rows.shape
         rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
         half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
-        _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
-            rows, self.means, self.scales, rounded, half_norms, count, padded_count, *rows.stride()[:2], dims,
-            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, NORMS=norms,
-        )  # fmt: skip
+        with torch.cuda.device_of(rows):
+            _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
+                rows, self.means, self.scales, rounded, half_norms, count, padded_count, *rows.stride()[:2], dims,
+                DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, NORMS=norms,
+            )  # fmt: skip
         return rounded, half_norms
 
 
@@ -187,12 +189,13 @@ def cluster_means(
     numbers = torch.arange(Hk * clusters + 1, dtype=torch.int32, device=points.device)
     means = torch.empty(Hk, clusters, dims, device=points.device)
     totals = torch.empty(Hk, clusters, device=points.device)
-    _sum_runs[(Hk * clusters,)](
-        points, order, torch.searchsorted(ordered, numbers),
-        totals if weights is None else weights.float().contiguous(),
-        means, totals, count, clusters, *points.stride()[:2], dims,
-        DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None,
-    )  # fmt: skip
+    with torch.cuda.device_of(points):
+        _sum_runs[(Hk * clusters,)](
+            points, order, torch.searchsorted(ordered, numbers),
+            totals if weights is None else weights.float().contiguous(),
+            means, totals, count, clusters, *points.stride()[:2], dims,
+            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None,
+        )  # fmt: skip
     return means, totals
 
 
