@@ -31,7 +31,7 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest
             if manifest.uuid != base.uuid:
                 raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
             data, sealed = manifest_bytes(manifest.model_copy(update={"defaults": defaults}))
-            write_atomically(folder / MANIFEST, data)
+            write_atomically(folder / MANIFEST, [data])
         finally:
             lock.release()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -14,8 +15,9 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(target: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or as it was before, whatever happens; makes its folder when missing.
+def write_atomically(target: Path, data: Iterable[bytes | memoryview]) -> None:
+    """Write a file, its bytes given in pieces, so that it is there whole or as it was before, whatever happens; makes
+    its folder when missing.
 
     Raises:
         OSError: it could not be written; nothing is left of the attempt.
@@ -24,7 +26,7 @@ def write_atomically(target: Path, data: bytes) -> None:
     try:
         target.parent.mkdir(exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)

@@ -3,32 +3,41 @@
 Every file is written to a temporary name, synced and renamed; a journal (`unfinished.json`) remembers the whole
 ones with the hash of what decides their content (their recipe); the manifest comes last. A finished index that is
 built upon stays valid until the new manifest replaces its own: changed files get a name of their own meanwhile.
+Threads write several files at once, each of which is in the journal as soon as it is whole.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save
 
-from sparsekv.formats.checksums import hash_bytes, hash_file
+from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.lock import LOCK, acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.reader import map_tensors
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
 from sparsekv.formats.sync import write_atomically
+from sparsekv.formats.tensor_bytes import safetensors_bytes
 
 JOURNAL = "unfinished.json"
+THREADS = min(16, os.cpu_count() or 1)
+HELD_BYTES = 6 << 30
 
 
 class ArtifactWriter:
     """One build of one index, held under a lock.
+
+    Memory: the tensors of files that are being written, at most 6 GiB of them and one file per core, up to 16; where
+    they are on a GPU they stay there, and 16 MiB of each are in host memory at a time.
 
     Args:
         folder: the artifact, `NAME.skv`; created when missing.
@@ -42,9 +51,12 @@ class ArtifactWriter:
         self.folder = folder
         self.force = force
         self.base: Manifest | None = None
-        self.files: dict[str, FileRecord] = {}
         self.notes: dict[str, Any] = {}
+        self._made: dict[str, Future[FileRecord]] = {}
         self._journal: dict[str, FileRecord] = {}
+        self._held: dict[str, int] = {}
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._changed = threading.Condition()  # guards the journal with its notes, and what is held
 
     def __enter__(self) -> Self:
         try:
@@ -63,40 +75,58 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        try:
+            self._threads.shutdown()
+            if error is None:
+                self._check_made()
+        finally:
+            self._lock.release()
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """What this build has written or taken over, in this order; waits until all of it is on disk.
+
+        Raises:
+            ArtifactError: a file could not be written.
+        """
+        return {name: made.result() for name, made in self._made.items()}
 
     def reuse(self, name: str, recipe: str) -> bool:
         """Take over a whole file of an earlier build when the same recipe made it. True when it was there."""
-        if self.force and name not in self.files:
+        if name in self._made:
+            self._made[name].result()
+        elif self.force:
             return False
-        for known in (self.files, self._journal, self.base.files if self.base else {}):
-            record = known.get(name)
+        for record in (self._journal.get(name), self.base.files.get(name) if self.base else None):
             if record and record.recipe == recipe and self._is_whole(record):
-                self.files[name] = record
+                self._made[name] = Future()
+                self._made[name].set_result(record)
+                with self._changed:
+                    self._journal[name] = record
                 return True
         return False
 
     def write(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> None:
-        """Write one logical file atomically and remember it in the journal. Allocates one copy of the tensors."""
+        """Write one logical file atomically and remember it in the journal, in a thread; waits while too much is held.
+
+        The tensors may not change until `files` says that they are written.
+
+        Raises:
+            ArtifactError: a file before this one could not be written.
+        """
+        self._check_made()
+        if name in self._made:
+            self._made[name].result()
         path = self._free_path(name, recipe)
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        data = save(tensors)
-        self._write_atomically(path, data)
-        self.files[name] = FileRecord(
-            path=path,
-            bytes=len(data),
-            sha256=hash_bytes(data),
-            recipe=recipe,
-            tensors={
-                key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-                for key, tensor in tensors.items()
-            },
-        )
-        self._write_journal()
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(size))
+            self._held[name] = size
+        self._made[name] = self._threads.submit(self._store, name, path, tensors, recipe)
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file that this build has written or taken over."""
-        return map_tensors(self.folder / self.files[name].path)
+        """Tensors of a file that this build has written or taken over; waits until it is on disk."""
+        return map_tensors(self.folder / self._made[name].result().path)
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of the finished index that is being built upon."""
@@ -109,8 +139,9 @@ class ArtifactWriter:
 
     def note(self, name: str, value: Any) -> None:
         """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
-        self.notes[name] = value
-        self._write_journal()
+        with self._changed:
+            self.notes[name] = value
+            self._write_journal()
 
     def need_space(self, size: int) -> None:
         """Raise ArtifactError when the disk has less than `size` free bytes, before hours of work are spent."""
@@ -124,10 +155,49 @@ class ArtifactWriter:
     def finish(self, manifest: Manifest) -> Manifest:
         """Seal the index: the manifest replaces the earlier one, and files that nothing names are removed."""
         data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
-        self._write_atomically(MANIFEST, data)
+        self._write_atomically(MANIFEST, [data])
         self._remove_strays()
         self.base, self._journal = sealed, {}
         return sealed
+
+    def _has_room(self, size: int) -> bool:
+        return not self._held or (len(self._held) < THREADS and sum(self._held.values()) + size <= HELD_BYTES)
+
+    def _check_made(self) -> None:
+        for made in self._made.values():
+            if made.done():
+                made.result()
+
+    def _store(self, name: str, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
+        try:
+            sha256, size = hashlib.sha256(), 0
+
+            def counted() -> Iterator[bytes | memoryview]:
+                nonlocal size
+                for piece in safetensors_bytes(tensors):
+                    sha256.update(piece)
+                    size += len(piece)
+                    yield piece
+
+            self._write_atomically(path, counted())
+            record = FileRecord(
+                path=path,
+                bytes=size,
+                sha256=sha256.hexdigest(),
+                recipe=recipe,
+                tensors={
+                    key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+                    for key, tensor in tensors.items()
+                },
+            )
+            with self._changed:
+                self._journal[name] = record
+                self._write_journal()
+            return record
+        finally:
+            with self._changed:
+                del self._held[name]
+                self._changed.notify_all()
 
     def _recover(self) -> None:
         if (self.folder / MANIFEST).exists():
@@ -158,9 +228,8 @@ class ArtifactWriter:
         self._journal, self.notes = files, notes
 
     def _write_journal(self) -> None:
-        records = {**self._journal, **self.files}
-        files = {name: record.model_dump() for name, record in records.items()}
-        self._write_atomically(JOURNAL, json.dumps({"files": files, "notes": self.notes}).encode())
+        files = {name: record.model_dump() for name, record in self._journal.items()}
+        self._write_atomically(JOURNAL, [json.dumps({"files": files, "notes": self.notes}).encode()])
 
     def _is_whole(self, record: FileRecord) -> bool:
         # The sum, not only the size: a kill between a rename and the journal leaves another recipe's file there.
@@ -175,7 +244,7 @@ class ArtifactWriter:
         stem, suffix = os.path.splitext(name)
         return f"{stem}.{recipe[:8]}{suffix}"
 
-    def _write_atomically(self, path: str, data: bytes) -> None:
+    def _write_atomically(self, path: str, data: Iterable[bytes | memoryview]) -> None:
         try:
             write_atomically(self.folder / path, data)
         except OSError as error:

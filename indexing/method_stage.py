@@ -1,14 +1,22 @@
 """One method's part of an index: its tensors layer by layer, then the numbers that need all layers."""
 
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from typing import TypeVar
+
+import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
 from sparsekv.indexing.methods import BuiltLayer, Indexer, LayerInput
 from sparsekv.indexing.plan import BuildJob
+
+T = TypeVar("T")
+AHEAD = 2  # layers that are read while one is built
 
 
 def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
@@ -17,11 +25,16 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     parameters = json.loads(json.dumps(asdict(indexer)))
     folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
     sources = [layer_file(folder, layer) for folder in folders for layer in facts.indexed_layers]
-    built_from = {path: job.writer.files[path].sha256 for path in sources}
+    files = job.writer.files
+    built_from = {path: files[path].sha256 for path in sources}
     recipe = hash_json([name, indexer.revision, parameters, job.split.model_dump(), built_from])
-    for done, layer in enumerate(facts.indexed_layers, 1):
-        _build_layer(job, layer_file(name, layer), indexer, facts, layer, recipe)
-        job.progress(f"index {name}", done, len(facts.indexed_layers))
+    recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in facts.indexed_layers}
+    missing = [layer for layer, wanted in recipes.items() if not job.writer.reuse(layer_file(name, layer), wanted)]
+    inputs = _read_ahead(job, missing, lambda layer: _layer_input(job, indexer, layer, facts))
+    for done, (layer, rows) in enumerate(zip(missing, inputs, strict=True), len(recipes) - len(missing) + 1):
+        path = layer_file(name, layer)
+        job.writer.write(path, _build_layer(job, path, indexer, rows), recipes[layer])
+        job.progress(f"index {name}", done, len(recipes))
     return MethodRecord(
         revision=indexer.revision,
         parameters=parameters,
@@ -31,17 +44,49 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     )
 
 
-def _build_layer(job: BuildJob, path: str, indexer: Indexer, facts: ContextFacts, layer: int, recipe: str) -> None:
-    base = job.writer.base
-    if base is None or job.plan.growth is None or path.partition("/")[0] not in job.plan.growth.online:
-        if not job.writer.reuse(path, recipe):
-            job.writer.write(path, indexer.build_layer(_layer_input(job, indexer, layer, facts)), recipe)
-        return
+def _grows(job: BuildJob, path: str) -> bool:
+    return job.plan.growth is not None and path.partition("/")[0] in job.plan.growth.online
+
+
+def _layer_recipe(job: BuildJob, path: str, recipe: str) -> str:
     # What a method grew into depends on what it was: a plain build of the same tokens is another file.
-    recipe = hash_json([recipe, "grown from", base.files[path].sha256])
-    if not job.writer.reuse(path, recipe):
-        grown = indexer.append_layer(job.read_base(path), _layer_input(job, indexer, layer, facts), base.split.middle)
-        job.writer.write(path, grown, recipe)
+    base = job.writer.base
+    return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
+
+
+def _build_layer(job: BuildJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:
+    base = job.writer.base
+    if base and _grows(job, path):
+        return indexer.append_layer(job.read_base(path), rows, base.split.middle)
+    return indexer.build_layer(rows)
+
+
+def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
+    """What `read` gives for each layer; threads read the next ones, and up to three more than one are on the device."""
+    device = job.plan.loaded.model.device
+
+    def use_own_stream() -> None:
+        # On the default one a copy to the device would wait for the layer that is being built.
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    with ThreadPoolExecutor(AHEAD, initializer=use_own_stream) as threads:
+        ahead: deque[Future[T]] = deque()
+        for layer in layers:
+            ahead.append(threads.submit(read, layer))
+            if len(ahead) > AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def _read(job: BuildJob, name: str) -> dict[str, torch.Tensor]:
+    tensors = job.read(name)
+    for tensor in tensors.values():
+        if tensor.is_cuda:
+            # It was made on another stream, which may not use its memory again before this one is done with it.
+            tensor.record_stream(torch.cuda.default_stream(tensor.device))
+    return tensors
 
 
 def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
@@ -69,18 +114,17 @@ def _known_calibration(job: BuildJob, name: str, recipe: str) -> dict[str, objec
 
 
 def _calibrate(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> dict[str, object]:
-    def layers() -> Iterator[BuiltLayer]:
-        for layer in facts.indexed_layers:
-            queries = job.read(layer_file("queries", layer))["tail"]
-            yield BuiltLayer(job.read(layer_file(name, layer)), queries, facts.layers[layer])
+    def read(layer: int) -> BuiltLayer:
+        queries = _read(job, layer_file("queries", layer))["tail"]
+        return BuiltLayer(_read(job, layer_file(name, layer)), queries, facts.layers[layer])
 
-    return indexer.calibrate(layers)
+    return indexer.calibrate(lambda: _read_ahead(job, facts.indexed_layers, read))
 
 
 def _layer_input(job: BuildJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
-    tensors = job.read(layer_file("context", layer))
+    tensors = _read(job, layer_file("context", layer))
     middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
-    sample = job.read(layer_file("samples", layer)) if indexer.queries_wanted() else {}
+    sample = _read(job, layer_file("samples", layer)) if indexer.queries_wanted() else {}
     return LayerInput(
         keys=tensors["keys"][:, middle],
         values=tensors["values"][:, middle],
@@ -89,5 +133,5 @@ def _layer_input(job: BuildJob, indexer: Indexer, layer: int, facts: ContextFact
         queries=sample.get("queries"),
         positions=sample.get("positions"),
         sink_keys=tensors["keys"][:, : middle.start],
-        sink_logits=job.read(layer_file("queries", layer)).get("sink_logits"),
+        sink_logits=_read(job, layer_file("queries", layer)).get("sink_logits"),
     )

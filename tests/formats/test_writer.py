@@ -20,6 +20,7 @@ from support.artifacts import (
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.schema import MANIFEST, TensorRecord
+from sparsekv.formats.tensor_bytes import STAGING
 from sparsekv.formats.writer import JOURNAL, ArtifactWriter
 
 TENSORS = small_files()[CONTEXT]
@@ -148,6 +149,40 @@ def test_views_are_written_as_what_they_show(tmp_path: Path, dtype: torch.dtype)
         for name, view in views.items():
             assert stored[name].dtype == dtype
             assert torch.equal(stored[name], view)
+
+
+def test_many_files_are_written_at_once_and_told_in_their_order(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "some.skv", torch.randn(60, 50_000)
+    with ArtifactWriter(folder) as writer:
+        for number, row in enumerate(rows):
+            # the later, the smaller
+            writer.write(f"context/{number}.safetensors", {"keys": row[: 50_000 - 800 * number]}, "recipe")
+        assert list(writer.files) == [f"context/{number}.safetensors" for number in range(60)]
+    with ArtifactWriter(folder) as writer:
+        for number, row in enumerate(rows):
+            assert writer.reuse(f"context/{number}.safetensors", "recipe")
+            keys = writer.read(f"context/{number}.safetensors")["keys"]
+            assert torch.equal(keys, row[: 50_000 - 800 * number])
+
+
+def test_a_name_that_is_written_twice_holds_the_second(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "some.skv") as writer:
+        for seed in range(10):
+            writer.write(CONTEXT, small_files(seed)[CONTEXT], small_recipe(CONTEXT, seed, 0))
+        assert torch.equal(writer.read(CONTEXT)["keys"], small_files(9)[CONTEXT]["keys"])
+        assert writer.reuse(CONTEXT, small_recipe(CONTEXT, 9, 0))
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_written_as_they_are(tmp_path: Path) -> None:
+    large = torch.randn(3, STAGING // 4 + 7, device="cuda")
+    tensors = {"large": large, "view": large[:, ::3], "one": large[0, :1].long(), "empty": large[:0].bfloat16()}
+    with ArtifactWriter(tmp_path / "some.skv") as writer:
+        for number in range(20):
+            writer.write(f"context/{number}.safetensors", {key: t + number for key, t in tensors.items()}, "recipe")
+        for number in range(20):
+            stored = writer.read(f"context/{number}.safetensors")
+            assert all(torch.equal(stored[key], (tensor + number).cpu()) for key, tensor in tensors.items())
 
 
 def test_strays_of_earlier_builds_are_removed(index: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.artifacts import (
     CONTEXT,
+    METHOD,
+    QUERIES,
     assert_holds,
     assert_no_strays,
     files_in,
@@ -77,10 +79,24 @@ def test_a_place_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
 
 
 def test_a_file_where_a_subfolder_should_be(tmp_path: Path) -> None:
-    with ArtifactWriter(tmp_path / "some.skv") as writer:
-        (writer.folder / CONTEXT).parent.write_text("something else")
-        with refused("cannot write", str(writer.folder)):
-            writer.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
+    folder = tmp_path / "some.skv"
+    with refused("cannot write", str(folder)), ArtifactWriter(folder) as writer:
+        (folder / CONTEXT).parent.write_text("something else")
+        writer.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
+
+
+def test_what_could_not_be_written_stops_the_build_and_loses_nothing_else(tmp_path: Path) -> None:
+    folder, files = tmp_path / "some.skv", small_files()
+    with refused("cannot write", str(folder)), ArtifactWriter(folder) as writer:
+        (folder / CONTEXT).parent.write_text("something else")
+        writer.write(METHOD, files[METHOD], small_recipe(METHOD, 0, 0))
+        writer.write(CONTEXT, files[CONTEXT], small_recipe(CONTEXT, 0, 0))
+        with refused("cannot write", str(folder)):
+            writer.read(CONTEXT)
+        writer.write(QUERIES, files[QUERIES], small_recipe(QUERIES, 0, 0))
+    with ArtifactWriter(folder) as writer:
+        assert writer.reuse(METHOD, small_recipe(METHOD, 0, 0))
+        assert not writer.reuse(QUERIES, small_recipe(QUERIES, 0, 0))
 
 
 @pytest.mark.parametrize("force", [False, True])

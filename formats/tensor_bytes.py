@@ -1,0 +1,52 @@
+"""Tensors as the bytes of a safetensors file, piece by piece: neither a copy of them nor of the file is ever whole."""
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+
+# In the order in which the format's own library writes them.
+_CODES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = list(_CODES)
+STAGING = 16 << 20  # bytes of page-locked memory through which a tensor leaves a GPU
+
+
+def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, the same as the format's own library writes.
+
+    A piece is valid until the next one is asked for: it may be memory of the tensor itself, or staging memory that all
+    pieces from a GPU share.
+    """
+    tensors = dict(sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])))
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for tensor in tensors.values():
+        yield from _pieces(tensor.detach().contiguous().flatten().view(torch.uint8))
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[memoryview]:
+    if flat.device.type == "cpu":
+        yield flat.numpy().data
+        return
+    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=flat.is_cuda)
+    for piece in flat.split(STAGING):
+        yield staging[: len(piece)].copy_(piece).numpy().data
