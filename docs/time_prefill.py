@@ -1,30 +1,57 @@
 """Times one chunk of a sparse prefill against dense attention, choice included: `python docs/time_prefill.py [TOKENS]`.
 
-One layer of SmolLM2's shape on this machine's CPU, float32. Dense is the faster of torch's fused attention with grouped
-heads and with keys and values repeated.
+Elsewhere than on a GPU one layer of SmolLM2's shape in float32, chunks of 128 and 512 after 32,768 keys; dense is the
+faster of torch's fused attention with grouped heads and with keys and values repeated. On a GPU 32 query heads on 8,
+D = 128, bfloat16, a chunk of 2,048 after 65,536 keys; dense is each form that torch can be made to compute this in, and
+caches are cold. Sparse prefills are timed launch by launch, as a build runs them, and as a CUDA graph.
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv.indexing.prefill import SparsePrefill
 from sparsekv.indexing.prefill_quoka import QuokaPrefill
 from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
+from sparsekv.kernels.attention import causal_mask
 from sparsekv.kernels.hook import AttentionCall
 
-KV_HEADS, GROUP, HEAD_DIM, RUNS = 3, 3, 64, 15
+SINKS = 10
+Run = Callable[[], torch.Tensor]
 
 
-def timed(run: Callable[[], object]) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Shape:
+    """One layer, how many keys come before a chunk unless asked otherwise, and how long chunks are."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    group: int
+    dims: int
+    before: int
+    chunks: tuple[int, ...]
+    runs: int
+
+
+ON_CPU = Shape("cpu", torch.float32, 3, 3, 64, 32_768, (128, 512), 15)
+ON_GPU = Shape("cuda", torch.bfloat16, 8, 4, 128, 65_536, (2048,), 40)
+LARGEST_ERROR = 1e-2  # of a form of dense attention against another, in bfloat16
+
+
+def timed(run: Run, runs: int) -> tuple[float, float]:
     """Milliseconds: the median, and the distance between the quartiles."""
     run()
     found = []
-    for _ in range(RUNS):
+    for _ in range(runs):
         started = time.perf_counter()
         run()
         found.append(1000 * (time.perf_counter() - started))
@@ -32,34 +59,159 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
     return median(found), high - low
 
 
-def chunk_call(before: int, chunk: int) -> AttentionCall:
+def timed_on_gpu(run: Run, runs: int) -> tuple[float, float]:
+    """The same by events, with other memory read before each run."""
+    scrap = torch.ones(2**26, device="cuda")
+    for _ in range(3):
+        run()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+    for start, stop in events:
+        scrap.sum()
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    low, middle, high = quantiles([start.elapsed_time(stop) for start, stop in events], n=4)
+    return middle, high - low
+
+
+def chunk_call(shape: Shape, before: int, chunk: int) -> AttentionCall:
     """A chunk of random queries after so many random keys."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(KV_HEADS * GROUP, chunk, HEAD_DIM, generator=generator)
-    keys, values = (torch.randn(KV_HEADS, before + chunk, HEAD_DIM, generator=generator) for _ in range(2))
-    return AttentionCall(0, query, keys, values, HEAD_DIM**-0.5, None, None, None)
+    generator = torch.Generator(shape.device).manual_seed(0)
+    rows = partial(torch.randn, generator=generator, device=shape.device, dtype=shape.dtype)
+    query = rows(shape.heads * shape.group, chunk, shape.dims)
+    keys, values = (rows(shape.heads, before + chunk, shape.dims) for _ in range(2))
+    return AttentionCall(0, query, keys, values, shape.dims**-0.5, None, None, None)
 
 
-def dense(call: AttentionCall, *, grouped: bool) -> torch.Tensor:
-    """Causal attention to everything."""
-    keys, values = (rows if grouped else rows.repeat_interleave(GROUP, 0) for rows in (call.keys, call.values))
-    mask = causal_lower_right(call.query.shape[1], keys.shape[1])
-    return scaled_dot_product_attention(
-        call.query[None], keys[None], values[None], attn_mask=mask, scale=call.softmax_scale, enable_gqa=grouped
+def dense(call: AttentionCall, *, grouped: bool, masked: bool = False) -> Run:
+    """Causal attention to everything; `masked`, for kernels that know no causal mask but a square's, by its values."""
+    group = len(call.query) // len(call.keys)
+    keys, values = (rows if grouped else rows.repeat_interleave(group, 0) for rows in (call.keys, call.values))
+    queries, tokens = call.query.shape[1], keys.shape[1]
+    mask: torch.Tensor = causal_lower_right(queries, tokens)
+    if masked:
+        hidden = ~causal_mask(queries, tokens, None, keys.device)
+        mask = torch.zeros(queries, tokens, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
+    tensors = call.query[None], keys[None], values[None]
+    return lambda: scaled_dot_product_attention(*tensors, attn_mask=mask, scale=call.softmax_scale, enable_gqa=grouped)[
+        0
+    ]
+
+
+def in_two_parts(call: AttentionCall) -> torch.Tensor:
+    """The same by cuDNN, which knows no causal mask but a square's: what is before the chunk, and the chunk, merged."""
+    before, outputs, totals = call.keys.shape[1] - call.query.shape[1], [], []
+    for part, causal in ((slice(None, before), False), (slice(before, None), True)):
+        keys, values = call.keys[None, :, part], call.values[None, :, part]
+        # Its arguments: no bias, the log-sum-exps too, no dropout, whether it is causal, no mask in return.
+        output, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            call.query[None], keys, values, None, True, 0.0, causal, False, scale=call.softmax_scale
+        )
+        outputs.append(output[0])
+        totals.append(total.view(len(call.query), -1, 1))
+    share = (totals[0] - totals[1]).sigmoid()
+    return torch.lerp(outputs[1].float(), outputs[0].float(), share).to(call.query.dtype)
+
+
+def with_kernel(backend: SDPBackend, run: Run) -> torch.Tensor:
+    """A form of dense attention by one of torch's kernels alone."""
+    with sdpa_kernel(backend):
+        return run()
+
+
+def dense_on_gpu(call: AttentionCall) -> Iterator[tuple[str, Run]]:
+    """Forms of dense attention by name; of those that are not there a run raises RuntimeError."""
+    flash, cudnn, efficient = (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
     )
+    for name, grouped in (("grouped", True), ("repeated", False)):
+        yield f"Flash, {name}", partial(with_kernel, flash, dense(call, grouped=grouped))
+        yield f"cuDNN with a mask, {name}", partial(with_kernel, cudnn, dense(call, grouped=grouped, masked=True))
+        yield f"memory-efficient, {name}", partial(with_kernel, efficient, dense(call, grouped=grouped))
+    yield "cuDNN in two parts", lambda: in_two_parts(call)
 
 
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.float() - expected.float()).norm() / expected.float().norm())
+
+
+def as_graph(run: Run) -> tuple[Run, torch.Tensor]:
+    """Replays of a run, and where they write; RuntimeError where a run waits for the GPU."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay, output
+
+
+def show(name: str, took: tuple[float, float], best: float) -> None:
+    print(f"  {name:34s} {took[0]:8.3f} ms ({took[1]:.3f})  {best / took[0]:6.2f}", flush=True)
+
+
+def time_on_gpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int) -> None:
+    """Each form of dense attention, then sparse prefills, each against the fastest of these."""
+    found: dict[str, tuple[float, float]] = {}
+    expected = dense(call, grouped=True)()
+    for name, form in dense_on_gpu(call):
+        try:
+            error = relative_error(form(), expected)
+            if not error < LARGEST_ERROR:
+                print(f"  {name:34s} is off by {error:.4f}: left out")
+                continue
+            found[name] = timed_on_gpu(form, runs // 2)
+        except RuntimeError as reason:
+            print(f"  {name:34s} not there: {str(reason).splitlines()[0][:60]}")
+            torch.cuda.synchronize()
+    best = min(took[0] for took in found.values())
+    for name, took in found.items():
+        show(f"dense, {name}", took, best)
+    for name, prefill in sparse.items():
+        step = partial(prefill.attend, call, SINKS)
+        eager = step()
+        show(f"{name}, launch by launch", timed_on_gpu(step, runs), best)
+        try:
+            replay, output = as_graph(step)
+        except RuntimeError:
+            print(f"  {name} waits for the GPU: no graph")
+            continue
+        output.fill_(torch.nan)
+        assert relative_error(replay(), eager) < 1e-3
+        show(f"{name}, as a graph", timed_on_gpu(replay, runs), best)
+
+
+def time_on_cpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int) -> None:
+    """Two forms of dense attention, then sparse prefills, each against the faster of these."""
+    found = {name: timed(dense(call, grouped=name == "grouped"), runs) for name in ("grouped", "repeated")}
+    best = min(took[0] for took in found.values())
+    for name, took in found.items():
+        show(f"dense, {name}", took, best)
+    for name, prefill in sparse.items():
+        show(name, timed(partial(prefill.attend, call, SINKS), runs), best)
+
+
+@torch.inference_mode()
 def main() -> None:
-    before = int(sys.argv[1]) if len(sys.argv) > 1 else 32_768
-    print(f"{before:,} keys, {torch.get_num_threads()} threads, torch {torch.__version__}; ms (between quartiles)")
-    for chunk in (128, 512):
-        call = chunk_call(before, chunk)
-        forms = [timed(lambda call=call, grouped=grouped: dense(call, grouped=grouped)) for grouped in (True, False)]
-        best = min(forms)
-        print(f"chunk {chunk}: dense {forms[0][0]:.1f} ({forms[0][1]:.1f}), repeated {forms[1][0]:.1f}")
-        for name, prefill in (("quoka", QuokaPrefill()), ("sampleattention", SampleAttentionPrefill())):
-            took, spread = timed(lambda call=call, prefill=prefill: prefill.attend(call, 10))
-            print(f"  {name}: {took:.1f} ({spread:.1f}), {best[0] / took:.1f} times as fast as dense")
+    shape = ON_GPU if torch.cuda.is_available() else ON_CPU
+    before = int(sys.argv[1]) if len(sys.argv) > 1 else shape.before
+    machine = torch.cuda.get_device_name() if shape is ON_GPU else f"{torch.get_num_threads()} threads"
+    print(f"{before:,} keys before, {machine}, torch {torch.__version__}: median (between quartiles), times as fast")
+    sparse: dict[str, SparsePrefill] = {"quoka": QuokaPrefill(), "sampleattention": SampleAttentionPrefill()}
+    for chunk in shape.chunks:
+        print(f"chunk of {chunk:,}, {QuokaPrefill().prefill_budget:,} keys kept")
+        time_them = time_on_gpu if shape is ON_GPU else time_on_cpu
+        time_them(chunk_call(shape, before, chunk), sparse, shape.runs)
 
 
 if __name__ == "__main__":

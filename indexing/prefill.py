@@ -17,7 +17,9 @@ import sparsekv.indexing
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention import causal_attention
+from sparsekv.kernels.chunk_attention import chunk_attention
 from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.quoka import best_keys
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class SparsePrefill(Prefill):
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
         """[Hk, T]: what each key [Hk, T, D] before a chunk is worth to its queries [Hk, G, B, D]."""
 
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
+        """[Hk, K] int64: the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to, `first` and
+        `last` of them whatever they score."""
+        return best_keys(self.scores(query, keys, facts), self.prefill_budget, first, last)
+
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
         """Layers with a sliding window attend to all of it. Copies the rows that are chosen, and the chunk's."""
         Hk, before = call.keys.shape[0], call.keys.shape[1] - call.query.shape[1]
@@ -116,15 +123,11 @@ class SparsePrefill(Prefill):
             sliding_window=None,
             attention_sinks=call.sink_logits is not None,
         )
-        scores = self.scores(call.query.unflatten(0, (Hk, -1)), call.keys[:, :before], facts)
         recent = int(self.prefill_recent * self.prefill_budget)
-        scores[:, before - recent :] = torch.inf
-        scores[:, : min(sinks, self.prefill_budget - recent)] = torch.inf
-        rows = scores.topk(self.prefill_budget, -1, sorted=False).indices
+        query, first = call.query.unflatten(0, (Hk, -1)), min(sinks, self.prefill_budget - recent)
+        rows = self.choose(query, call.keys[:, :before], facts, first, recent)
         keys, values = (_with_chunk(rows, all_rows, before) for all_rows in (call.keys, call.values))
-        return causal_attention(
-            call.query, keys, values, call.softmax_scale, call.softcap, sink_logits=call.sink_logits
-        )
+        return chunk_attention(call.query, keys, values, call.softmax_scale, call.softcap, call.sink_logits)
 
 
 def _with_chunk(rows: torch.Tensor, of: torch.Tensor, before: int) -> torch.Tensor:

@@ -5,6 +5,9 @@ from torch.nn.functional import normalize
 
 from sparsekv.kernels.lookup import products
 
+# What kernels hold in registers: directions that keys are compared with, and queries of a group to choose from.
+MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
+
 
 def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed: int = 0) -> torch.Tensor:
     """The queries of each head that stand for its chunk: those of lowest cosine similarity to the chunk's mean query.
@@ -27,6 +30,66 @@ def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed
     nearness = torch.cosine_similarity(query.float(), mean, dim=-1)
     places = nearness.topk(count, -1, largest=False).indices
     return query.gather(2, places[..., None].expand(-1, -1, -1, query.shape[-1]))
+
+
+def directions(query: torch.Tensor) -> torch.Tensor:
+    """[Hk, Q, D] float32: normalised queries [Hk, G, Q, D], averaged over the group."""
+    averaged: torch.Tensor = normalize(query.float(), dim=-1).mean(1)
+    return averaged
+
+
+def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
+    """The directions of the queries that `subselect_queries` keeps, in the order of their similarity.
+
+    On a GPU one mean and two kernels; where two queries are as near to the mean, another may come first than in torch.
+
+    Args:
+        query: [Hk, G, B, D].
+        count: how many; all of them where there are no more.
+
+    Returns:
+        [Hk, count, D] float32.
+    """
+    _, G, B, _ = query.shape
+    if query.is_cuda and count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES:
+        from sparsekv.kernels.quoka_triton import far_directions_triton
+
+        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+            return far_directions_triton(query, count)
+    return directions(subselect_queries(query, count))
+
+
+def nearest_keys(
+    some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0, across: str = "max"
+) -> torch.Tensor:
+    """The first and last keys and those of highest cosine to some directions: `count` of each head in all.
+
+    On a GPU two kernels, which read the keys once: in rising order, and of cosines that agree to 2 ** -15 the lower
+    number first.
+
+    Args:
+        some: [Hk, Q, D].
+        keys: [Hk, T, D].
+        count: at least `first` + `last`, at most T.
+        across: `max` over the directions, or their `mean`.
+
+    Returns:
+        [Hk, count] int64, each key once.
+    """
+    some = some.mean(1, keepdim=True) if across == "mean" else some
+    if keys.is_cuda and some.shape[1] <= MOST_DIRECTIONS:
+        from sparsekv.kernels.quoka_triton import nearest_keys_triton
+
+        with torch.cuda.device(keys.device):  # Triton launches on the current one, which may be another
+            return nearest_keys_triton(some, keys, count, first, last)
+    return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
+
+
+def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
+    """[Hk, count] int64: the first and last keys, and those of highest score [Hk, T], which is overwritten."""
+    scores[:, scores.shape[1] - last :] = torch.inf
+    scores[:, :first] = torch.inf
+    return scores.topk(count, -1, sorted=False).indices
 
 
 def key_norms(keys: torch.Tensor) -> torch.Tensor:
@@ -57,13 +120,15 @@ def quoka_scores(
     Returns:
         [Hk, 1, T] float32, or [Hk, Q, T]. Allocates [Hk, Q, T] float32.
     """
-    averaged = (query.float() if similarity == "dot" else normalize(query.float(), dim=-1)).mean(1)
-    if across == "mean":
-        averaged = averaged.mean(1, keepdim=True)
-    scores = products(averaged.to(keys.dtype), keys)
-    if across == "max":
-        # Before the division: a norm is positive, so the largest product is the largest cosine.
-        scores = scores.amax(1, keepdim=True)
+    averaged = query.float().mean(1) if similarity == "dot" else directions(query)
+    averaged = averaged.mean(1, keepdim=True) if across == "mean" else averaged
+    # Before the division: a norm is positive, so the largest product is the largest cosine.
+    scores = _highest(averaged, keys)[:, None] if across == "max" else products(averaged.to(keys.dtype), keys)
     if similarity == "dot":
         return scores
     return scores / (key_norms(keys) if norms is None else norms)[:, None]
+
+
+def _highest(some: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[Hk, T] float32: of the products of some vectors [Hk, Q, D] with keys [Hk, T, D] the largest."""
+    return products(some.to(keys.dtype), keys).amax(1)
