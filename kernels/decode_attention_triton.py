@@ -14,44 +14,17 @@ from torch.nn.functional import pad
 
 from sparsekv.kernels.decode_attention import RunRows, StandIns
 from sparsekv.kernels.launch import following, multiprocessors, programs_per_head
+from sparsekv.kernels.run_rows_triton import MOST_OWN_ROWS, list_rows, search_steps, write_rows
 from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
-STAND_FIFTHS = 2  # of what a chosen row costs, measured: no key, and one after another where rows are scattered
-SLOTS, OWN_SLOTS = 256, 128  # whose rows are found together, in a launch of its own and by the program that uses them
-MOST_OWN_ROWS = 256  # that a program finds by itself
+STAND_TILE_BYTES, STAND_STAGES, LISTED_STAGES = 16_384, 3, 3
+MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
+# Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
+STAND_FIFTHS, LISTED_FIFTHS = 2, 4
+OWN_SLOTS = 128  # whose rows are found together by the program that uses them
 MERGED_COLUMNS = 32
-
-
-@triton.jit
-def _write_rows(starts, ends, rows, slot, runs, last, STEPS: tl.constexpr):
-    """The rows that some slots are: the run of each is found by a search that asks for three ends at a time."""
-    run = tl.zeros_like(slot)
-    for step in tl.static_range(STEPS):
-        width = 1 << (2 * (STEPS - 1 - step))
-        passed = tl.zeros_like(slot)
-        for part in tl.static_range(1, 4):
-            probe = run + part * width
-            end = tl.load(ends + probe - 1, mask=probe <= runs, other=2147483647)
-            passed += (end <= slot).to(tl.int32)
-        run += passed * width
-    run = tl.minimum(run, runs - 1)
-    before = tl.load(ends + run - 1, mask=run > 0, other=0)
-    row = tl.load(starts + run).to(tl.int32) + slot - before
-    tl.store(rows + slot, row, mask=slot < last)
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def _rows_kernel(
-    starts, ends, rows, runs, starts_stride, ends_stride, capacity,
-    STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    start(EARLY)
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    starts, ends = starts + head * starts_stride, ends + head * ends_stride
-    _write_rows(starts, ends, rows + head * capacity, slot, runs, capacity, STEPS)
 
 
 @triton.jit
@@ -66,16 +39,31 @@ def _add(peak, total, output, logits, values):
     return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
 
 
+@triton.jit
+def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
+    """Which of some stand-ins are those of a share of all units, of which theirs are the first.
+
+    From one multiple of 16 to another, so that logits are read four at a time.
+    """
+    stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
+    begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
+    return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
+
+
 # What grows as a model decodes must not make triton compile anew.
-@triton.jit(do_not_specialize=["capacity", "exact_rows"])
+@triton.jit(do_not_specialize=["exact_rows"])
 def _partial_kernel(
-    query, keys, values, starts, ends, rows, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
+    query, keys, values, starts, ends, rows, exact_keys, exact_values, exact_count,
+    stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
     peaks, totals, outputs,
-    head_stride, row_stride, runs, starts_stride, ends_stride, capacity, exact_rows, exact_stride,
-    stand_rows, logits_stride, counts_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
+    head_stride, row_stride, runs, starts_stride, ends_stride, rows_stride, exact_rows, exact_stride,
+    stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
+    listed_of, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr,
-    OWN_ROWS: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, STAND_TILE: tl.constexpr, STAND_STAGES: tl.constexpr, LISTED_STAGES: tl.constexpr,
+    STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
+    COUNTED: tl.constexpr, SINGLE: tl.constexpr, OWN_ROWS: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -86,17 +74,18 @@ def _partial_kernel(
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
     # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
-    starts, ends, rows = starts + head * starts_stride, ends + head * ends_stride, rows + head * capacity
-    chosen_rows = tl.load(ends + runs - 1)
+    starts, ends, rows = starts + head * starts_stride, ends + head * ends_stride, rows + head * rows_stride
+    chosen_rows = runs if SINGLE else tl.load(ends + runs - 1)
+    if COUNTED:
+        exact_rows = tl.minimum(tl.load(exact_count), exact_rows)
     stands = (stand_rows * STAND_FIFTHS + 4) // 5
-    first, last = share(split, tl.num_programs(0), stands + exact_rows + chosen_rows)
+    lists = (listed * LISTED_FIFTHS + 4) // 5 if LISTED else 0
+    first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
-    # From one multiple of 16 to another, so that logits are read four at a time.
-    stop = tl.minimum(tl.cdiv(last * 5 // STAND_FIFTHS, 16), tl.cdiv(stand_rows, 16)) * 16
-    begin = tl.cdiv(first * 5 // STAND_FIFTHS, 16) * 16
-    for at in tl.range(tl.multiple_of(begin, 16), tl.multiple_of(stop, 16), TILE, num_stages=STAGES):
-        c = at + t
+    begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
+    for at in tl.range(begin, stop, STAND_TILE, num_stages=STAND_STAGES):
+        c = at + tl.arange(0, STAND_TILE)
         inside = c < stop
         mask = (inside & (c < stand_rows))[:, None] & in_row
         v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=mask, other=0.0)
@@ -104,6 +93,21 @@ def _partial_kernel(
         logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
         peak, total, output = _add(peak, total, output, logits, v)
 
+    if LISTED:
+        first, last = first - stands, last - stands
+        logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
+        begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
+        for at in tl.range(begin, stop, STAND_TILE, num_stages=LISTED_STAGES):
+            c = at + tl.arange(0, STAND_TILE)
+            inside = c < stop
+            row = tl.load(listed_rows + head * listed_stride + c, mask=inside, other=0)
+            count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
+            v = tl.load(
+                listed_values + (head * listed_of + row[:, None]) * D + d, mask=inside[:, None] & in_row, other=0.0
+            )
+            logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
+            peak, total, output = _add(peak, total, output, logits, v)
+        stands = lists
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
     stop = tl.minimum(last - stands, exact_rows)
     # One stage less than where a row's place has to be loaded first: the same shared memory.
@@ -119,7 +123,7 @@ def _partial_kernel(
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
     if OWN_ROWS:
         for at in range(begin, stop, SLOTS):
-            _write_rows(starts, ends, rows, at + tl.arange(0, SLOTS), runs, stop, STEPS)
+            write_rows(starts, ends, rows, at + tl.arange(0, SLOTS), runs, stop, STEPS)
         # Other threads of the program read what these have written.
         tl.debug_barrier()
     for at in tl.range(begin, stop, TILE, num_stages=STAGES):
@@ -163,16 +167,24 @@ def _merge_kernel(
     tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
 
 
-def _tensors(part: StandIns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits and counts with whole rows; copies them where they have none."""
-    logits, log_counts, size = part.logits, part.log_counts, aligned(part.values.shape[1])
+def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not.
+
+    `other` stands where there are none, and is never read.
+    """
+    if part is None:
+        return other, other, other, other
+    logits, log_counts, rows = part.logits, part.log_counts, part.rows
+    size = aligned(part.values.shape[1] if rows is None else logits.shape[2])
     if logits.shape[2] != size or log_counts.shape[1] != size:
         logits, log_counts = (pad(one, (0, size - one.shape[-1]), value=-torch.inf) for one in (logits, log_counts))
-    return logits, log_counts, part.values
+    if rows is not None and rows.shape[1] != size:
+        rows = pad(rows, (0, size - rows.shape[1]))
+    return logits, log_counts, part.values, other if rows is None else rows
 
 
 def _joined(parts: Sequence[StandIns]) -> StandIns | None:
-    """All stand-ins as one; copies them where they are of several levels."""
+    """Several levels' stand-ins as one; copies them where they are more than one."""
     if len(parts) < 2:
         return parts[0] if parts else None
     sizes = [part.values.shape[1] for part in parts]
@@ -191,36 +203,43 @@ def decode_attention_triton(
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs a multiprocessor,
     and the numbers of the chosen rows."""
-    (H, G, D), R, E = query.shape, runs.ends.shape[1], exact[0].shape[1]
-    capacity = max(runs.capacity, 1)
-    query, steps, early = query.contiguous(), (R.bit_length() + 1) // 2, following(query.device)
-    stand_in = _joined(stand_ins)
-    # Without stand-ins their loop is empty, and what stands in their place is never read.
-    logits, log_counts, stand_values = (query, query, query) if stand_in is None else _tensors(stand_in)
-    C = 0 if stand_in is None else stand_values.shape[1]
-    units = C * STAND_FIFTHS // 5 + E + runs.capacity
+    (H, G, D), R, E = query.shape, runs.starts.shape[1], exact[0].shape[1]
+    query, early = query.contiguous(), following(query.device)
+    plain = _joined([part for part in stand_ins if part.rows is None])
+    listed = next((part for part in stand_ins if part.rows is not None), None)
+    logits, log_counts, values, _ = _tensors(plain, query)
+    listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
+    C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
+    units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
     programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device))
-    rows = torch.empty(H, capacity, dtype=torch.int32, device=query.device)
     # A launch of its own pays where a program would have to search again and again.
-    own_rows = units <= programs * MOST_OWN_ROWS
-    if not own_rows:
-        _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
-            runs.starts, runs.ends, rows, R, runs.starts.stride(0), runs.ends.stride(0), capacity,
-            STEPS=steps, SLOTS=SLOTS, num_warps=4, **early,
-        )  # fmt: skip
+    single, own_rows = runs.ends is None, units <= programs * MOST_OWN_ROWS and runs.ends is not None
+    if runs.ends is None:
+        rows = ends = runs.starts
+    else:
+        ends = runs.ends
+        rows = torch.empty(H, max(runs.capacity, 1), dtype=torch.int32, device=query.device)
+        if not own_rows:
+            list_rows(runs.starts, ends, rows, runs.capacity)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
     _partial_kernel[(programs, H)](
-        query, runs.keys, runs.values, runs.starts, runs.ends, rows, *exact, logits, log_counts, stand_values,
-        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.starts.stride(0), runs.ends.stride(0),
-        capacity, E, exact[0].stride(0), C, logits.stride(1), log_counts.stride(0), softmax_scale, softcap or 0.0,
+        query, runs.keys, runs.values, runs.starts, ends, rows, *exact, query if exact_count is None else exact_count,
+        logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
+        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.starts.stride(0), ends.stride(0), rows.stride(0),
+        E, exact[0].stride(0), C, logits.stride(1), log_counts.stride(0),
+        S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.shape[1],
+        softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS,
-        OWN_ROWS=own_rows, STEPS=steps, SLOTS=OWN_SLOTS, num_warps=WARPS, **early,
+        STAND_TILE=tile_rows(D, query.dtype, STAND_TILE_BYTES), STAND_STAGES=STAND_STAGES, LISTED_STAGES=LISTED_STAGES,
+        LISTED_FIFTHS=LISTED_FIFTHS, LISTED=listed is not None, COUNTED=exact_count is not None, SINGLE=single,
+        OWN_ROWS=own_rows, STEPS=search_steps(R), SLOTS=OWN_SLOTS, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,

@@ -8,8 +8,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.cluster_choice import ClusterChoice, choose_clusters_reference
-from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
+from sparsekv.kernels.cluster_choice import ClusterChoice, choose_clusters_reference, keep_clusters_reference
+from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 
@@ -73,12 +73,14 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
-@pytest.mark.parametrize("budget", [0, 77, 2000])
-def test_more_clusters_than_registers_hold(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 128 of them, the last one not full, as with many thousands in larger chunks."""
-    monkeypatch.setattr("sparsekv.kernels.cluster_choice_triton.CHUNK", 128)
-    counts = uneven_counts(6, 2, 700)
-    query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, 700, 64)
+@pytest.mark.parametrize("clusters", [1, 128, 700])
+@pytest.mark.parametrize("budget", [0, 77, 600, 10**6])
+def test_the_same_by_many_programs_a_head(budget: int, clusters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 128 clusters, the last one not full, as with many thousands in larger parts."""
+    for name, value in {"FEWEST": 128, "MOST": 128, "PASSED": 128, "MOST_ALONE": 0}.items():
+        monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", value)
+    counts = uneven_counts(6, 2, clusters)
+    query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, clusters, 64)
     found = choose(query, centroids, counts, budget)
     expected = choose_clusters_reference(query, centroids, counts, budget, 64**-0.5)
     assert torch.equal(found.lengths, expected.lengths)
@@ -104,6 +106,20 @@ def test_scores_far_apart_are_chosen_as_by_a_sort() -> None:
     order = scores.argsort(dim=-1, descending=True, stable=True)
     expected = torch.zeros_like(counts).scatter_(-1, order, fill_budget(counts.gather(-1, order), 40).int())
     assert torch.equal(choose(query, centroids, counts, 40).lengths, expected)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.003, 0.02, 2.0])
+def test_all_that_reach_a_threshold(threshold: float) -> None:
+    counts = uneven_counts(8, 2, 300)
+    query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, 300, 64)
+    scores = cluster_scores(query[:, :, None].double(), centroids.double(), counts, 64**-0.5)[:, 0]
+    expected = counts * (scores >= threshold)
+    with poisoned_memory():
+        found = keep_clusters_triton(*(one.to(DEVICE) for one in (query, centroids, counts)), threshold, 64**-0.5)
+    for one in (found, keep_clusters_reference(query, centroids, counts, threshold, 64**-0.5)):
+        assert torch.equal(one.lengths.cpu(), expected.int())
+        assert torch.equal(one.ends.cpu(), expected.cumsum(-1).int())
+        assert torch.equal(one.log_left.cpu()[:, :300].exp().round().int(), counts - expected)
 
 
 def test_equal_scores_are_taken_in_order() -> None:

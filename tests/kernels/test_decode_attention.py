@@ -1,6 +1,6 @@
 """One decode step's attention by kernels: against its definition in float64, and against plain torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -158,6 +158,58 @@ def test_exact_rows_in_a_buffer_with_room() -> None:
     exact = rooms[0].to(DEVICE)[:, :40], rooms[1].to(DEVICE)[:, :40]
     output = decode_attention_triton(query, runs, exact, stand_ins, 0.125)
     assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("slots", [1, 16, 75])
+def test_stand_ins_that_are_listed(slots: int, D: int) -> None:
+    """Some of all clusters' values, beside others that come as they lie."""
+    step = some_step(slots, D=D)
+    rows = torch.rand(2, 40, generator=torch.Generator().manual_seed(slots)).argsort(-1)
+    rows = torch.cat([rows, rows], 1)[:, :slots]
+    logits, counts = normal(7, 2, 3, slots), normal(8, 2, slots)
+    query, runs, exact, plain = step.on(DEVICE).arguments(1)
+    all_values = normal(6, 2, 40, D)
+    listed = StandIns(*(one.to(DEVICE) for one in (logits, counts, all_values, rows.int())))
+    values = all_values.gather(1, rows[..., None].expand(-1, -1, D))
+    together = replace(
+        step,
+        stand_logits=torch.cat([step.stand_logits, logits], -1),
+        stand_counts=torch.cat([step.stand_counts, counts], -1),
+        stand_values=torch.cat([step.stand_values, values], 1),
+    )
+    with poisoned_memory():
+        output = decode_attention_triton(query, runs, exact, [listed, *plain], 0.125)
+    truth = expected(together, True, 0.125, None, None)
+    assert_close(output.cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
+
+
+@pytest.mark.parametrize("exact", [0, 70])
+def test_runs_of_one_row(exact: int) -> None:
+    step = some_step(5, exact=exact)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :33]
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows))
+    moved = step.on(DEVICE)
+    runs = RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 33)
+    arguments = moved.query, runs, (moved.exact_keys, moved.exact_values), ()
+    truth = expected(single, False, 0.125, None, None)
+    with poisoned_memory():
+        assert_close(decode_attention_triton(*arguments, 0.125).cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(*arguments, 0.125).cpu(), truth, 1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 70])
+def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
+    step = some_step(4)
+    shorter = replace(step, exact_keys=step.exact_keys[:, :count], exact_values=step.exact_values[:, :count])
+    truth = expected(shorter, True, 0.125, None, None)
+    for rows in (step.exact_keys, step.exact_values):
+        rows[:, count:] = torch.nan
+    arguments, number = step.on(DEVICE).arguments(1), torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    with poisoned_memory():
+        assert_close(decode_attention_triton(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
 
 
 @given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))
