@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.kernels.lookup import attention_logits
 
 
@@ -98,12 +99,55 @@ def _logits(
 def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
     """Weights [Hk, G, Q, all T], those of sink logits last, on the segments' values."""
     Hk, G, Q, _ = query.shape
-    widths = [segment.keys.shape[1] for segment in segments]
-    parts = weights.to(query.dtype).view(Hk, G * Q, -1)[..., : sum(widths)].split(widths, -1)
-    output = query.new_zeros(Hk, G * Q, segments[0].values.shape[-1])
-    for segment, part in zip(segments, parts, strict=True):
-        output = torch.baddbmm(output, part, segment.values.to(query.dtype))
+    rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
+    output, start = None, 0
+    for segment in segments:
+        values = segment.values.to(query.dtype)
+        part = rows.narrow(2, start, values.shape[1])
+        output = torch.bmm(part, values) if output is None else output.baddbmm_(part, values)
+        start += values.shape[1]
+    assert output is not None
     return output.view(Hk, G, Q, -1)
+
+
+def attend_once(
+    query: torch.Tensor,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` for one query on a CPU, in as few operations as that takes: with cold caches these are what costs.
+
+    Args:
+        query: [Hk, G, D].
+        rows: keys and values [Hk, T, D] of segments that are attended whole.
+        stand_ins: centroids, with logits, that are attended too.
+        sink_logits: [Hk, G].
+
+    Returns:
+        [Hk, G, D] in the query's dtype.
+    """
+    wide = query.float()
+    # With beta=0 nothing is added, whatever it is; only so is there a product that scales.
+    ignored = wide.narrow(2, 0, 1)
+    logits = [
+        torch.baddbmm(ignored, wide, keys.float().transpose(1, 2), beta=0, alpha=softmax_scale) for keys, _ in rows
+    ]
+    if softcap is not None:
+        logits = [softcap * torch.tanh(part / softcap) for part in logits]
+    logits += [one.logits + one.log_counts.unsqueeze(1) for one in stand_ins]
+    if sink_logits is not None:
+        logits.append(sink_logits.float().unsqueeze(2))
+    weights = torch.cat(logits, -1).softmax(-1).to(query.dtype)
+    all_values = [values for _, values in rows] + [one.values for one in stand_ins]
+    start = all_values[0].shape[1]
+    output = torch.bmm(weights.narrow(2, 0, start), all_values[0].to(query.dtype))
+    for values in all_values[1:]:
+        output.baddbmm_(weights.narrow(2, start, values.shape[1]), values.to(query.dtype))
+        start += values.shape[1]
+    return output
 
 
 def causal_attention(

@@ -15,7 +15,7 @@ def attention_logits(
     Returns:
         [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32 for it.
     """
-    logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], -1) * softmax_scale
+    logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], keys.shape[1]) * softmax_scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

@@ -1,5 +1,7 @@
 """Runs of neighbouring rows: how a choice of clusters becomes rows to read, with shapes fixed in advance."""
 
+from functools import lru_cache
+
 import torch
 
 
@@ -35,3 +37,22 @@ def expand_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> t
     run = run.clamp(max=starts.shape[-1] - 1)
     offset = slots - (ends - lengths).gather(-1, run)
     return torch.where(valid, starts.long().gather(-1, run) + offset, 0), valid
+
+
+def expand_full_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The rows of `expand_runs` where the runs leave no slot unused: [..., capacity] int64.
+
+    Args:
+        starts: [..., R] int64.
+        lengths: [..., R] int64, with sum `capacity` everywhere; RuntimeError where the sum of all is another.
+    """
+    apart = starts - (lengths.cumsum(-1) - lengths)
+    size = capacity * starts.shape[:-1].numel()
+    rows = torch.repeat_interleave(apart.flatten(), lengths.flatten(), output_size=size)
+    return rows.view(*starts.shape[:-1], capacity).add_(_slots(capacity, starts.device))
+
+
+@lru_cache(maxsize=4)
+def _slots(capacity: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(capacity, device=device)

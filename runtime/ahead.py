@@ -18,12 +18,13 @@ from sparsekv.runtime.methods import Asked, Selection
 
 @dataclass(frozen=True)
 class Found:
-    """A choice, the chosen keys and values [Hk, R, D] where the model is, and which of them count, valid [Hk, 1, R]."""
+    """A choice, the chosen keys and values [Hk, R, D] where the model is, and which of them count, valid [Hk, 1, R];
+    None: all."""
 
     chosen: Selection
     keys: torch.Tensor
     values: torch.Tensor
-    valid: torch.Tensor
+    valid: torch.Tensor | None
 
 
 Search = Callable[[Asked], Found]
@@ -90,4 +91,5 @@ def _tensors(found: Found) -> list[torch.Tensor]:
     chosen = found.chosen
     replaced = [rows for part in chosen.replacements for rows in (part.keys, part.values, part.log_counts)]
     counted = [chosen.index_rows] if isinstance(chosen.index_rows, torch.Tensor) else []
-    return [found.keys, found.values, found.valid, chosen.starts, chosen.lengths, *replaced, *counted]
+    counted += [] if found.valid is None else [found.valid]
+    return [found.keys, found.values, chosen.starts, chosen.lengths, *replaced, *counted]

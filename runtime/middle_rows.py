@@ -76,14 +76,16 @@ class MemoryRows(MiddleRows):
         return laid_out.pin_memory() if self.pinned else laid_out
 
     def gather(self, rows: torch.Tensor) -> Pair:
-        flat = (rows.to(self.heads.device) + self.heads * self.keys.buffer.shape[1]).flatten()
-        keys, values = (self._picked(one.buffer, flat) for one in (self.keys, self.values))
-        return keys, values
+        flat = torch.add(rows.to(self.heads.device), self.heads, alpha=self.keys.buffer.shape[1]).flatten()
+        return self._picked(self.keys.buffer, flat), self._picked(self.values.buffer, flat)
 
     def _picked(self, buffer: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        Hk, _, D = buffer.shape
-        room = buffer.new_empty(len(flat), D, pin_memory=self.pinned)
-        picked = torch.index_select(buffer.flatten(0, 1), 0, flat, out=room)
+        Hk, rows, D = buffer.shape
+        everything = buffer.view(Hk * rows, D)
+        if not self.pinned:
+            return everything.index_select(0, flat).view(Hk, -1, D)
+        room = buffer.new_empty(len(flat), D, pin_memory=True)
+        picked = torch.index_select(everything, 0, flat, out=room)
         return picked.view(Hk, -1, D).to(self.device, non_blocking=True)
 
     def in_place(self) -> Pair | None:

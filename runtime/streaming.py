@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from sparsekv.kernels.best_clusters import logs_and_shares
 from sparsekv.kernels.blocks import block_offsets
 from sparsekv.kernels.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans import random_kmeans, to_space
@@ -79,14 +80,16 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
 
     Returns:
         token_order [Hk, M] and starts [Hk, C_0] int64, the first row of each cluster; levelI.centroids, .counts and
-        .value_centroids as they were; levelI.parent [Hk, C_I] int64; and of coarse levels [Hk, C_I] int64 .first_child
-        and .children, of which empty clusters are left out.
+        .value_centroids as they were; level0.log_counts and .shares, the `logs_and_shares` of the counts;
+        levelI.parent [Hk, C_I] int64; and of coarse levels [Hk, C_I] int64 .first_child and .children, of which empty
+        clusters are left out.
     """
     tree = tree_from_tensors(tensors)
     first = first_clusters or [0] * len(tree.centroids)
     found = {name: tensor for name, tensor in tensors.items() if name.startswith("level")}
     found["token_order"] = tensors["token_order"].long()
     found["starts"] = tensors["token_offsets"][:, :-1].long() + first_row
+    found["level0.log_counts"], found["level0.shares"] = logs_and_shares(tree.counts[0])
     for level, first_child in enumerate(tree.first_child):
         parent = tensors[f"level{level}.parent"].long()
         filled = (tree.counts[level] > 0).long()

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, causal_attention, causal_mask
+from sparsekv.kernels.attention import (
+    Segment,
+    attend,
+    attend_once,
+    attend_with_logsumexps,
+    causal_attention,
+    causal_mask,
+)
+from sparsekv.kernels.decode_attention import StandIns
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
@@ -40,6 +48,30 @@ def test_segments_share_one_softmax(
     assert output.dtype == dtype
     expected = reference_attention(query, keys, values, D**-0.5, softcap=softcap, sink_logits=sinks)
     assert_close(output, expected, tolerance)
+
+
+@by_dtype
+@pytest.mark.parametrize(("T", "Hk", "G", "D"), [(1, 1, 1, 16), (60, 2, 3, 64), (257, 3, 5, 96)])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_one_query_attends_to_rows_and_stand_ins_at_once(
+    T: int, Hk: int, G: int, D: int, dtype: torch.dtype, tolerance: float, softcap: float | None, sinks: bool
+) -> None:
+    query, keys, values = random_attention(Hk=Hk, G=G, Q=1, T=T + 9, D=D, dtype=dtype)
+    logits = torch.einsum("hgd,htd->hgt", query[:, :, 0].double(), keys[:, T:].double()) * D**-0.5
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    # A stand-in for n rows is attended like n copies of it, and not at all where none is left.
+    copies = torch.arange(9).roll(Hk).expand(Hk, -1)
+    stand_in = StandIns(logits.float(), copies.float().log(), values[:, T:])
+    again = torch.cat([torch.arange(T), T + torch.arange(9).repeat_interleave(copies[0])])
+    sink_logits = some_sinks(Hk, G) if sinks else None
+    rows = [(keys[:, : T // 2], values[:, : T // 2]), (keys[:, T // 2 : T], values[:, T // 2 : T])]
+    output = attend_once(query[:, :, 0], rows, [stand_in], D**-0.5, softcap, sink_logits)
+    assert output.dtype == dtype
+    expected = reference_attention(
+        query, keys[:, again], values[:, again], D**-0.5, softcap=softcap, sink_logits=sink_logits
+    )
+    assert_close(output, expected[:, :, 0], tolerance)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(0, 1000))

@@ -2,11 +2,12 @@
 
 from itertools import chain
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.runs import expand_runs, fill_budget
+from sparsekv.kernels.runs import expand_full_runs, expand_runs, fill_budget
 
 Run = tuple[int, int]
 
@@ -73,3 +74,21 @@ def test_leading_dimensions_are_independent(rows: list[list[Run]], capacity: int
     together = expand_runs(starts[:, None], lengths[:, None], capacity)[0]
     apart = [expand_runs(start, length, capacity)[0] for start, length in zip(starts, lengths, strict=True)]
     assert torch.equal(together[:, 0], torch.stack(apart))
+
+
+@settings(deadline=None)
+@given(rows_of_runs(), st.integers(0, 30))
+def test_runs_that_leave_no_slot_unused_expand_alike(rows: list[list[Run]], capacity: int) -> None:
+    total = [sum(length for _, length in runs) for runs in rows]
+    # One more run of each makes up what its others are short of.
+    capacity = max([capacity, *total])
+    filled = [[*runs, (7, capacity - short)] for runs, short in zip(rows, total, strict=True)]
+    starts, lengths = tensors(filled, torch.int64)
+    found = expand_full_runs(starts[:, None], lengths[:, None], capacity)
+    assert found.shape == (len(rows), 1, capacity)
+    assert found[:, 0].tolist() == [python_rows(runs) for runs in filled]
+
+
+def test_runs_that_do_leave_slots_unused_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        expand_full_runs(torch.tensor([[3, 9]]), torch.tensor([[2, 2]]), 5)

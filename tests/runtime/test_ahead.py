@@ -1,5 +1,7 @@
 """Searching a step ahead: each decode step attends to what the query of the step before asked for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.random_tensors import normal
@@ -37,7 +39,9 @@ class _Late(Selector):
         if asked.shared:
             return self.inner.select(asked, budget)
         late, self.before = self.before or asked, asked
-        return self.inner.select(late, budget)
+        chosen = self.inner.select(late, budget)
+        # Logits that choosing computed are those of another query than is attended with.
+        return replace(chosen, replacements=tuple(replace(part, at_once=None) for part in chosen.replacements))
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         self.before = None
