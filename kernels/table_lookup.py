@@ -102,17 +102,28 @@ def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
     tokens = tables.tokens[heads, part, chosen].long() - tables.first_token
-    scores = tables.scores[heads, part, chosen].float()
+    scores, centroids = tables.scores[heads, part, chosen].float(), tables.centroids[heads, part, chosen]
+    other = score_of_others(scores, centroids, tables.key_mean[:, part, None], tables.keys, scoring)
+    reach = share if scoring == "paper" else (lookup.parts[:, part] * centroids).sum(-1).clamp(min=0) * share
+    return Estimate(tokens, (scores - other[..., None]) * reach[..., None], other * reach)
+
+
+def score_of_others(
+    scores: torch.Tensor, centroids: torch.Tensor, key_mean: torch.Tensor, keys: int, scoring: str
+) -> torch.Tensor:
+    """What keys that a list leaves out count as: [...] of lists with scores [..., L] float32.
+
+    Args:
+        centroids: [..., d]; key_mean: broadcasts to it, the mean of all `keys` keys.
+    """
     if scoring == "paper":
-        return Estimate(tokens, scores * share[..., None], torch.zeros_like(share))
-    centroids = tables.centroids[heads, part, chosen]
-    lowest, left = scores.amin(-1), tables.keys - scores.shape[-1]
+        return torch.zeros_like(scores[..., 0])
+    lowest, left = scores.amin(-1), keys - scores.shape[-1]
     if scoring == "mean" and left:
-        total = (centroids * tables.key_mean[:, part, None]).sum(-1) * tables.keys
+        total = (centroids * key_mean).sum(-1) * keys
         # By rounding of the stored scores the mean of the others could come out above the lowest that is listed.
         lowest = torch.minimum(lowest, (total - scores.sum(-1)) / left)
-    reach = (lookup.parts[:, part] * centroids).sum(-1).clamp(min=0) * share
-    return Estimate(tokens, (scores - lowest[..., None]) * reach[..., None], lowest * reach)
+    return lowest
 
 
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:

@@ -62,7 +62,9 @@ class CSAttention(Method):
     def prepare(self, context: MiddleContext) -> TableSelector:
         """Keeps the middle's keys, which on another device than theirs is a second copy of them, and the centroids.
 
-        Tables stay where they are; when the first new tokens join, they and the keys are copied once.
+        Tables stay where they are; when the first new tokens join, they and the keys are copied once. On a GPU lists
+        of 16,384 keys or more are laid out once more, by token, half a byte for each key of the middle in each list,
+        unless new tokens join them or some lookups read two.
         """
         return TableSelector(
             context,

@@ -9,6 +9,7 @@ from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logit
 from sparsekv.kernels.tables import cosine_kmeans, insert, split_channels, top_lists
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.growing import GrowingRows
+from sparsekv.runtime.list_search import FEWEST_KEYS, ListSearch
 from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector, Taken
 from sparsekv.runtime.token_choice import token_logits
 
@@ -58,13 +59,16 @@ class TableSelector(Selector):
         takes: int = 0,
     ):
         self.facts, self.scoring, self.rerank, self.backoff = context.facts, scoring, rerank, backoff
-        self.step, self.takes = step, takes
+        self.step, self.takes, self.steps_alike = step, takes, step == 1
         self.weights = context.tensors["part_weights"] if fitted else None
         middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
         self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
         self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
         self.open_row, self.held = middle, dict[Budget, _Held]()
         self.recent: list[torch.Tensor] = []
+        # What is taken in changes lists, and a part of two centroids has two: these are read as they are.
+        reached = self.tables.tokens.is_cuda and backoff is None and not takes and middle >= FEWEST_KEYS
+        self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Allocates the estimated logits, for 128 MB of queries at a time."""
@@ -98,6 +102,8 @@ class TableSelector(Selector):
 
     def _search(self, asked: Asked, budget: Budget) -> Selection:
         query, tokens = asked.query, budget.tokens(self.tables.keys)
+        if self.by_token is not None and asked.in_place and asked.exact_keys is not None:
+            return self.by_token.select(query[:, :, 0], asked.exact_keys, self.keys.rows, tokens, self.rerank)
         at_once = max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys))
         split = zip(query.split(at_once, 2), asked.exact_logsumexp().split(at_once, 2), strict=True)
         pieces = [_Piece(some, beside, asked.shared) for some, beside in split]

@@ -53,4 +53,4 @@ def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | flo
         index_rows: D-sized rows of each head that were read to score them.
     """
     starts = scores.topk(tokens, -1).indices
-    return Selection(starts, torch.ones_like(starts), tokens, index_rows)
+    return Selection(starts, torch.ones_like(starts), tokens, index_rows, single_rows=True)

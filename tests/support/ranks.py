@@ -1,0 +1,29 @@
+"""Ranks that kernels gave, and what is asked of them."""
+
+from dataclasses import replace
+
+import torch
+
+from sparsekv.kernels.list_ranks import TokenRanks, laid_out
+
+from .reference import assert_close
+
+
+def on_cpu(ranks: TokenRanks) -> TokenRanks:
+    """The same on the CPU."""
+    return replace(ranks, ranks=ranks.ranks.cpu(), coarse=ranks.coarse.cpu(), logsumexp=ranks.logsumexp.cpu())
+
+
+def assert_ranks(found: TokenRanks, expected: TokenRanks, most: int = 1, usual: float = 0.15) -> None:
+    """The same but for scores that rounding moves past the next rank, and laid out and counted as they are.
+
+    Args:
+        most, usual: how far off a rank may be, and all of them in the mean.
+    """
+    difference = (found.in_order() - expected.in_order()).abs()
+    assert int(difference.max()) <= most
+    assert float(difference.float().mean()) < usual
+    assert_close(found.logsumexp, expected.logsumexp.double(), 1e-5)
+    again = laid_out(found.in_order(), found.logsumexp)
+    assert torch.equal(found.ranks, again.ranks)
+    assert torch.equal(found.coarse, again.coarse)
