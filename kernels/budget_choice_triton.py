@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, Family, least_rank
+from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, least_rank
 from sparsekv.kernels.launch import following, multiprocessors
 from sparsekv.kernels.tiles_triton import power_of_two, start
 
@@ -20,17 +20,17 @@ FEWEST, MOST = 256, 2048  # clusters of a program, where several choose for a he
 MOST_ALONE, HEADS = 8192, 8  # one program chooses of no more, for as many heads as this share of the multiprocessors
 CLUSTERS_A_WARP, ALONE_A_WARP, PASSED = 128, 512, 4096
 RANKS_OF_A_HEAD = 2 ** (EXPONENT_BITS + SCORE_BITS)
-SCORE, TOKENS, RANKS, SIZE_MASK, DIGITS = (
-    tl.constexpr(number)
-    for number in (SCORE_BITS, TOKEN_BITS, RANKS_OF_A_HEAD, 2**TOKEN_BITS - 1, (EXPONENT_BITS + SCORE_BITS + 1) // 2)
+SCORE, TOKENS, RANKS, SIZE_MASK = (
+    tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, RANKS_OF_A_HEAD, 2**TOKEN_BITS - 1)
 )
+DIGITS = tl.constexpr((EXPONENT_BITS + SCORE_BITS + 1) // 2)  # of two bits
 
 
 @dataclass(frozen=True)
 class Scored:
     """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
-    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; and [H, ranks] int32
-    zeros, to count in."""
+    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; and [H, 2, ranks]
+    int32 zeros, to count in."""
 
     logits: torch.Tensor
     numbers: torch.Tensor
@@ -55,14 +55,14 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def _packed(logits, sizes, peaks, totals, head, c, stride, sizes_stop, parts, least, threshold, G: tl.constexpr,
+def _packed(logits, numbers, peaks, totals, head, c, stride, parts, least, threshold, G: tl.constexpr,
             GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     """Of some clusters of a head the rank of the score, and below it the size, in one integer.
 
     To keep what reaches a threshold, that has rank 1, and all else rank 0.
     """
     g = tl.arange(0, GROUP)
-    size = tl.load(sizes + c, mask=c < sizes_stop, other=0)
+    size = tl.load(numbers + c, mask=c < stride, other=0)
     logsumexp = _logsumexp(peaks, totals, head, g, parts, G, PARTS)
     score = tl.zeros([BLOCK], tl.float32)
     for one in tl.static_range(G):
@@ -92,13 +92,29 @@ def _sum_of_two(a, b, c, d):
 
 
 @triton.jit
-def _sum_of_three(a, b, c, d, e, f):
+def _sum_of_each(a, b, c, d, e, f):
     return a + d, b + e, c + f
 
 
 @triton.jit
-def _take(packed, last, room, above_before, equal_before, numbers, first_child, first_row, lengths, ends, log_left,
-          c, stride, FAMILY: tl.constexpr):  # fmt: skip
+def _reached(rank, size, wanted):
+    """The largest rank that clusters of so much size in all reach, 0 where all are too few, and the size above it."""
+    last, above = 0, 0
+    for digit in tl.static_range(DIGITS - 1, -1, -1):
+        low, mid, top = last + (1 << (2 * digit)), last + (2 << (2 * digit)), last + (3 << (2 * digit))
+        sizes = tl.where(rank >= low, size, 0), tl.where(rank >= mid, size, 0), tl.where(rank >= top, size, 0)
+        from_low, from_mid, from_top = tl.reduce(sizes, 0, _sum_of_each)
+        reached = (from_low >= wanted).to(tl.int32) + (from_mid >= wanted).to(tl.int32)
+        # What is past the last rank no cluster has, which of nothing wanted is enough.
+        reached += (from_top >= wanted).to(tl.int32)
+        last += reached << (2 * digit)
+        passed = tl.where(reached == 1, from_mid, tl.where(reached == 2, from_top, above))
+        above = tl.where(reached == 0, from_low, passed)
+    return last, above
+
+
+@triton.jit
+def _take(packed, last, room, above_before, equal_before, lengths, ends, log_left, c, stride):
     """Write what is taken of some clusters, after those before them."""
     size, rank, inside = _size(packed), _rank(packed), c < stride
     above, equal = tl.where(rank > last, size, 0), tl.where(rank == last, size, 0)
@@ -108,86 +124,112 @@ def _take(packed, last, room, above_before, equal_before, numbers, first_child, 
     tl.store(lengths + c, taken, mask=inside)
     tl.store(ends + c, above_before + above_ends + tl.minimum(equal_ends, room), mask=inside)
     left = size - taken
-    if FAMILY:
-        number = tl.load(numbers + c, mask=inside, other=0)
-        in_part = inside & (taken > 0) & (taken < size)
-        child = tl.load(first_child + c, mask=in_part, other=0)
-        begin = tl.load(first_row + child, mask=in_part, other=0)
-        end = tl.load(first_row + child + taken, mask=in_part, other=0)
-        left = tl.where(in_part, number - (end - begin), tl.where(taken > 0, 0, number))
     log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
     tl.store(log_left + c, log_of_left, mask=inside)
 
 
 @triton.jit(do_not_specialize=["budget", "least"])
 def _choose_kernel(
-    logits, numbers, sizes, peaks, totals, first_child, first_row, lengths, ends, log_left, stride, sizes_stride,
-    sizes_stop, children_stride, rows_stride, parts, budget, least, G: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, FAMILY: tl.constexpr, EARLY: tl.constexpr,
+    logits, numbers, peaks, totals, lengths, ends, log_left, stride, parts, budget, least,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a head, which keeps all its clusters."""
     start(EARLY)
     head, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = head * stride
     packed = _packed(
-        logits + at * G, sizes + head * sizes_stride, peaks, totals, head, c, stride, sizes_stop, parts, least,
-        0.0, G, GROUP, BLOCK, PARTS, False,
-    )  # fmt: skip
-    # The largest rank that enough tokens reach: 0 where all of them together are too few.
-    last, above, rank, size = 0, 0, _rank(packed), _size(packed)
-    for digit in tl.static_range(DIGITS - 1, -1, -1):
-        low, mid, top = last + (1 << (2 * digit)), last + (2 << (2 * digit)), last + (3 << (2 * digit))
-        tokens = tl.where(rank >= low, size, 0), tl.where(rank >= mid, size, 0), tl.where(rank >= top, size, 0)
-        from_low, from_mid, from_top = tl.reduce(tokens, 0, _sum_of_three)
-        reached = (from_low >= budget).to(tl.int32) + (from_mid >= budget).to(tl.int32)
-        # What is past the last rank no cluster has, which of a budget of nothing is enough.
-        reached += (from_top >= budget).to(tl.int32)
-        last += reached << (2 * digit)
-        passed = tl.where(reached == 1, from_mid, tl.where(reached == 2, from_top, above))
-        above = tl.where(reached == 0, from_low, passed)
+        logits + at * G, numbers + at, peaks, totals, head, c, stride, parts, least, 0.0, G, GROUP, BLOCK, PARTS, False
+    )
+    last, above = _reached(_rank(packed), _size(packed), budget)
     room = budget - above
-    _take(
-        packed, last, room, 0, 0, numbers + at, first_child + head * children_stride, first_row + head * rows_stride,
-        lengths + at, ends + at, log_left + at, c, stride, FAMILY,
-    )  # fmt: skip
+    _take(packed, last, room, 0, 0, lengths + at, ends + at, log_left + at, c, stride)
+
+
+@triton.jit(do_not_specialize=["wanted", "budget", "least"])
+def _open_kernel(
+    logits, numbers, children, peaks, totals, ranked, counted, lengths, ends, log_left,
+    stride, clusters, parts, wanted, budget, least, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a head: whole clusters until two sums are reached."""
+    start(EARLY)
+    head, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at = head * stride
+    number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
+    if COUNTED:
+        packed = tl.load(ranked + at + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
+        counted += head * 2 * RANKS
+        enough = (_reaching(counted) >= budget) & (_reaching(counted + RANKS) >= wanted)
+        last = tl.max(tl.where(enough, tl.arange(0, RANKS), 0), 0)
+        rank, size = _rank(packed), _size(packed)
+    else:
+        packed = _packed(
+            logits + at * G, numbers + at, peaks, totals, head, c, stride, parts, least, 0.0,
+            G, GROUP, BLOCK, PARTS, False,
+        )  # fmt: skip
+        rank, size = _rank(packed), _size(packed)
+        last, _ = _reached(rank, number, wanted)
+        if tl.sum(tl.where(rank >= last, size, 0), 0) < budget:
+            last, _ = _reached(rank, size, budget)
+    above, equal = rank > last, rank == last
+    held, had = tl.reduce((tl.where(above, size, 0), tl.where(above, number, 0)), 0, _sum_of_two)
+    above_ends, had_ends, held_ends = tl.associative_scan(
+        (tl.where(above, number, 0), tl.where(equal, number, 0), tl.where(equal, size, 0)), 0, _sum_of_each
+    )
+    opened = equal & ((held + held_ends - size < budget) | (had + had_ends - number < wanted))
+    most = tl.max(tl.where(opened, had_ends, 0), 0)
+    opened |= above
+    tl.store(lengths + at + c, tl.where(opened, number, 0), mask=c < stride)
+    tl.store(ends + at + c, above_ends + tl.minimum(had_ends, most), mask=c < stride)
+    left = tl.where(opened | (size == 0), -float("inf"), tl.log(tl.maximum(size, 1).to(tl.float32)))
+    tl.store(log_left + at + c, left, mask=c < stride)
 
 
 @triton.jit(do_not_specialize=["least"])
 def _rank_kernel(
-    logits, sizes, peaks, totals, ranked, counted, stride, sizes_stride, sizes_stop, parts, least, threshold,
+    logits, numbers, children, peaks, totals, ranked, counted, stride, clusters, parts, least, threshold,
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    OPEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a part's clusters, and their tokens counted by rank."""
+    """Ranks of a part's clusters, and their tokens counted by rank, and to open some their children too."""
     start(EARLY)
     head, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
     packed = _packed(
-        logits + head * G * stride, sizes + head * sizes_stride, peaks, totals, head, c, stride, sizes_stop, parts,
-        least, threshold, G, GROUP, PART, PARTS, KEEP,
+        logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, stride, parts, least, threshold,
+        G, GROUP, PART, PARTS, KEEP,
     )  # fmt: skip
     rank, size = _rank(packed), _size(packed)
     if not KEEP:
         # Nothing is below the first rank, so that nobody asks how much has it: most clusters, at one address.
-        tl.atomic_add(counted + head * RANKS + rank, size, mask=(rank > 0) & (size > 0), sem="relaxed")
+        tl.atomic_add(counted + head * 2 * RANKS + rank, size, mask=(rank > 0) & (size > 0), sem="relaxed")
+    if OPEN:
+        number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
+        place = counted + (head * 2 + 1) * RANKS + rank
+        tl.atomic_add(place, number, mask=(rank > 0) & (number > 0), sem="relaxed")
     tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=c < stride)
+
+
+@triton.jit
+def _reaching(counted):
+    """[RANKS]: how much has a rank or a higher one, of what was counted by rank."""
+    sizes = tl.load(counted + tl.arange(0, RANKS))
+    return tl.sum(sizes, 0) - tl.cumsum(sizes, 0) + sizes
 
 
 @triton.jit(do_not_specialize=["budget"])
 def _take_kernel(
-    ranked, counted, numbers, first_child, first_row, lengths, ends, log_left, stride, children_stride, rows_stride,
-    budget, PART: tl.constexpr, PASSED: tl.constexpr, FAMILY: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    ranked, counted, lengths, ends, log_left, stride, budget,
+    PART: tl.constexpr, PASSED: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a part takes, after those before it."""
     start(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at, last, room = head * stride, 0, 0
     if not KEEP:
-        rank = tl.arange(0, RANKS)
-        tokens = tl.load(counted + head * RANKS + rank)
-        reaching = tl.sum(tokens, 0) - tl.cumsum(tokens, 0) + tokens
+        rank, reaching = tl.arange(0, RANKS), _reaching(counted + head * 2 * RANKS)
         # The largest rank that enough tokens reach: 0 where those above it are too few.
         last = tl.max(tl.where(reaching >= budget, rank, 0), 0)
-        room = budget - tl.sum(tl.where(rank > last, tokens, 0), 0)
+        room = budget - tl.sum(tl.where(rank == last + 1, reaching, 0), 0)
     above, equal = tl.zeros([PASSED], tl.int32), tl.zeros([PASSED], tl.int32)
     for first in range(0, part * PART, PASSED):
         c = first + tl.arange(0, PASSED)
@@ -196,43 +238,67 @@ def _take_kernel(
         equal += tl.where(_rank(passed) == last, _size(passed), 0)
     c = part * PART + tl.arange(0, PART)
     packed = tl.load(ranked + at + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
-    _take(
-        packed, last, room, tl.sum(above, 0), tl.sum(equal, 0), numbers + at, first_child + head * children_stride,
-        first_row + head * rows_stride, lengths + at, ends + at, log_left + at, c, stride, FAMILY,
-    )  # fmt: skip
+    _take(packed, last, room, tl.sum(above, 0), tl.sum(equal, 0), lengths + at, ends + at, log_left + at, c, stride)
 
 
-def choose(
-    scored: Scored, clusters: int, budget: int, family: Family | None = None, threshold: float | None = None
-) -> ClusterChoice:
+def choose(scored: Scored, clusters: int, budget: int, threshold: float | None = None) -> ClusterChoice:
     """`choose_clusters` from the logits of so many clusters, or, with a threshold, `keep_clusters`."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    ranked, lengths, ends = torch.empty(3, H, stride, dtype=torch.int32, device=device)
-    log_left = torch.empty(H, stride, device=device)
-    sizes, first_child, first_row = scored.numbers, lengths, lengths
-    if family is not None:
-        sizes, first_child, first_row = family.children, family.first_child, family.first_row
-    below = scored.numbers, first_child, first_row, lengths, ends, log_left
-    strides, sums = (first_child.stride(0), first_row.stride(0)), (scored.peaks, scored.totals)
-    looked, early = (stride, sizes.stride(0), sizes.shape[1]), following(device)
-    shape = {"G": G, "GROUP": power_of_two(G), "PARTS": power_of_two(parts)}
-    keep = threshold is not None
+    keep, taken, early = threshold is not None, _room(scored), following(device)
+    sums, shape = (scored.peaks, scored.totals), {"G": G, "GROUP": power_of_two(G), "PARTS": power_of_two(parts)}
     if not keep and stride <= MOST_ALONE and multiprocessors(device) <= HEADS * H:
         block = max(power_of_two(stride), 128)
         _choose_kernel[(H,)](
-            scored.logits, scored.numbers, sizes, *sums, *below[1:], *looked, *strides, parts, budget,
-            least_rank(budget), BLOCK=block, FAMILY=family is not None, num_warps=max(4, block // ALONE_A_WARP),
-            **shape, **early,
+            scored.logits, scored.numbers, *sums, *taken, stride, parts, budget, least_rank(budget),
+            BLOCK=block, num_warps=max(4, block // ALONE_A_WARP), **shape, **early,
         )  # fmt: skip
-        return ClusterChoice(scored.logits, lengths[:, :clusters], ends[:, :clusters], log_left)
-    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), FEWEST), MOST)
+        return _chosen(scored, clusters, taken)
+    ranked, size = _ranked(scored, least_rank(budget), threshold=threshold)
     grid, warps = (triton.cdiv(stride, size), H), max(4, size // CLUSTERS_A_WARP)
-    _rank_kernel[grid](
-        scored.logits, sizes, *sums, ranked, scored.counted, *looked, parts, least_rank(budget), threshold or 0.0,
-        PART=size, KEEP=keep, num_warps=warps, **shape, **early,
-    )  # fmt: skip
     _take_kernel[grid](
-        ranked, scored.counted, *below, stride, *strides, budget, PART=size, PASSED=PASSED, FAMILY=family is not None,
-        KEEP=keep, num_warps=warps, **early,
+        ranked, scored.counted, *taken, stride, budget, PART=size, PASSED=PASSED, KEEP=keep, num_warps=warps, **early
+    )
+    return _chosen(scored, clusters, taken)
+
+
+def open_best(scored: Scored, children: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
+    """`open_clusters` from the logits: of a coarse level one program a head keeps all clusters."""
+    (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
+    taken, children, block = _room(scored), children.contiguous(), max(power_of_two(stride), 128)
+    counted, ranked = multiprocessors(device) > HEADS * H, scored.numbers
+    if counted:
+        ranked, _ = _ranked(scored, least_rank(budget), children)
+    _open_kernel[(H,)](
+        scored.logits, scored.numbers, children, scored.peaks, scored.totals, ranked, scored.counted, *taken,
+        stride, children.shape[1], parts, wanted, budget, least_rank(budget), G=G, GROUP=power_of_two(G), BLOCK=block,
+        PARTS=power_of_two(parts), COUNTED=counted, num_warps=min(32, max(4, block // ALONE_A_WARP)),
+        **following(device),
     )  # fmt: skip
+    return _chosen(scored, children.shape[1], taken)
+
+
+def _ranked(
+    scored: Scored, least: int, children: torch.Tensor | None = None, threshold: float | None = None
+) -> tuple[torch.Tensor, int]:
+    """Ranks by several programs a head, [H, stride], which have counted by rank too, and how many clusters each had."""
+    (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
+    ranked = torch.empty(H, stride, dtype=torch.int32, device=device)
+    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), FEWEST), MOST)
+    _rank_kernel[(triton.cdiv(stride, size), H)](
+        scored.logits, scored.numbers, scored.numbers if children is None else children, scored.peaks, scored.totals,
+        ranked, scored.counted, stride, 0 if children is None else children.shape[1], parts, least, threshold or 0.0,
+        G=G, GROUP=power_of_two(G), PART=size, PARTS=power_of_two(parts), KEEP=threshold is not None,
+        OPEN=children is not None, num_warps=max(4, size // CLUSTERS_A_WARP), **following(device),
+    )  # fmt: skip
+    return ranked, size
+
+
+def _room(scored: Scored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For lengths, ends and the logarithms of what is left."""
+    lengths, ends = torch.empty_like(scored.numbers), torch.empty_like(scored.numbers)
+    return lengths, ends, torch.empty_like(lengths, dtype=torch.float32)
+
+
+def _chosen(scored: Scored, clusters: int, taken: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> ClusterChoice:
+    lengths, ends, log_left = taken
     return ClusterChoice(scored.logits, lengths[:, :clusters], ends[:, :clusters], log_left)

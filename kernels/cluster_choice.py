@@ -28,23 +28,12 @@ def least_rank(budget: int) -> int:
 
 
 @dataclass(frozen=True)
-class Family:
-    """The children of clusters: how many each has, [H, C] int32, none of them empty, and the first of them; and of all
-    clusters a level below, [H, C'] int32, the first row of their tokens, which lie as the clusters do."""
-
-    children: torch.Tensor
-    first_child: torch.Tensor
-    first_row: torch.Tensor
-
-
-@dataclass(frozen=True)
 class ClusterChoice:
     """What was chosen of C clusters of each of H heads.
 
     logits [H, G, C or more] float32 of the query on the centroids, minus infinity on empty clusters and past the last;
     lengths [H, C] int32, tokens taken of each cluster, and ends [H, C] int32, their running sum; log_left [H, C or
-    more] float32, the logarithm of how many tokens of each were not taken, minus infinity for none. Where children are
-    chosen, lengths and ends are numbers of these.
+    more] float32, the logarithm of how many tokens of each were not taken, minus infinity for none.
     """
 
     logits: torch.Tensor
@@ -70,7 +59,6 @@ def choose_clusters(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    family: Family | None = None,
 ) -> ClusterChoice:
     """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
 
@@ -79,8 +67,7 @@ def choose_clusters(
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int, the tokens of each cluster.
-        budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most; or children, with a family.
-        family: take children of the best clusters, in the place of their tokens.
+        budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most.
 
     Returns:
         See `ClusterChoice`. Allocates the logits and four tensors [H, C].
@@ -89,8 +76,8 @@ def choose_clusters(
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
 
         with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
-            return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap, family)
-    return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap, family)
+            return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap)
+    return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap)
 
 
 def choose_clusters_reference(
@@ -100,11 +87,10 @@ def choose_clusters_reference(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    family: Family | None = None,
 ) -> ClusterChoice:
     """`choose_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    return _best(logits, scores, counts, budget, family)
+    return _best(logits, scores, counts, budget)
 
 
 def _scored(
@@ -116,33 +102,73 @@ def _scored(
     return logits, scores_from_logits(logits[:, :, None], counts[:, None, None])[:, 0]
 
 
-def _best(
-    logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, budget: int, family: Family | None = None
+def _best(logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, budget: int) -> ClusterChoice:
+    order = _ranked(scores, budget)
+    taken = fill_budget(counts.gather(-1, order).int(), budget).int()
+    return _choice(logits, torch.zeros_like(taken).scatter_(-1, order, taken), counts)
+
+
+def _ranked(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """[H, C] numbers of clusters by rank, the highest first."""
+    ranks = (scores.view(torch.int32) >> (23 - SCORE_BITS)) - least_rank(budget)
+    return ranks.clamp(0, 2 ** (EXPONENT_BITS + SCORE_BITS) - 1).argsort(dim=-1, descending=True, stable=True)
+
+
+def _choice(logits: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor) -> ClusterChoice:
+    return ClusterChoice(logits, lengths, lengths.cumsum(-1, dtype=torch.int32), (counts - lengths).float().log())
+
+
+def open_clusters(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    children: torch.Tensor,
+    wanted: int,
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
 ) -> ClusterChoice:
-    leading = scores.view(torch.int32) >> (23 - SCORE_BITS)
-    ranks = (leading - least_rank(budget)).clamp(0, 2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
-    order = ranks.argsort(dim=-1, descending=True, stable=True)
-    taken = fill_budget((counts if family is None else family.children).gather(-1, order).int(), budget).int()
-    lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
-    return _choice(logits, lengths, counts, lengths if family is None else _handed(lengths, counts, family))
+    """The best clusters, whole, until they have so many children and hold so many tokens.
+
+    Args:
+        query: [H, G, D]; centroids: [H, C, D]; counts, children: [H, C] int32, of tokens and of clusters a level below.
+        wanted: children of each head; budget: tokens.
+
+    Returns:
+        a choice whose lengths and ends are numbers of children.
+    """
+    if query.is_cuda:
+        from sparsekv.kernels.cluster_choice_triton import open_clusters_triton
+
+        with torch.cuda.device(query.device):
+            return open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
+    return open_clusters_reference(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
 
 
-def _choice(
-    logits: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor | None = None
+def open_clusters_reference(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    children: torch.Tensor,
+    wanted: int,
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
 ) -> ClusterChoice:
-    """What the lengths say, which are the tokens that were taken or else tell of so many."""
-    left = counts - (lengths if tokens is None else tokens)
-    return ClusterChoice(logits, lengths, lengths.cumsum(-1, dtype=torch.int32), left.float().log())
+    """`open_clusters` in plain torch."""
+    logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
+    order = _ranked(scores, budget)
+    opened = until_enough(counts.gather(-1, order), children.gather(-1, order), wanted, budget)
+    opened = torch.zeros_like(opened).scatter_(-1, order, opened)
+    lengths = (children * opened).int()
+    left = (counts * ~opened).float().log()
+    return ClusterChoice(logits, lengths, lengths.cumsum(-1, dtype=torch.int32), left)
 
 
-def _handed(taken: torch.Tensor, counts: torch.Tensor, family: Family) -> torch.Tensor:
-    """Tokens [H, C] of the first `taken` children of each cluster."""
-    last = family.first_row.shape[1] - 1
-    begins, ends = (
-        family.first_row.gather(-1, at.long().clamp(max=last))
-        for at in (family.first_child, family.first_child + taken)
-    )
-    return torch.where(taken == family.children, counts * (taken > 0), ends - begins)
+def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budget: int) -> torch.Tensor:
+    """Which clusters to open, [..., C] bool, of counts and children [..., C] in order: until both are reached."""
+    held, had = counts.cumsum(-1) - counts, children.cumsum(-1) - children
+    return (held < budget) | (had < wanted)
 
 
 def keep_clusters(

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.budget_choice_triton import RANKS, RANKS_OF_A_HEAD, Scored, choose
-from sparsekv.kernels.cluster_choice import ClusterChoice, Family, ListedChoice
+from sparsekv.kernels.budget_choice_triton import RANKS, RANKS_OF_A_HEAD, Scored, choose, open_best
+from sparsekv.kernels.cluster_choice import ClusterChoice, ListedChoice
 from sparsekv.kernels.launch import following, multiprocessors, programs_per_head
 from sparsekv.kernels.run_rows_triton import MOST_OWN_ROWS, list_rows, search_steps, write_rows
 from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
@@ -35,14 +35,25 @@ def _logits_kernel(
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     if part == 0:
-        tl.store(counted + head * RANKS + tl.arange(0, RANKS), tl.zeros([RANKS], tl.int32))
-    # Past the last cluster come some of no token, up to the end of a row.
-    first, stop = share(part, parts, stride // 16)
-    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+        tl.store(counted + head * 2 * RANKS + tl.arange(0, 2 * RANKS), tl.zeros([2 * RANKS], tl.int32))
     used = C
     if LISTED:
         run_starts, run_ends = run_starts + head * run_starts_stride, run_ends + head * run_ends_stride
-        used = tl.load(run_ends + runs - 1)
+        used = tl.minimum(tl.load(run_ends + runs - 1), stride)
+    # Past the last cluster come some of no token, up to the end of a row.
+    filled = tl.cdiv(used, 16) if LISTED else stride // 16
+    first, stop = share(part, parts, filled)
+    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+    if LISTED:
+        empty, end = share(part, parts, stride // 16 - filled)
+        for at in range((filled + empty) * 16, (filled + end) * 16, TILE):
+            slot = at + t
+            inside = slot < (filled + end) * 16
+            tl.store(numbers + slot, tl.zeros([TILE], tl.int32), mask=inside)
+            tl.store(clusters + slot, tl.zeros([TILE], tl.int32), mask=inside)
+            tl.store(starts + slot, tl.zeros([TILE], tl.int32), mask=inside)
+            nothing = tl.full([GROUP, TILE], -float("inf"), tl.float32)
+            tl.store(logits + g[:, None] * stride + slot, nothing, mask=of_group[:, None] & inside)
         if OWN_ROWS:
             last = tl.minimum(stop, used)
             for at in range(first, last, SLOTS):
@@ -89,7 +100,7 @@ def _launch(
     logits = torch.empty(H, G, stride, device=query.device)
     peaks, totals = torch.empty(2, H, G, parts, device=query.device)
     numbers, clusters, starts = torch.empty(3, H, stride, dtype=torch.int32, device=query.device)
-    counted = torch.empty(H, RANKS_OF_A_HEAD, dtype=torch.int32, device=query.device)
+    counted = torch.empty(H, 2, RANKS_OF_A_HEAD, dtype=torch.int32, device=query.device)
     run_starts, run_ends = (counts, counts) if runs is None else runs
     own_rows = slots <= parts * MOST_OWN_ROWS
     if runs is not None and not own_rows:
@@ -112,11 +123,25 @@ def choose_clusters_triton(
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
-    family: Family | None = None,
 ) -> ClusterChoice:
     """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
     scored, _, _ = _launch(query, centroids, counts, counts.shape[1], softmax_scale, softcap)
-    return choose(scored, counts.shape[1], budget, family)
+    return choose(scored, counts.shape[1], budget)
+
+
+def open_clusters_triton(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    children: torch.Tensor,
+    wanted: int,
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> ClusterChoice:
+    """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
+    scored, _, _ = _launch(query, centroids, counts, counts.shape[1], softmax_scale, softcap)
+    return open_best(scored, children, wanted, budget)
 
 
 def keep_clusters_triton(

@@ -26,12 +26,13 @@ class StandIns:
     """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
     softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. There may be more
     logits and counts than values: those are minus infinity. With `rows` [H, C] int32 the values [H, V, D] are of all
-    clusters, and these tell which of them each is."""
+    clusters, and these tell which of them each is; there are `used` [H] int32 of each head, None: all."""
 
     logits: torch.Tensor
     log_counts: torch.Tensor
     values: torch.Tensor
     rows: torch.Tensor | None = None
+    used: torch.Tensor | None = None
 
     def gathered(self) -> torch.Tensor:
         """The value of each [H, C, D]; copies them where `rows` tells which they are."""

@@ -55,15 +55,15 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 def _partial_kernel(
     query, keys, values, starts, ends, rows, exact_keys, exact_values, exact_count,
     stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
-    peaks, totals, outputs,
+    listed_used, peaks, totals, outputs,
     head_stride, row_stride, runs, starts_stride, ends_stride, rows_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
-    listed_of, softmax_scale, softcap, CAPPED: tl.constexpr,
+    listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, STAND_TILE: tl.constexpr, STAND_STAGES: tl.constexpr, LISTED_STAGES: tl.constexpr,
     STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
-    COUNTED: tl.constexpr, SINGLE: tl.constexpr, OWN_ROWS: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USED: tl.constexpr, COUNTED: tl.constexpr, SINGLE: tl.constexpr, OWN_ROWS: tl.constexpr, STEPS: tl.constexpr,
+    SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -76,6 +76,8 @@ def _partial_kernel(
     # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
     starts, ends, rows = starts + head * starts_stride, ends + head * ends_stride, rows + head * rows_stride
     chosen_rows = runs if SINGLE else tl.load(ends + runs - 1)
+    if USED:
+        listed = tl.minimum(tl.load(listed_used + head * used_stride), listed)
     if COUNTED:
         exact_rows = tl.minimum(tl.load(exact_count), exact_rows)
     stands = (stand_rows * STAND_FIFTHS + 4) // 5
@@ -211,6 +213,7 @@ def decode_attention_triton(
     query, early = query.contiguous(), following(query.device)
     plain = _joined([part for part in stand_ins if part.rows is None])
     listed = next((part for part in stand_ins if part.rows is not None), None)
+    used = None if listed is None else listed.used
     logits, log_counts, values, _ = _tensors(plain, query)
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
@@ -231,15 +234,17 @@ def decode_attention_triton(
     _partial_kernel[(programs, H)](
         query, runs.keys, runs.values, runs.starts, ends, rows, *exact, query if exact_count is None else exact_count,
         logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
-        peaks, totals, outputs, *runs.keys.stride()[:2], R, runs.starts.stride(0), ends.stride(0), rows.stride(0),
-        E, exact[0].stride(0), C, logits.stride(1), log_counts.stride(0),
-        S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.shape[1],
-        softmax_scale, softcap or 0.0,
-        CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
-        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS,
-        STAND_TILE=tile_rows(D, query.dtype, STAND_TILE_BYTES), STAND_STAGES=STAND_STAGES, LISTED_STAGES=LISTED_STAGES,
-        LISTED_FIFTHS=LISTED_FIFTHS, LISTED=listed is not None, COUNTED=exact_count is not None, SINGLE=single,
-        OWN_ROWS=own_rows, STEPS=search_steps(R), SLOTS=OWN_SLOTS, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
+        query if used is None else used, peaks, totals, outputs,
+        *runs.keys.stride()[:2], R, runs.starts.stride(0), ends.stride(0), rows.stride(0), E, exact[0].stride(0),
+        C, logits.stride(1), log_counts.stride(0), S, listed_logits.stride(1), listed_counts.stride(0),
+        listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
+        softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
+        G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES),
+        STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, STAND_TILE=tile_rows(D, query.dtype, STAND_TILE_BYTES),
+        STAND_STAGES=STAND_STAGES, LISTED_STAGES=LISTED_STAGES, LISTED_FIFTHS=LISTED_FIFTHS,
+        LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None, SINGLE=single,
+        OWN_ROWS=own_rows, STEPS=search_steps(R), SLOTS=OWN_SLOTS,
+        num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,

@@ -14,9 +14,10 @@ IMPLEMENTATION = "sparsekv"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention as the model asks for it, for the one sequence in the batch.
+    """One layer's attention as the model asks for it.
 
-    query [Hq, Q, D]; keys, values [Hk, T, D] are what the cache's `update` returned; all after RoPE and norms.
+    query [Hq, Q, D]; keys, values [Hk, T, D] are what the cache's `update` returned; all after RoPE and norms. The
+    sequences of a batch lie one after another along the heads.
     """
 
     layer: int
@@ -37,7 +38,7 @@ _active: ContextVar[AttentionFunction] = ContextVar("sparsekv_attention")
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
 
-    No mask is made by transformers: the function knows what each query may see. One sequence a batch.
+    No mask is made by transformers: the function knows what each query may see.
     """
     previous = model.config._attn_implementation
     token = _active.set(function)
@@ -59,17 +60,19 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    batch, sinks = len(query), kwargs.get("s_aux")
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of transformers has one
-        query=query[0],
-        keys=key[0],
-        values=value[0],
+        query=query.flatten(0, 1),
+        keys=key.flatten(0, 1),
+        values=value.flatten(0, 1),
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=kwargs.get("softcap"),
         window=kwargs.get("sliding_window"),
-        sink_logits=kwargs.get("s_aux"),
+        sink_logits=sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
-    return _active.get()(call).transpose(0, 1)[None], None
+    output = _active.get()(call)
+    return output.unflatten(0, (batch, -1)).transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

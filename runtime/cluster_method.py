@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.cluster_selector import OPENED
 from sparsekv.runtime.clusters import Clustering, describe_clusters
 from sparsekv.runtime.methods import Method, MiddleContext
 
@@ -20,10 +21,17 @@ class ClusterMethod(Method):
     needs_index: ClassVar[bool] = True
     tells_missed: ClassVar[bool] = True
     lookup: str = field(default="flat", metadata={"help": f"How clusters are looked up: {', '.join(LOOKUPS)}."})
+    opened: float = field(
+        default=OPENED,
+        kw_only=True,
+        metadata={"help": "Down levels, times the budget's share of the clusters that are scored; half at most."},
+    )
 
     def __post_init__(self) -> None:
         if self.lookup not in LOOKUPS:
             raise UsageError(f"--lookup {self.lookup}: choose one of {', '.join(LOOKUPS)}")
+        if not self.opened > 0:
+            raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 
     def is_hierarchical(self, context: MiddleContext) -> bool:
         """Whether to look down the levels; UsageError when the index has only one."""

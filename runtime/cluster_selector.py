@@ -5,17 +5,19 @@ from itertools import pairwise
 
 import torch
 
-from sparsekv.kernels.cluster_choice import MOST_TOKENS, choose_clusters
-from sparsekv.kernels.decode_attention import StandIns
+from sparsekv.kernels.best_clusters import CountedClusters
+from sparsekv.kernels.cluster_choice import MOST_TOKENS, until_enough
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cluster_steps import ClusterSteps
 from sparsekv.runtime.methods import Asked, MiddleContext, Replacement, Selection, Selector, Taken
 from sparsekv.runtime.streaming import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.thresholds import Thresholds
 from sparsekv.runtime.windowed_rope import WindowedRope
 
+OPENED = 4.0  # measured: half of the clusters keep hardly more of the attention
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
 
 
@@ -35,6 +37,7 @@ class ClusterSelector(Selector):
 
     Args:
         hierarchical: score the children of what a coarse level leaves, not all clusters of the finest.
+        opened: of a finer level's clusters, this many times the budget's share are scored then, and half at most.
         thresholds: choose by score; None: to the budget.
         replace: let the centroids of clusters stand for their tokens that are not chosen.
         clustering: how new tokens are clustered, `takes` at a time; None: they are not taken in.
@@ -46,6 +49,7 @@ class ClusterSelector(Selector):
         context: MiddleContext,
         *,
         hierarchical: bool,
+        opened: float = OPENED,
         thresholds: Thresholds | None = None,
         replace: bool = False,
         clustering: BlockClustering | None = None,
@@ -53,7 +57,7 @@ class ClusterSelector(Selector):
         windowed_rope: WindowedRope | None = None,
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
-        self.stream, self.windowed_rope = None, windowed_rope
+        self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
         if clustering is None:
             self._look_in(lookup_tensors(context.tensors))
         else:
@@ -73,7 +77,25 @@ class ClusterSelector(Selector):
         self.token_order, self.starts = found["token_order"], found["starts"]
         self.middle = self.token_order.shape[1]
         self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
+        self.most_children = [int(children.max()) for children in self.tree.children]
         self.open_row = 0 if self.stream is None else self.stream.open.row
+        logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
+        self.steps = ClusterSteps(
+            tree=self.tree,
+            keys=self.keys,
+            values=self.values,
+            starts=self.starts,
+            counted=CountedClusters(self.tree.centroids[0], self.tree.counts[0], logs, shares, self.middle),
+            below=self._below(),
+            facts=self.facts,
+            own=not scored,
+        )
+
+    def _below(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What kernels go down two levels by."""
+        if len(self.parents) != 1 or self.windowed_rope is not None:
+            return None
+        return self.tree.children[0].int(), self.tree.first_child[0].int(), self.starts.int()
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         assert self.stream is not None
@@ -92,13 +114,12 @@ class ClusterSelector(Selector):
         return self.replace
 
     def select(self, asked: Asked, budget: Budget) -> Selection:
-        """By threshold, one sync a level sizes the gather; to a budget there is none."""
+        """To a budget without a sync; by threshold one a level sizes the gather, but for the flat one in place."""
         query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
         # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
         flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
-        at_once = flat and self.thresholds is None and query.shape[2] == 1 and self.middle <= MOST_TOKENS
-        if at_once and query.is_cuda:
-            return self._select_at_once(query, min(budget.tokens(self.middle), self.middle))
+        if query.shape[2] == 1 and not asked.shared and (step := self._step(query, budget, flat, asked.in_place)):
+            return step
         looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
         while looked[-1].level:
             looked.append(self._look_below(query, looked[-1], budget, asked.shared))
@@ -113,24 +134,25 @@ class ClusterSelector(Selector):
             dropped=None if self.replace else lambda: self._remainders(looked, lengths),
         )
 
-    def _select_at_once(self, query: torch.Tensor, tokens: int) -> Selection:
-        """The same for one query and the finest level, by kernels that keep what the attention needs."""
-        centroids, counts, facts = self.tree.centroids[0], self.tree.counts[0], self.facts
-        # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
-        own, values = centroids is self.keys[0], self.values[0] if self.values else self.keys[0]
-        chosen = choose_clusters(query[:, :, 0], centroids, counts, tokens, facts.softmax_scale, facts.softcap)
-        stands = StandIns(chosen.logits, chosen.log_left, values) if own else None
-        left = Replacement(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, stands)
-        return Selection(
-            starts=self.starts[:, None],
-            lengths=chosen.lengths[:, None],
-            capacity=tokens,
-            index_rows=float(counts.shape[1] * self._rows_of_a_cluster()),
-            replacements=(left,) if self.replace else (),
-            dropped=None if self.replace else lambda: (left,),
-            taken=tokens,
-            ends=chosen.ends[:, None],
-        )
+    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: bool) -> Selection | None:
+        """One query's choice by kernels; None where there are none for it."""
+        rows, replace = self._rows_of_a_cluster(), self.replace
+        tokens = min(budget.tokens(self.middle), self.middle)
+        if self.middle > MOST_TOKENS:
+            return None
+        if self.thresholds is not None:
+            if not (flat and in_place and query.is_cuda):
+                return None
+            threshold = self.thresholds.finest(budget.share(self.middle), shared=False)
+            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold)
+        if not query.is_cuda:
+            return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
+        if flat:
+            return self.steps.flat(query, tokens, rows=rows, replace=replace)
+        if self.steps.below is None:
+            return None
+        wanted, slots = self._wanted(0, 1, budget), self._slots(0, 1, budget)
+        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, in_place=in_place)
 
     def _rows_of_a_cluster(self) -> int:
         """What is read of one that is looked up: what is scored and, to stand for its tokens, key and value."""
@@ -155,10 +177,8 @@ class ClusterSelector(Selector):
         return _Looked(level, clusters, scores, counts, lengths.sum(-1))
 
     def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Runs of clusters whose parents survive: above the coarse threshold, or the best half of them.
-
-        Where clusters are so uneven that half of them could hold less than the budget, it is more than half.
-        """
+        """Runs of clusters whose parents survive: above the coarse threshold, or the best ones, until they have as many
+        children as are wanted and hold the budget."""
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         order = above.scores.argsort(dim=-1, descending=True, stable=True)
         parents = above.clusters.gather(-1, order)
@@ -171,10 +191,21 @@ class ClusterSelector(Selector):
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
             return starts, lengths, int(lengths.sum(-1).max())
-        half = round(self.tree.centroids[level].shape[1] * 0.5**depth)
+        opened = until_enough(
+            above.counts.gather(-1, order), children, self._wanted(level, depth, budget), budget.tokens(self.middle)
+        )
+        return starts, children * opened, self._slots(level, depth, budget)
+
+    def _wanted(self, level: int, depth: int, budget: Budget) -> int:
+        """How many clusters of a level are to be looked at where a lookup to a budget has gone down `depth` levels."""
+        clusters = self.tree.centroids[level].shape[1]
+        return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
+
+    def _slots(self, level: int, depth: int, budget: Budget) -> int:
+        """How many those can be: more where so many may hold less than the budget, and all children of the last."""
         enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
-        capacity = max(half, enough)
-        return starts, fill_budget(children, capacity), capacity
+        most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
+        return min(most, self.tree.centroids[level].shape[1])
 
     def _choose(self, looked: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, int]:
         """Tokens to take from each cluster that was scored, and a bound of their sum."""

@@ -43,6 +43,7 @@ class Multipole(ClusterMethod):
         return ClusterSelector(
             context,
             hierarchical=self.is_hierarchical(context),
+            opened=self.opened,
             replace=self.replace,
             clustering=clustering,
             takes=self.buffer,
@@ -60,7 +61,7 @@ class Multipole(ClusterMethod):
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """Each lookup with the replacement, and without it."""
         return {
-            lookup if replaced else f"{lookup} without replacement": cls(lookup, replaced)
+            lookup if replaced else f"{lookup} without replacement": cls(lookup=lookup, replace=replaced)
             for replaced in (True, False)
             for lookup in cls.lookups(record)
         }

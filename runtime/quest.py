@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.cluster_choice import MOST_TOKENS, choose_clusters
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.runtime.budget import Budget
@@ -28,29 +29,52 @@ class Quest(Method):
 
 
 class QuestSelector(Selector):
-    """lowest, highest [Hk, P, D] of each page; the last page may be shorter."""
+    """extremes [Hk, P, 2 D] of each page: of each channel the highest key, then of each the lowest; the last page may
+    be shorter. A page's bound is one product, of these with the query's positive parts and then its negative ones."""
 
     def __init__(self, method: Quest, context: MiddleContext):
         keys, size = context.keys, method.page_size
         pages = -(-keys.shape[1] // size)
         padding = keys[:, -1:].expand(-1, pages * size - keys.shape[1], -1)
         paged = torch.cat([keys, padding], 1).unflatten(1, (pages, size))
-        self.lowest, self.highest = paged.amin(2), paged.amax(2)
-        self.starts = torch.arange(0, keys.shape[1], size, device=keys.device)
-        self.lengths = (keys.shape[1] - self.starts).clamp(max=size)
+        self.extremes = torch.cat([paged.amax(2), paged.amin(2)], -1)
+        starts = torch.arange(0, keys.shape[1], size, device=keys.device)
+        self.starts = starts.expand(len(keys), -1).contiguous()
+        self.lengths = (keys.shape[1] - self.starts).clamp(max=size).int()
         self.middle, self.facts = keys.shape[1], context.facts
 
     def bounds(self, query: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        bounds = attention_logits(query.clamp(min=0), self.highest, scale)
-        bounds = bounds + attention_logits(query.clamp(max=0), self.lowest, scale)
-        return bounds if softcap is None else softcap * torch.tanh(bounds / softcap)
+        return attention_logits(_by_sign(query), self.extremes, self.facts.softmax_scale, self.facts.softcap)
 
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
+        tokens = budget.tokens(self.middle)
+        if asked.query.is_cuda and asked.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
+            return self._select_at_once(asked.query, tokens)
         scores = self.bounds(asked.query).softmax(-1).mean(1)
         scores = scores.mean(1, keepdim=True) if asked.shared else scores
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        tokens = budget.tokens(self.middle)
-        return Selection(self.starts[order], fill_budget(self.lengths[order], tokens), tokens, 2.0 * len(self.starts))
+        lengths = fill_budget(self.lengths[0][order], tokens)
+        return Selection(self.starts[0][order], lengths, tokens, 2.0 * self.extremes.shape[1])
+
+    def _select_at_once(self, query: torch.Tensor, tokens: int) -> Selection:
+        """The same for one query, by kernels, with pages in the place of clusters: their centroids' scores differ from
+        pages' only by the number of tokens a page, which is one but for the last one's."""
+        facts = self.facts
+        chosen = choose_clusters(
+            _by_sign(query)[:, :, 0], self.extremes, self.lengths, tokens, facts.softmax_scale, facts.softcap
+        )
+        return Selection(
+            self.starts[:, None],
+            chosen.lengths[:, None],
+            tokens,
+            2.0 * self.extremes.shape[1],
+            taken=tokens,
+            ends=chosen.ends[:, None],
+        )
+
+
+def _by_sign(query: torch.Tensor) -> torch.Tensor:
+    """[..., 2 D]: positive parts of [..., D], then negative ones."""
+    return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)

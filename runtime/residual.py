@@ -38,8 +38,13 @@ class ResidualSelector(Selector):
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
         self.inner, self.clusters, self.token_order = inner, clusters, inner.token_order
+        self.steps_alike = inner.steps_alike
         labels = clusters.labels
         self.labels = labels if self.token_order is None else labels.gather(1, self.token_order)
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self.inner.version
 
     def observe(self, asked: Asked) -> None:
         self.inner.observe(asked)
@@ -59,6 +64,5 @@ class ResidualSelector(Selector):
         counts = self.clusters.counts[:, None].expand(-1, rows.shape[1], -1).float()
         left = counts.scatter_add(-1, cluster, -valid.float())
         replacement = Replacement(self.clusters.keys, left.log(), self.clusters.values)
-        return replace(
-            chosen, replacements=(replacement,), index_rows=chosen.index_rows + 2.0 * self.clusters.keys.shape[1]
-        )
+        read = chosen.index_rows + 2.0 * self.clusters.keys.shape[1]
+        return replace(chosen, replacements=(replacement,), stand_ins=None, index_rows=read)

@@ -34,13 +34,13 @@ class Squeezed(ClusterMethod):
         """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
-        return ClusterSelector(context, hierarchical=hierarchical, thresholds=thresholds)
+        return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """Each lookup to a budget, and by threshold."""
         return {
-            lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup, selection)
+            lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup=lookup, selection=selection)
             for selection in SELECTIONS
             for lookup in cls.lookups(record)
         }

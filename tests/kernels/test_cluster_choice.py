@@ -58,7 +58,7 @@ def test_logits_and_choice(G: int, D: int, dtype: torch.dtype, tolerance: float)
     assert_best((weights / (weights * counts[:, None]).sum(-1, keepdim=True)).mean(1), counts, found.lengths, 50)
 
 
-@pytest.mark.parametrize("clusters", [1, 2, 129, 700])
+@pytest.mark.parametrize("clusters", [1, 2, 129, 200])
 @pytest.mark.parametrize("budget", [0, 1, 77, 10**6])
 def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     """To the token: in float32 no two scores here are so near to a boundary that rounding moves one."""
@@ -73,9 +73,8 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
-@pytest.mark.parametrize("clusters", [1, 128, 700])
-@pytest.mark.parametrize("budget", [0, 77, 600, 10**6])
-def test_the_same_by_many_programs_a_head(budget: int, clusters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("clusters", "budget"), [(1, 77), (128, 77), (700, 0), (700, 77), (700, 600), (700, 10**6)])
+def test_the_same_by_many_programs_a_head(clusters: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of 128 clusters, the last one not full, as with many thousands in larger parts."""
     for name, value in {"FEWEST": 128, "MOST": 128, "PASSED": 128, "MOST_ALONE": 0}.items():
         monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", value)

@@ -160,17 +160,23 @@ def test_exact_rows_in_a_buffer_with_room() -> None:
     assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("slots", [1, 16, 75])
-def test_stand_ins_that_are_listed(slots: int, D: int) -> None:
-    """Some of all clusters' values, beside others that come as they lie."""
+def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
+    """Some of all clusters' values, beside others that come as they lie; how many may be known on the device alone."""
     step = some_step(slots, D=D)
     rows = torch.rand(2, 40, generator=torch.Generator().manual_seed(slots)).argsort(-1)
     rows = torch.cat([rows, rows], 1)[:, :slots]
     logits, counts = normal(7, 2, 3, slots), normal(8, 2, slots)
     query, runs, exact, plain = step.on(DEVICE).arguments(1)
     all_values = normal(6, 2, 40, D)
+    used = torch.full((2,), slots, dtype=torch.int32)
+    if counted:
+        logits = torch.cat([logits, torch.full((2, 3, 40), -torch.inf)], -1)
+        counts, rows = (torch.nn.functional.pad(one, (0, 40)) for one in (counts, rows))
     listed = StandIns(*(one.to(DEVICE) for one in (logits, counts, all_values, rows.int())))
+    listed = replace(listed, used=used.to(DEVICE)) if counted else listed
     values = all_values.gather(1, rows[..., None].expand(-1, -1, D))
     together = replace(
         step,

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
 from support.random_tensors import normal
 from support.reference import assert_close
 
 from sparsekv.kernels.cluster_choice import (
     ClusterChoice,
-    Family,
     ListedChoice,
-    choose_clusters_reference,
     choose_listed_reference,
+    open_clusters_reference,
 )
-from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton, choose_listed_triton
+from sparsekv.kernels.cluster_choice_triton import choose_listed_triton, open_clusters_triton
 from sparsekv.kernels.runs import expand_runs
 
 pytestmark = compiled_or_interpreted
@@ -26,7 +27,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 class Levels:
     """Two levels of H heads: fine clusters with tokens, and coarse ones of 0 to 12 of them, numbered by parent.
 
-    centroids [H, C, D], counts and first_row [H, C] of the fine ones, coarse [H, P, D], family and tokens [H, P].
+    centroids [H, C, D], counts and first_row [H, C] of the fine ones; coarse [H, P, D], tokens, children and
+    first_child [H, P].
     """
 
     centroids: torch.Tensor
@@ -34,7 +36,8 @@ class Levels:
     first_row: torch.Tensor
     coarse: torch.Tensor
     tokens: torch.Tensor
-    family: Family
+    children: torch.Tensor
+    first_child: torch.Tensor
 
 
 def some_levels(seed: int, *, H: int = 2, parents: int = 30, D: int = 64) -> Levels:
@@ -45,21 +48,20 @@ def some_levels(seed: int, *, H: int = 2, parents: int = 30, D: int = 64) -> Lev
     counts = uneven_counts(seed, H, clusters).clamp(min=1)
     parent = torch.stack([torch.arange(parents).repeat_interleave(row) for row in children])
     tokens = torch.zeros_like(children).scatter_add_(1, parent, counts.long())
-    family = Family(children.int(), (children.cumsum(1) - children).int(), (counts.cumsum(1) - counts).int())
     coarse, fine = normal(seed, H, parents, D), normal(seed + 1, H, clusters, D)
-    return Levels(2 * fine, counts, family.first_row, 2 * coarse, tokens.int(), family)
+    first_child, first_row = children.cumsum(1) - children, counts.cumsum(1) - counts
+    return Levels(2 * fine, counts, first_row.int(), 2 * coarse, tokens.int(), children.int(), first_child.int())
 
 
 def on(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
-def opened(levels: Levels, query: torch.Tensor, children: int) -> ClusterChoice:
+def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
     """What the kernels open, back on the CPU."""
-    parts = on(DEVICE, levels.family.children, levels.family.first_child, levels.family.first_row)
-    moved = on(DEVICE, query, levels.coarse, levels.tokens)
+    moved = on(DEVICE, query, levels.coarse, levels.tokens, levels.children)
     with poisoned_memory():
-        found = choose_clusters_triton(*moved, children, query.shape[2] ** -0.5, None, Family(*parts))
+        found = open_clusters_triton(*moved, wanted, budget, query.shape[2] ** -0.5)
     some = (found.logits, found.lengths, found.ends, found.log_left)
     return ClusterChoice(*(one.cpu()[..., : levels.tokens.shape[1]] for one in some))
 
@@ -78,26 +80,40 @@ def listed(
     return ListedChoice(ClusterChoice(*cut), found.clusters.cpu()[:, :slots], found.starts.cpu())
 
 
-@pytest.mark.parametrize("alone", [10**6, 0], ids=["one program a head", "several"])
-@pytest.mark.parametrize("children", [0, 1, 37, 90, 10**6])
-def test_children_are_taken_of_the_best_clusters(children: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.MOST_ALONE", alone)
-    levels, query = some_levels(children % 7, parents=400), normal(9, 2, 4, 64)
-    found = opened(levels, query, children)
-    expected = choose_clusters_reference(query, levels.coarse, levels.tokens, children, 0.125, None, levels.family)
+@pytest.mark.parametrize("heads", [0, 100], ids=["counted by many programs", "one program a head"])
+@pytest.mark.parametrize(
+    ("parents", "wanted", "budget"),
+    [(1, 1, 0), (30, 0, 0), (200, 0, 1), (200, 37, 20), (200, 20, 2000), (200, 10**6, 0), (30, 0, 10**6)],
+)
+def test_the_best_are_opened_until_there_is_enough(
+    parents: int, wanted: int, budget: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.HEADS", heads)
+    levels, query = some_levels(wanted % 7, parents=parents), normal(9, 2, 4, 64)
+    found = opened(levels, query, wanted, budget)
+    expected = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, wanted, budget, 0.125)
     assert torch.equal(found.lengths, expected.lengths)
     assert torch.equal(found.ends, expected.ends)
     assert_close(found.log_left.exp(), expected.log_left.exp(), 1e-5)
 
 
-@pytest.mark.parametrize("children", [0, 5, 41, 10**6])
-def test_what_a_cluster_stands_for_is_what_its_children_do_not(children: int) -> None:
-    """Together they are all tokens, each once, also where a cluster is opened in part."""
-    levels, query = some_levels(3), normal(4, 2, 3, 64)
-    found = opened(levels, query, children)
-    clusters, valid = expand_runs(levels.family.first_child, found.lengths, int(found.ends[:, -1].max()))
-    below = (levels.counts.gather(1, clusters) * valid).sum(1)
-    assert torch.equal(found.log_left.exp().round().long().sum(1) + below, levels.counts.sum(1))
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 150), st.integers(0, 600))
+@settings(max_examples=40, deadline=None)
+def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, budget: int) -> None:
+    """Both sums are reached, if there is as much, and without the worst that was opened one of them is not."""
+    levels, query = some_levels(seed, H=1, parents=parents, D=16), normal(seed + 2, 1, 2, 16)
+    tokens, children = levels.tokens[0], levels.children[0]
+    found = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, wanted, budget, 0.25)
+    of_all = (tokens > 0) & (found.log_left[0] == -torch.inf)
+    held, had = int(tokens[of_all].sum()), int(children[of_all].sum())
+    assert torch.equal(found.lengths[0], children * of_all)
+    assert held >= min(budget, int(tokens.sum()))
+    assert had >= min(wanted, int(children.sum()))
+    if of_all.any():
+        smallest = tokens[of_all].max(), children[of_all].max()
+        assert held - smallest[0] < budget or had - smallest[1] < wanted
+    stands = found.log_left[0].exp().round().long()
+    assert int(stands.sum()) + held == int(tokens.sum())
 
 
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
@@ -106,10 +122,10 @@ def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float)
     levels = some_levels(D, D=D)
     levels = Levels(levels.centroids.to(dtype), *(getattr(levels, name) for name in list(levels.__dict__)[1:]))
     query = normal(1, 2, 3, D).to(dtype)
-    lengths = torch.randint(0, 2, levels.family.children.shape) * levels.family.children
-    runs, slots = (levels.family.first_child, lengths.cumsum(1).int()), int(lengths.sum(1).max()) + 5
+    lengths = torch.randint(0, 2, levels.children.shape) * levels.children
+    runs, slots = (levels.first_child, lengths.cumsum(1).int()), int(lengths.sum(1).max()) + 50
     found = listed(levels, query, runs, slots, 50)
-    clusters, valid = expand_runs(levels.family.first_child, lengths, slots)
+    clusters, valid = expand_runs(levels.first_child, lengths, slots)
     assert torch.equal(found.clusters, torch.where(valid, clusters, 0).int())
     exact = torch.einsum("hgd,hcd->hgc", query.double(), levels.centroids.double()) * D**-0.5
     exact = exact.gather(2, clusters[:, None].expand(-1, 3, -1))
@@ -118,18 +134,17 @@ def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float)
 
 
 @pytest.mark.parametrize("most", [0, 10**6], ids=["found before", "by the programs that read them"])
-@pytest.mark.parametrize("budget", [0, 1, 60, 10**6])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("budget", "softcap"), [(0, None), (60, None), (60, 2.0), (10**6, None)])
 def test_the_best_of_listed_clusters(
-    softcap: float | None, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+    budget: int, softcap: float | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsekv.kernels.cluster_choice_triton.MOST_OWN_ROWS", most)
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)
-    choice = choose_clusters_reference(query, levels.coarse, levels.tokens, 120, 0.125, None, levels.family)
-    runs = levels.family.first_child, choice.ends
-    found = listed(levels, query, runs, 120, budget, softcap)
+    choice = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, 120, 0, 0.125)
+    runs = levels.first_child, choice.ends
+    found = listed(levels, query, runs, 150, budget, softcap)
     tensors = query, levels.centroids, levels.counts, levels.first_row
-    expected = choose_listed_reference(*tensors, runs, 120, budget, 0.125, softcap)
+    expected = choose_listed_reference(*tensors, runs, 150, budget, 0.125, softcap)
     for name in ("lengths", "ends"):
         assert torch.equal(getattr(found.chosen, name), getattr(expected.chosen, name))
     assert torch.equal(found.starts, expected.starts)
@@ -138,7 +153,7 @@ def test_the_best_of_listed_clusters(
 
 def test_nothing_is_listed() -> None:
     levels, query = some_levels(6), normal(2, 2, 2, 64)
-    runs = levels.family.first_child, torch.zeros_like(levels.family.children)
+    runs = levels.first_child, torch.zeros_like(levels.children)
     found = listed(levels, query, runs, 16, 10)
     assert int(found.chosen.ends.abs().max()) == 0
     assert bool((found.chosen.logits == -torch.inf).all())

@@ -12,7 +12,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import EXACT, Step, represented, tokens_represented
 from support.rotation import ROPES, windowed_query
-from support.small_layer import SmallLayer, asked, small_layer
+from support.small_layer import SmallLayer, asked, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord, RopeFacts
@@ -22,8 +22,10 @@ from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Selection
 from sparsekv.runtime.multipole import Multipole
 from sparsekv.runtime.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.squeezed import Squeezed
 
-FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical")
+HALF = 10.0  # `opened` for half of the clusters at a budget of 5%
+FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical", opened=HALF)
 LEVELS = {1: (0.2,), 2: (0.3, 0.1), 3: (0.4, 0.2, 0.1)}
 properties = settings(max_examples=20, deadline=None)
 budgets = st.builds(Budget, st.integers(1, 250) | st.floats(0.01, 1.0))
@@ -47,7 +49,7 @@ def _layers(draw: st.DrawFn, depths: st.SearchStrategy[int] | None = None, **cha
 
 def _lookup(layer: SmallLayer, lookup: str = "flat") -> Multipole:
     method = Multipole if layer.context.facts.rope is None else WindowedMultipole
-    return method(lookup if "level1.counts" in layer.context.tensors else "flat")
+    return method(lookup if "level1.counts" in layer.context.tensors else "flat", opened=HALF)
 
 
 def _select(layer: SmallLayer, method: Multipole, budget: Budget, shared: bool) -> Selection:
@@ -122,7 +124,8 @@ def test_a_budget_of_everything_is_dense_attention(layer: SmallLayer, lookup: st
 def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
     """[Hk, 1, M]: the finest level whose cluster of a token was scored, by the definition, in float64.
 
-    All of the coarsest level are; of the next ones the children of the best clusters, to half of a level at each.
+    All of the coarsest level are; of the next ones all children of the best clusters, until these have half of a
+    level's at each, and hold the budget.
     """
     tensors, facts, shape = layer.context.tensors, layer.context.facts, step.query.shape
     query, scored_by = windowed_query(step.query, layer.split.tokens, facts.rope)
@@ -138,8 +141,11 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
             scores = (weights / (counts * weights).sum(-1, keepdim=True)).mean((0, 1))
             best_first = [scored[number] for number in scores.argsort(descending=True).tolist()]
             below, filled = (tensors[f"level{level - 1}.{name}"][head] for name in ("parent", "counts"))
-            children = [n for parent in best_first for n in range(len(below)) if below[n] == parent and filled[n] > 0]
-            scored = children[: round(len(below) * 0.5 ** (depth - level))]
+            wanted, tokens, scored = round(len(below) * 0.5 ** (depth - level)), 0, []
+            for parent in best_first:
+                if len(scored) < wanted or tokens < step.sparse.budget.tokens(layer.split.middle):
+                    scored += [n for n in range(len(below)) if below[n] == parent and filled[n] > 0]
+                    tokens += int(tensors[f"level{level}.counts"][head, parent])
             stands[head, 0, torch.isin(labels[level - 1][head], torch.tensor(scored))] = level - 1
     return stands
 
@@ -164,28 +170,55 @@ def test_a_coarse_cluster_that_is_not_opened_stands_for_its_tokens(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 def test_rows_read_are_both_centroids_of_each_cluster_that_was_scored(shared: bool) -> None:
-    """Blocks of 80 and 120 tokens: 40 clusters below 10, of which half are scored."""
+    """Blocks of 80 and 120 tokens: 40 clusters below 10, of which half are scored, and all children of the last."""
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     rows = {
-        (lookup, replaced): _select(layer, Multipole(lookup, replaced), Budget(0.05), shared).index_rows
+        (lookup, replaced): _select(layer, Multipole(lookup, replaced, opened=HALF), Budget(0.05), shared).index_rows
         for lookup in ("flat", "hierarchical")
         for replaced in (True, False)
     }
     assert torch.as_tensor(rows["flat", True]).unique().tolist() == [2 * 40]
     assert torch.as_tensor(rows["flat", False]).unique().tolist() == [40]
-    assert torch.as_tensor(rows["hierarchical", True]).unique().tolist() == [2 * (10 + 20)]
-    assert torch.as_tensor(rows["hierarchical", False]).unique().tolist() == [10 + 20]
+    with_values, keys_alone = (torch.as_tensor(rows["hierarchical", replaced]) for replaced in (True, False))
+    assert torch.equal(with_values, 2 * keys_alone)
+    assert bool(((keys_alone >= 10 + 20) & (keys_alone < 10 + 20 + most_children(layer))).all())
 
 
-@pytest.mark.parametrize(
-    ("method", "rows"), [(FLAT, 80), (Multipole("flat", replace=False), 40), (HIERARCHICAL, 60)], ids=str
-)
+def test_fewer_clusters_are_scored_where_fewer_are_opened() -> None:
+    layer = small_layer(middle=200, levels=(0.4, 0.1), block=80)
+    for opened, wanted in ((1000.0, 40), (8.0, 32), (2.0, 8)):
+        method = Multipole("hierarchical", replace=False, opened=opened)
+        scored = torch.as_tensor(_select(layer, method, Budget(10), False).index_rows) - 20
+        assert bool(((scored >= wanted) & (scored < wanted + most_children(layer))).all())
+
+
+@pytest.mark.parametrize("lookup", [Multipole, Squeezed])
+def test_what_is_opened_holds_the_budget(lookup: type[Multipole] | type[Squeezed]) -> None:
+    """However few clusters are wanted: those of one token come first here."""
+    layer = small_layer(middle=200, levels=(0.4, 0.1), block=80)
+    chosen = _select(layer, lookup("hierarchical", opened=0.01), Budget(40), False)
+    assert chosen.lengths.sum(-1).unique().tolist() == [40]
+
+
+@pytest.mark.parametrize("opened", [0.0, -1.0, float("nan")])
+def test_nothing_opened_is_refused(opened: float) -> None:
+    with pytest.raises(UsageError, match="--opened"):
+        Multipole(opened=opened)
+
+
+@pytest.mark.parametrize(("method", "rows"), [(FLAT, 80), (Multipole("flat", replace=False), 40)], ids=str)
 def test_a_step_counts_the_chosen_rows_and_the_centroids(method: Multipole, rows: int) -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     step = Step(layer, method.prepare(layer.context), Budget(10))
     read = step.sparse.read
     assert read.total() == 2 * (2 * 10 + rows)
     assert read.dense == 2 * 2 * 200
+
+
+def test_a_step_counts_what_it_looks_at_down_a_hierarchy() -> None:
+    layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
+    step = Step(layer, HIERARCHICAL.prepare(layer.context), Budget(10))
+    assert step.sparse.read.total() == 2 * (2 * 10) + float(torch.as_tensor(step.selection.index_rows).sum())
 
 
 def test_without_replacement_nothing_stands_for_what_is_not_chosen() -> None:

@@ -10,6 +10,7 @@ from support.reference import assert_close
 from support.small_layer import all_chosen, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.lookup import scores_from_logits
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.oracle import OracleSelector
 from sparsekv.runtime.quest import Quest
@@ -76,6 +77,29 @@ def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
     assert [[set(tokens) for tokens in head] for head in chosen[0]] == [
         [set(tokens) for tokens in head] for head in chosen[1]
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("budget", [1, 100, 200, 333])
+def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float | None, dtype: torch.dtype) -> None:
+    """As far as scores are told apart: by one part in 128, and none below 2 ** -15 of the budget's share of all."""
+    layer = small_layer(middle=333, D=64, softcap=softcap)
+    context, query = replace(layer.context, keys=layer.context.keys.to(dtype).cuda()), layer.queries[:, :, :1].to(dtype)
+    selector = Quest(page_size=16).prepare(context)
+    selection = selector.select(asked(query.cuda()), Budget(budget))
+    assert selection.ends is not None
+    assert selection.taken == min(budget, 333)
+    lengths, of_pages = selection.lengths[:, 0].cpu(), selector.lengths.cpu()
+    scores = scores_from_logits(selector.bounds(query.cuda()).cpu(), of_pages[:, None, None])[:, 0]
+    assert torch.equal(selection.ends[:, 0].cpu(), lengths.cumsum(-1))
+    assert lengths.sum(-1).tolist() == [min(budget, 333)] * 2
+    assert bool((lengths <= of_pages).all())
+    for of_head, found, whole in zip(scores, lengths, of_pages, strict=True):
+        taken, left = of_head[found > 0], of_head[found == 0]
+        assert int(((found > 0) & (found < whole)).sum()) <= 1
+        assert not len(left) or left.max() <= taken.min() * (1.001 + 2**-7) + 2.0**-15 / budget
 
 
 def test_two_rows_are_read_for_each_page() -> None:

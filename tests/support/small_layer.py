@@ -113,3 +113,9 @@ def asked(query: torch.Tensor, exact: torch.Tensor | None = None, *, shared: boo
     attended, by default nothing."""
     positions, nothing = first + torch.arange(query.shape[2]), torch.full(query.shape[:3], -torch.inf)
     return Asked(query, lambda: positions, lambda: nothing if exact is None else exact, shared)
+
+
+def most_children(layer: SmallLayer) -> int:
+    """The most clusters of the finest level that one above it has."""
+    parent = layer.context.tensors["level0.parent"].long()
+    return int(torch.stack([row.bincount().max() for row in parent]).max())
