@@ -1,9 +1,13 @@
-"""Answering questions over an index: transformers' own `generate`, with our cache and attention underneath."""
+"""Answering questions over an index: transformers' own `generate`, with our cache and attention underneath.
+
+On a GPU its decoding loop runs a step that was captured as a CUDA graph, where the cache has one.
+"""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -11,6 +15,8 @@ from transformers import GenerationConfig, TextStreamer
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.cache import IndexCache, LayerStats
+from sparsekv.runtime.decode_loop import DecodeLoop
+from sparsekv.runtime.decode_step import DecodeStep
 from sparsekv.runtime.open import OpenIndex
 
 
@@ -114,6 +120,7 @@ def generate(
             past_key_values=cache,
             generation_config=config,
             streamer=streamer,
+            **_decoding(index, cache, streamer),
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
@@ -127,6 +134,13 @@ def generate(
         kv_fraction=cache.kv_fraction(),
         layers=cache.stats(),
     )
+
+
+def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
+    """The loop to decode with; none, for transformers' own, on a CPU and where steps differ from each other."""
+    if index.model.device.type != "cuda" or not cache.capturable:
+        return {}
+    return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
 
 
 def _room(index: OpenIndex, prompt_tokens: int) -> int | None:

@@ -13,6 +13,7 @@ import sparsekv.runtime
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.kernels.decode_attention import StandIns
+from sparsekv.kernels.list_ranks import ExactKeys
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.clusters import Clustering
 from sparsekv.runtime.list_shape import ListShape
@@ -62,7 +63,9 @@ class Asked:
     query [Hk, G, Q, D], after RoPE; `positions()` [Q] int64 are theirs in the sequence. `exact_logsumexp()` is
     [Hk, G, Q], the log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens). Both
     are computed when a method asks for them. With `shared` there is one choice for all Q queries together (a question's
-    prefill). Every layer that is asked about the same tokens is asked with the same `batch`.
+    prefill). Every layer that is asked about the same tokens is asked with the same `batch`. With `in_place` kernels
+    attend to the rows where these lie, on a GPU and for one query: then a selection may tell by `stand_ins` alone what
+    stands for the others. `exact_keys` are those of what is attended exactly, where every query sees all of them.
     """
 
     query: torch.Tensor
@@ -70,6 +73,8 @@ class Asked:
     exact_logsumexp: Callable[[], torch.Tensor]
     shared: bool
     batch: int = 0
+    in_place: bool = False
+    exact_keys: ExactKeys | None = None
 
     def to(self, device: torch.device) -> "Asked":
         """The same on another device; itself where it is there already."""
@@ -95,7 +100,7 @@ class Remainder:
 class Replacement(Remainder):
     """Centroids that are attended in the place of their tokens (Multipole Attention, equation 2): values [Hk, C, D].
 
-    `at_once` says the same to the kernels of one decode step, where choosing has found the query's logits already.
+    `at_once` says the same for one decode step, where choosing has found the query's logits already.
     """
 
     values: torch.Tensor
@@ -117,7 +122,8 @@ class Selection:
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
     rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
     lengths of each query, where it is known without looking at them, and `ends` their running sum [Hk, Q or 1, R] int32
-    where choosing has found it already.
+    where choosing has found it already; with `single_rows` every run is one row. `stand_ins` are, for kernels alone, in
+    the place of replacements.
     """
 
     starts: torch.Tensor
@@ -129,6 +135,8 @@ class Selection:
     log_weights: torch.Tensor | None = None
     taken: int | None = None
     ends: torch.Tensor | None = None
+    single_rows: bool = False
+    stand_ins: tuple[StandIns, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,12 @@ class Selector(ABC):
 
     mapped: tuple[torch.Tensor, ...] = ()
     """Views of the index's files that it may look at."""
+
+    steps_alike: bool = True
+    """Whether each decode step of an answer does what the one before did, so that one, captured, stands for all."""
+
+    version: int = 0
+    """Another one whenever steps look at other tensors from now on, so that what was captured before is of no use."""
 
     @abstractmethod
     def select(self, asked: Asked, budget: Budget) -> Selection:

@@ -223,7 +223,7 @@ class OpenIndex:
         first = 0 if window is None else max(0, tokens - window + 1)
         if mapped:
             return MappedDenseLayer(partial(self._rows, layer, slice(first, tokens)), out_of_sight=first)
-        return DenseLayer(*self._rows(layer, slice(first, tokens)), out_of_sight=first)
+        return DenseLayer(*self._rows(layer, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _rows(self, layer: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.artifact.context(layer)

@@ -71,11 +71,11 @@ class SnapKVSelector(KeptTokens):
 
     def observe(self, asked: Asked) -> None:
         """From now on what this question's window chooses is kept."""
-        self.order = self._ranking(asked.query, asked.exact_logsumexp())
+        self.order, self.version = self._ranking(asked.query, asked.exact_logsumexp()), self.version + 1
 
     def forget(self) -> None:
         """Back to what the prompt's own window chose."""
-        self.order = self.unasked
+        self.order, self.version = self.unasked, self.version + 1
 
 
 def _pooled(scores: torch.Tensor, size: int, pooling: str) -> torch.Tensor:

@@ -7,11 +7,12 @@ import torch
 
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.kernels.attention import Segment, attend, attend_with_logsumexps, causal_mask
+from sparsekv.kernels.attention import Segment, attend, attend_once, attend_with_logsumexps, causal_mask
 from sparsekv.kernels.decode_attention import RunRows, StandIns, decode_attention
 from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.list_ranks import ExactKeys
 from sparsekv.kernels.lookup import attention_logits
-from sparsekv.kernels.runs import expand_runs
+from sparsekv.kernels.runs import expand_full_runs, expand_runs
 from sparsekv.runtime.ahead import Ahead, Found
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
@@ -35,6 +36,12 @@ class ReadRows:
     def total(self) -> float:
         """Rows that were read; one sync."""
         return float(self.counted) + self.known
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Count from nothing again, in the same place: a captured step adds to it."""
+        self.counted.zero_()
+        self.known, self.dense = 0.0, 0
 
 
 class SparseLayer(StoredLayer):
@@ -72,14 +79,26 @@ class SparseLayer(StoredLayer):
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
         self.question = question
         self.ahead = Ahead(partial(self._find, budget)) if ahead else None
-        self.read = self._nothing_read()
+        self.read = ReadRows(torch.zeros((), dtype=torch.float64, device=self.exact[0].device))
+        self.last_known, self.last_dense = 0.0, 0
 
-    def _nothing_read(self) -> ReadRows:
-        return ReadRows(torch.zeros((), dtype=torch.float64, device=self.exact[0].device))
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        """Where kernels attend to rows as these lie, and each step chooses as the one before."""
+        alike = self.selector.steps_alike and not self.selector.takes
+        return alike and self.gauge is None and self.ahead is None and self.middle.in_place() is not None
+
+    def buffers(self) -> tuple[int, ...]:
+        return *super().buffers(), self.selector.version
+
+    def advance(self) -> None:
+        super().advance()
+        self.read.known += self.last_known
+        self.read.dense += self.last_dense
 
     def rewind(self) -> None:
         super().rewind()
-        self.read = self._nothing_read()
+        self.read.reset()
         if self.gauge is not None:
             self.gauge.reset()
         if self.ahead is not None:
@@ -125,6 +144,8 @@ class SparseLayer(StoredLayer):
         if call.query.shape[1] == 1:
             # Not within a question: its first tokens must not see what its last ones did to the clusters.
             self._hand_over()
+            if not call.query.is_cuda and self.place is None and self.gauge is None and self.ahead is None:
+                return self._attend_once(call)
         elif self.question is not None:
             return self._attend_question(call, self.question)
         step = self._step(call)
@@ -132,28 +153,53 @@ class SparseLayer(StoredLayer):
             return self._attend_in_place(step)
         if self.gauge is None:
             chosen, segments = self._choose(step, self.budget)
-            self._count(self._rows_read(chosen), step)
+            self._count(self._rows_read(chosen), step.asked)
             return attend(step.asked.query, segments, *step.how).flatten(0, 1)
         held = self._held(step, self.gauge.guard)
         self.gauge.add(held)
-        self._count(held.attempt.rows, step)
+        self._count(held.attempt.rows, step.asked)
         return held.attempt.results[0].transpose(1, 2).flatten(0, 1)
+
+    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
+        """One query's attention on a CPU, where what is neither computed nor looked at is what is fast."""
+        keys, values = self.exact_rows()
+        Hk, _, D = keys.shape
+        query, how = call.query.view(Hk, -1, 1, D), (call.softmax_scale, call.softcap)
+        asked = Asked(
+            query,
+            lambda: self._step(call).asked.positions(),
+            lambda: self._step(call).asked.exact_logsumexp(),
+            shared=False,
+        )
+        found = self._find(self.budget, asked)
+        chosen, sinks = found.chosen, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        self._count(self._rows_read(chosen), asked)
+        stand_ins = [part.at_once for part in chosen.replacements if part.at_once is not None]
+        if found.valid is None and chosen.log_weights is None and len(stand_ins) == len(chosen.replacements):
+            rows = (found.keys, found.values), (keys, values)
+            return attend_once(query.squeeze(2), rows, stand_ins, *how, sinks).flatten(0, 1).unsqueeze(1)
+        return attend(query, self._segments(found, self._step(call)), *how, sinks).flatten(0, 1)
 
     def _kernels_reach(self, query: torch.Tensor) -> bool:
         """Whether kernels can attend to rows where these lie, and nothing else is asked of the step."""
-        return query.is_cuda and self.gauge is None and self.ahead is None and self.middle.in_place() is not None
+        on_device = query.is_cuda or self.place is not None
+        return on_device and self.gauge is None and self.ahead is None and self.middle.in_place() is not None
 
     def _attend_in_place(self, step: "_Step") -> torch.Tensor:
         """One query's attention without a copy of any row; what was drawn with weights goes the other way."""
-        chosen, grouped, rows = self.selector.select(step.asked, self.budget), step.asked.query, self.middle.in_place()
-        self._count(self._rows_read(chosen), step)
+        chosen = self.selector.select(replace(step.asked, in_place=True), self.budget)
+        grouped, rows = step.asked.query, self.middle.in_place()
+        self._count(self._rows_read(chosen), step.asked)
+        count = None if self.place is None else self.place.count
         if chosen.log_weights is not None or rows is None:
             return attend(grouped, self._segments(self._fetch(chosen, grouped.device), step), *step.how).flatten(0, 1)
-        ends = chosen.lengths.cumsum(-1, dtype=torch.int32) if chosen.ends is None else chosen.ends
-        runs = RunRows(*rows, chosen.starts[:, 0], ends[:, 0], chosen.capacity)
-        stand_ins = [self._stand_in(part, step) for part in chosen.replacements]
+        runs = RunRows(*rows, chosen.starts[:, 0], _ends(chosen), chosen.capacity)
+        stand_ins = chosen.stand_ins
+        if stand_ins is None:
+            stand_ins = tuple(self._stand_in(part, step) for part in chosen.replacements)
         exact = step.exact.keys, step.exact.values
-        return decode_attention(grouped[:, :, 0], runs, exact, stand_ins, *step.how).flatten(0, 1)[:, None]
+        output = decode_attention(grouped[:, :, 0], runs, exact, stand_ins, *step.how, exact_count=count)
+        return output.flatten(0, 1)[:, None]
 
     def _stand_in(self, part: Replacement, step: "_Step") -> StandIns:
         if part.at_once is not None:
@@ -172,21 +218,32 @@ class SparseLayer(StoredLayer):
 
     def _step(self, call: AttentionCall, piece: slice = slice(None)) -> "_Step":
         """A piece of a call's queries; what they share, they share with all of the call."""
-        keys, values = self.exact_rows()
+        (keys, values), place = self.exact_rows(), self.place
         Hk, queries, tokens = keys.shape[0], call.query.shape[1], self.get_seq_length()
         mask = None if queries == 1 else causal_mask(queries, self.used, None, keys.device)[piece]
-        grouped = call.query.unflatten(0, (Hk, -1))[:, :, piece]
+        grouped = call.query.view(Hk, -1, *call.query.shape[1:])
+        grouped = grouped if piece == slice(None) else grouped[:, :, piece]
         sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
 
         def exact_logsumexp() -> torch.Tensor:
             logits = attention_logits(grouped, keys, call.softmax_scale, call.softcap)
-            return (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).logsumexp(-1)
+            seen = self._there(keys) if mask is None else mask
+            return (logits if seen is None else logits.masked_fill(~seen, -torch.inf)).logsumexp(-1)
 
         def positions() -> torch.Tensor:
+            if place is not None:
+                return place.row + (self.stored - self.first)
             return torch.arange(tokens - queries, tokens, device=keys.device)[piece]
 
-        asked = Asked(grouped, positions, exact_logsumexp, shared=queries > 1)
+        seen_by_all = ExactKeys(keys, None if place is None else place.count) if mask is None else None
+        asked = Asked(grouped, positions, exact_logsumexp, shared=queries > 1, exact_keys=seen_by_all)
         return _Step(asked, Segment(keys, values, mask), (call.softmax_scale, call.softcap, sinks))
+
+    def _there(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """[1, rows]: which of those that there is room for there are, where only the device knows; None: all."""
+        if self.place is None:
+            return None
+        return torch.arange(rows.shape[1], device=rows.device)[None] < self.place.count
 
     def _choose(self, step: "_Step", budget: Budget) -> tuple[Selection, list[Segment]]:
         """A choice, and what is attended with it: chosen rows, exact ones, centroids in the place of others."""
@@ -195,9 +252,10 @@ class SparseLayer(StoredLayer):
         return found.chosen, self._segments(found, step)
 
     def _segments(self, found: Found, step: "_Step") -> list[Segment]:
+        exact, valid = step.exact, None if found.valid is None else found.valid[:, None]
         return [
-            Segment(found.keys, found.values, found.valid[:, None], found.chosen.log_weights),
-            step.exact,
+            Segment(found.keys, found.values, valid, found.chosen.log_weights),
+            exact if self.place is None else replace(exact, mask=self._there(exact.keys)),
             *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in found.chosen.replacements),
         ]
 
@@ -207,11 +265,16 @@ class SparseLayer(StoredLayer):
 
     def _fetch(self, chosen: Selection, here: torch.device) -> Found:
         """The chosen rows, brought to a device."""
-        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
-        weights = None if chosen.log_weights is None else chosen.log_weights.to(here)
-        stand_ins = tuple(part.to(here) for part in chosen.replacements)
-        chosen = replace(chosen, replacements=stand_ins, log_weights=weights)
-        found = Found(chosen, *self.middle.gather(rows.flatten(1)), valid.to(here))
+        valid = None
+        if chosen.taken == chosen.capacity and not chosen.starts.is_cuda:
+            rows = expand_full_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        else:
+            rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        if chosen.starts.device != here:
+            weights = None if chosen.log_weights is None else chosen.log_weights.to(here)
+            stand_ins = tuple(part.to(here) for part in chosen.replacements)
+            chosen = replace(chosen, replacements=stand_ins, log_weights=weights)
+        found = Found(chosen, *self.middle.gather(rows.flatten(1)), None if valid is None else valid.to(here))
         for tensor in self.selector.mapped if self.let_go else ():
             release_pages(tensor)
         return found
@@ -251,16 +314,29 @@ class SparseLayer(StoredLayer):
         # A number is added as one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
         return 2 * (chosen.lengths.sum(-1) if chosen.taken is None else chosen.taken) + chosen.index_rows
 
-    def _count(self, rows: torch.Tensor | float, step: "_Step") -> None:
+    def _count(self, rows: torch.Tensor | float, asked: Asked) -> None:
         """Count the rows [Hk, Q or 1] of a decode step."""
-        if step.asked.shared:
+        if asked.shared:
             return
-        heads = len(step.asked.query)
-        if isinstance(rows, torch.Tensor):
-            self.read.counted += rows.sum()
+        heads, known = asked.query.shape[0], 0.0
+        if isinstance(rows, int | float):
+            known = heads * rows
         else:
-            self.read.known += heads * rows
-        self.read.dense += 2 * heads * self.middle.used
+            self.read.counted += rows.sum()
+        dense = 2 * heads * self.middle.used
+        if self.place is None:
+            self.read.known += known
+            self.read.dense += dense
+        else:
+            # A replay does not come by here: `advance` adds it.
+            self.last_known, self.last_dense = known, dense
+
+
+def _ends(chosen: Selection) -> torch.Tensor | None:
+    """Running sums [Hk, R] of the lengths of one query's runs; None where each is one row."""
+    if chosen.single_rows:
+        return None
+    return (chosen.lengths.cumsum(-1, dtype=torch.int32) if chosen.ends is None else chosen.ends)[:, 0]
 
 
 @dataclass(frozen=True)

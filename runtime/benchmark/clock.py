@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.benchmark.layer import Step
+from sparsekv.runtime.graphs import Step, captured, waits
 
 WARM_UPS = 3
 CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to have the caches cold; on a GPU at least four times its L2
@@ -112,47 +112,16 @@ class CudaClock(Clock):
         run = _repeated(step, cycle)
         for _ in range(WARM_UPS):
             run()
-        captured = None if self._waits(run) else self._captured(run)
-        if captured is None:
+        found = None if waits(run, self.device) else captured(run, self.device)
+        if found is None:
             taken, how = self._milliseconds(run), "eager"
             return Timing.of([ms / cycle for ms in taken], how, run())
-        graph, output = captured
+        graph, output = found
         taken = self._milliseconds(graph.replay)
         # What a replay does not write must not be mistaken for what it gave.
         output.fill_(torch.nan)
         graph.replay()
         return Timing.of([ms / cycle for ms in taken], "graph", output.clone())
-
-    def _waits(self, run: Step) -> bool:
-        """Whether a step waits for the GPU."""
-        torch.cuda.synchronize(self.device)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            run()
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return True
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return False
-
-    def _captured(self, run: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """A graph and what it writes to; None where it cannot be captured."""
-        side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            run()
-        here.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                output = run()
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return None
-        return graph, output
 
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
         events = [

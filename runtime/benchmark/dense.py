@@ -1,13 +1,15 @@
 """Dense attention by torch's own kernels: its strongest form on this machine is what all else is compared with."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.runtime.benchmark.layer import LayerData, Step
+from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.graphs import Step
 
 CUDA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -16,7 +18,17 @@ CUDA_BACKENDS = {
 }
 
 
+Form = Callable[[torch.Tensor], torch.Tensor]
+"""Attention of queries [batch Hq, 1, D] to one layer's keys and values; gives the same shape."""
+
+
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
+    """The forms of dense attention that torch can run here, by name, as steps with the layer's own query."""
+    for name, form in dense_forms(data):
+        yield name, partial(form, data.query)
+
+
+def dense_forms(data: LayerData) -> Iterator[tuple[str, Form]]:
     """Forms of one step of dense attention, by name, that torch can run here.
 
     `gqa` leaves the groups to torch; `folded` has the query heads of a group as so many queries of their KV head, which
@@ -27,10 +39,10 @@ def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
     if data.keys.is_cuda:
         backends = dict(CUDA_BACKENDS)
     for name, backend in backends.items():
-        for form, step in (("gqa", _grouped(data)), ("folded", _folded(data))):
-            step = step if backend is None else _with_backend(step, backend)
-            if _runs(step):
-                yield f"sdpa {name} {form}".replace("  ", " "), step
+        for kind, form in (("gqa", _grouped(data)), ("folded", _folded(data))):
+            form = form if backend is None else _with_backend(form, backend)
+            if _runs(partial(form, data.query)):
+                yield f"sdpa {name} {kind}".replace("  ", " "), form
 
 
 def _by_sequence(rows: torch.Tensor, batch: int) -> torch.Tensor:
@@ -38,25 +50,34 @@ def _by_sequence(rows: torch.Tensor, batch: int) -> torch.Tensor:
     return apart
 
 
-def _grouped(data: LayerData) -> Step:
+def _grouped(data: LayerData) -> Form:
     keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
-    query, scale = _by_sequence(data.query, data.batch), data.facts.softmax_scale
-    return lambda: scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True).flatten(0, 1)
-
-
-def _folded(data: LayerData) -> Step:
-    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
-    query = _by_sequence(data.query.unflatten(0, (len(data.keys), -1))[:, :, 0], data.batch)
     scale = data.facts.softmax_scale
-    return lambda: scaled_dot_product_attention(query, keys, values, scale=scale).flatten(0, 2)[:, None]
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        apart = _by_sequence(query, data.batch)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale, enable_gqa=True).flatten(0, 1)
+
+    return attend
 
 
-def _with_backend(step: Step, backend: SDPBackend) -> Step:
-    def run() -> torch.Tensor:
+def _folded(data: LayerData) -> Form:
+    keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
+    scale = data.facts.softmax_scale
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        apart = _by_sequence(query[:, 0].unflatten(0, (len(data.keys), -1)), data.batch)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale).flatten(0, 2)[:, None]
+
+    return attend
+
+
+def _with_backend(form: Form, backend: SDPBackend) -> Form:
+    def attend(query: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return step()
+            return form(query)
 
-    return run
+    return attend
 
 
 def _runs(step: Step) -> bool:

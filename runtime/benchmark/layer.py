@@ -1,6 +1,5 @@
 """One layer's tensors for a batch of sequences, and the step over them that `generate` runs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,13 +7,11 @@ import torch
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.graphs import Step
 from sparsekv.runtime.methods import LayerPlace, MiddleContext, Selector
 from sparsekv.runtime.middle_rows import MemoryRows, MiddleRows
 from sparsekv.runtime.sparse_layer import SparseLayer
 from sparsekv.runtime.stored_layer import StoredLayer
-
-Step = Callable[[], torch.Tensor]
-"""One decode step: [batch Hq, 1, D]."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: 
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:
-    """From the query to the output, the choice included, as a model calls it."""
+    """From the query to the output [batch Hq, 1, D], the choice included, as a model calls it."""
     nothing = data.keys[:, :0]
     call = AttentionCall(0, data.query, nothing, nothing, data.facts.softmax_scale, data.facts.softcap, None, None)
     return lambda: layer.attend(call)

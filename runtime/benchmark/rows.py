@@ -15,7 +15,6 @@ from sparsekv.runtime.benchmark.clock import Clock, Timing
 from sparsekv.runtime.benchmark.dense import dense_steps
 from sparsekv.runtime.benchmark.layer import (
     LayerData,
-    Step,
     exact_output,
     lay_out,
     layer_step,
@@ -23,6 +22,7 @@ from sparsekv.runtime.benchmark.layer import (
     sparse_layer,
 )
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.graphs import Step
 from sparsekv.runtime.methods import Method, MiddleContext
 from sparsekv.runtime.stored_layer import DenseLayer
 

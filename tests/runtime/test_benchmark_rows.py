@@ -89,16 +89,26 @@ def test_every_form_of_dense_attention_is_attention(data: LayerData) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("selection", "timed"), [("budget", "graph"), ("threshold", "eager")])
-def test_a_gpu_replays_a_step_unless_it_waits(selection: str, timed: str) -> None:
-    """Thresholds size what is gathered, for which the host has to know how much that is."""
+@pytest.mark.parametrize(
+    ("method", "timed"),
+    [
+        (Squeezed(), "graph"),
+        (Squeezed(selection="threshold"), "graph"),
+        (Squeezed("hierarchical"), "graph"),
+        (Squeezed("hierarchical", "threshold"), "eager"),
+    ],
+    ids=str,
+)
+def test_a_gpu_replays_a_step_unless_it_waits(method: Squeezed, timed: str) -> None:
+    """Down two levels thresholds size what is gathered, for which the host has to know how much that is."""
     cuda = torch.device("cuda")
     data = mixture(Shape(2048, 8, 2, 64), BATCH, 0, cuda, torch.bfloat16)
     at = Bench(data, CudaClock(cuda, 3, cold=True), COPY)
     assert {row.timed for row in at.dense()} == {"graph"}
-    squeezed = Form("squeezed", "", Squeezed(selection=selection), index_mixture(data, SqueezedIndexer()).context)
+    squeezed = Form("squeezed", "", method, index_mixture(data, SqueezedIndexer()).context)
     some, everything = at.sparse(squeezed, [Budget(0.2), Budget(1.0)])
-    assert (some.timed, everything.timed) == (timed, timed)
+    # A budget of everything goes without the levels.
+    assert (some.timed, everything.timed) == (timed, "graph")
     assert everything.output_error < 1e-2
     assert everything.output_error < some.output_error < 1
 

@@ -191,6 +191,54 @@ def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, name: str) -> None:
     assert cache.kv_fraction() > 0
 
 
+@pytest.mark.parametrize("name", [*METHODS, "dense"])
+def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, name: str) -> None:
+    """Over several questions, greedy and sampled, with one graph for all of them, unless a method's index changes."""
+    method, residual = METHODS.get(name, (Window(), False))
+    captured, launched = (
+        on_gpu.dense_cache()
+        if name == "dense"
+        else on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual)
+        for _ in range(2)
+    )
+    launched.captures = False
+    assert captured.capturable
+    graphs = []
+    for question, temperature in (("What comes next?", 0.0), ("Why?", 1.0), ("And then, after all of that?", 0.0)):
+        asked, sampling = question_ids(on_gpu, question), Sampling(max_new_tokens=12, temperature=temperature, seed=5)
+        found, expected = (generate(on_gpu, cache, asked, sampling) for cache in (captured, launched))
+        assert found.ids == expected.ids
+        assert found.kv_fraction == pytest.approx(expected.kv_fraction)
+        graphs.append(captured.graph)
+    assert launched.graph is None
+    assert graphs[0] is not None
+    assert all(graph is graphs[0] for graph in graphs) == (name != "snapkv")
+
+
+def test_a_captured_step_follows_a_buffer_that_grows(on_gpu: OpenIndex) -> None:
+    asked, captured, launched = (question_ids(on_gpu, "Why?"), *(on_gpu.dense_cache() for _ in range(2)))
+    launched.captures = False
+    lengths = []
+    for tokens in (4, 400):
+        found, expected = (
+            generate(on_gpu, cache, asked, Sampling(max_new_tokens=tokens, temperature=1.0, seed=1))
+            for cache in (captured, launched)
+        )
+        assert found.ids == expected.ids
+        lengths.append((captured.graph, captured.buffers()))
+    assert lengths[0][1] != lengths[1][1]
+    assert lengths[0][0] is not lengths[1][0]
+
+
+def test_steps_that_wait_are_launched(on_gpu: OpenIndex) -> None:
+    asked = question_ids(on_gpu, "Why?")
+    cache = on_gpu.sparse_cache("squeezed", Squeezed("hierarchical", "threshold"), Budget(0.1))
+    first, second = (generate(on_gpu, cache, asked, Sampling(max_new_tokens=8)) for _ in range(2))
+    assert first.ids == second.ids
+    assert cache.graph is None
+    assert not cache.capturable
+
+
 @pytest.mark.parametrize("placement", ["host", "disk"])
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_elsewhere_are_the_same_rows(on_gpu: OpenIndex, name: str, placement: str) -> None:

@@ -1,0 +1,78 @@
+"""Shapes of models that decoding is measured with end to end: a few by name, or any folder's config.json."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from sparsekv.formats.errors import UsageError
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-8b": lambda: Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "llama-3.1-8b": lambda: LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "smollm2-135m": lambda: LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+}
+"""What decides how long a step takes; how positions turn into angles does not."""
+
+
+def model_config(name: str) -> PreTrainedConfig:
+    """A config by its name, or from a folder.
+
+    Raises:
+        UsageError: there is none, or its attention is not that of torch's own dense form over the whole context.
+    """
+    if name in CONFIGS:
+        return CONFIGS[name]()
+    if not (Path(name) / "config.json").is_file():
+        raise UsageError(f"--config {name}: choose one of {', '.join(CONFIGS)}, or give a folder with a config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name).get_text_config()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--config {name}: transformers cannot read its config.json: {error}") from None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "attn_logit_softcapping", None):
+        raise UsageError(
+            f"--config {name}: its attention has windows or a soft cap, which the dense attention of torch that is "
+            "compared with has not; choose another model"
+        )
+    return config
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Channels of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model with random weights, made where it is used; allocates these once."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval()
+    return model

@@ -1,0 +1,243 @@
+"""Timing the decode steps of a whole model, dense and sparse, over contexts that nothing computed.
+
+The layers of the model take turns with a few layers' keys and values, for all of them would not fit a device's memory;
+what a step reads is gone from the caches anyway when it comes round again, for the weights came between. Dense
+attention by torch is that to the context alone: in its favour, it does not read the rows that were generated.
+"""
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.kernels.hook import AttentionCall, route_attention
+from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.dense import Form, dense_forms
+from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
+from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
+from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.cache import IndexCache
+from sparsekv.runtime.decode_step import DecodeStep
+from sparsekv.runtime.methods import LayerPlace, Method, MiddleContext
+from sparsekv.runtime.middle_rows import MiddleRows
+from sparsekv.runtime.stored_layer import DenseLayer, StoredLayer
+
+NOTHING = "no attention"
+WARM_UPS, FORM_RUNS = 3, 10
+ModelStep = Callable[[torch.Tensor], torch.Tensor]
+"""From tokens [batch, 1] to logits [batch, V]."""
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One way to decode: milliseconds a step, median and quartiles, and tokens a second, of all sequences together.
+
+    `timed` is graph, eager or wall clock; `speedup` the tokens a second over those of torch's dense attention;
+    `kv_fraction` of the middle's keys and values, the index included. Without attention it is what remains of a step.
+    """
+
+    method: str
+    variant: str
+    context: int
+    batch: int
+    budget: float | int | None
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+    runs: int
+    timed: str
+    tokens_per_second: float
+    speedup: float
+    kv_fraction: float
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """A method, and what it chooses from in each of the layers that the model's take turns with."""
+
+    name: str
+    variant: str
+    method: Method
+    contexts: list[MiddleContext]
+
+
+class FormLayer(StoredLayer):
+    """Keeps new rows as any layer, and attends by a function of the queries to what was there before."""
+
+    def __init__(self, data: LayerData, form: Form):
+        super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
+        self.form = form
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.form(call.query)
+
+
+class ModelBench:
+    """Measurements of a model over a few layers' data of one context and batch; `tell` is told of each row."""
+
+    def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
+        self.model, self.data, self.runs, self.tell = model, data, runs, tell
+        self.layers = int(model.config.num_hidden_layers)
+        self.dense_rate = float("nan")
+
+    @torch.inference_mode()
+    def dense(self) -> Iterator[ModelRow]:
+        """With the form of torch's dense attention that is fastest here, which from now on is what others are compared
+        with; with dense attention of ours; without attention."""
+        name = self._fastest_form()
+        forms = [dict(dense_forms(data))[name] for data in self.data]
+        torchs = self._time(IndexCache(self._each(lambda data, turn: FormLayer(data, forms[turn]))))
+        self.dense_rate = torchs.rate
+        yield self._row(DENSE, name, None, torchs, 1.0)
+        own = self._each(lambda data, turn: DenseLayer(data.keys, data.values))
+        yield self._row(DENSE, OWN, None, self._time(IndexCache(own)), 1.0)
+        none = self._each(lambda data, turn: FormLayer(data, lambda query: query))
+        yield self._row(NOTHING, "", None, self._time(IndexCache(none)), 0.0)
+
+    @torch.inference_mode()
+    def sparse(self, form: Distinct, budgets: list[Budget]) -> Iterator[ModelRow]:
+        """A method at each budget, after `dense`. Allocates the middles once more, laid out as the method wants it.
+
+        Raises:
+            RefusedError: its logits are not finite.
+        """
+        laid_out: dict[int, MiddleRows] = {}
+        for budget in budgets:
+            cache = IndexCache(self._sparse_layers(form, budget, laid_out))
+            timed = self._time(cache)
+            yield self._row(form.name, form.variant, budget, timed, cache.kv_fraction())
+
+    def _sparse_layers(self, form: Distinct, budget: Budget, laid_out: dict[int, MiddleRows]) -> list[StoredLayer]:
+        layers: list[StoredLayer] = []
+        board: dict[str, object] = {}
+        for number in range(self.layers):
+            turn = number % len(self.data)
+            context = replace(form.contexts[turn], place=LayerPlace(number, self.layers, board))
+            selector = form.method.prepare(context)
+            if turn not in laid_out:
+                laid_out[turn] = lay_out(self.data[turn], selector)
+            layers.append(sparse_layer(self.data[turn], laid_out[turn], selector, budget))
+        return layers
+
+    def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
+        """A layer for each of the model's, of the data whose turn it is."""
+        turns = [number % len(self.data) for number in range(self.layers)]
+        return [make(self.data[turn], turn) for turn in turns]
+
+    def _fastest_form(self) -> str:
+        clock = clock_for(self.model.device, FORM_RUNS, cold=True)
+        taken = {
+            name: clock.time(lambda form=form: form(self.data[0].query)).median  # type: ignore[misc]
+            for name, form in dense_forms(self.data[0])
+        }
+        return min(taken, key=lambda name: taken[name])
+
+    def _time(self, cache: IndexCache) -> "_Timed":
+        """Each step is fed with what the one before found likeliest."""
+        device, batch = self.model.device, self.data[0].batch
+        with route_attention(self.model, cache.attend):
+            step = _step(self.model, cache, batch, WARM_UPS + self.runs)
+            tokens = torch.arange(batch, device=device)[:, None]
+            for _ in range(WARM_UPS):
+                tokens = step(tokens).argmax(-1, keepdim=True)
+            stopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
+            for _ in range(self.runs):
+                logits = step(tokens)
+                tokens = logits.argmax(-1, keepdim=True)
+                stopwatch.lap()
+            taken, finite = stopwatch.milliseconds(), bool(logits.isfinite().all())
+            cache.release()
+        how = "wall clock" if device.type == "cpu" else "eager" if cache.graph is None else "graph"
+        return _Timed(taken, how, 1000 * batch * len(taken) / sum(taken), finite)
+
+    def _row(self, name: str, variant: str, budget: Budget | None, timed: "_Timed", kv_fraction: float) -> ModelRow:
+        split, batch = self.data[0].split, self.data[0].batch
+        if not timed.finite:
+            raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
+        lower, median, upper = statistics.quantiles(timed.milliseconds, n=4, method="inclusive")
+        self.tell(f"{name} {variant}: {median:.2f} ms a step, {timed.rate:,.1f} tokens a second, {timed.how}")
+        return ModelRow(
+            method=name,
+            variant=variant,
+            context=split.tokens,
+            batch=batch,
+            budget=None if budget is None else budget.value,
+            median_ms=median,
+            lower_ms=lower,
+            upper_ms=upper,
+            runs=self.runs,
+            timed=timed.how,
+            tokens_per_second=timed.rate,
+            speedup=timed.rate / self.dense_rate,
+            kv_fraction=kv_fraction,
+        )
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Milliseconds of each step, how it was timed, tokens a second over all of them, whether the last gave numbers."""
+
+    milliseconds: list[float]
+    how: str
+    rate: float
+    finite: bool
+
+
+def _step(model: PreTrainedModel, cache: IndexCache, batch: int, steps: int) -> ModelStep:
+    """A step as `generate` runs it: as a graph where that can be, else as transformers calls the model."""
+    if model.device.type == "cuda" and cache.capturable:
+        step = DecodeStep(model, cache, batch=batch)
+        step.begin(steps)
+        return step
+
+    def plain(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        return logits[:, -1]
+
+    return plain
+
+
+class _Laps(ABC):
+    @abstractmethod
+    def lap(self) -> None:
+        """A step was asked for; the first began when this was made."""
+
+    @abstractmethod
+    def milliseconds(self) -> list[float]:
+        """Of each lap, after the last."""
+
+
+class _Stopwatch(_Laps):
+    """By the host's clock."""
+
+    def __init__(self) -> None:
+        self.marks = [time.perf_counter()]
+
+    def lap(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        return [1000 * (stop - start) for start, stop in pairwise(self.marks)]
+
+
+class _CudaStopwatch(_Laps):
+    """By events between the steps, which are asked for ahead: what the GPU waits for the host counts too."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self.marks: list[torch.cuda.Event] = []
+        self.lap()
+
+    def lap(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def milliseconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) for start, stop in pairwise(self.marks)]
