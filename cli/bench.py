@@ -1,7 +1,6 @@
 """`sparsekv bench`: how fast one decode step of one layer is with each method, beside the fastest dense attention."""
 
-import platform
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,18 +8,20 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from sparsekv.cli.bench_end_to_end import EndToEnd, time_models
 from sparsekv.cli.bench_output import print_rows
-from sparsekv.cli.bench_run import Timer
-from sparsekv.cli.bench_sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource
+from sparsekv.cli.bench_run import Timer, check_runs, configured, machine
+from sparsekv.cli.bench_sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource, check_dtype
 from sparsekv.cli.console import note
-from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.method_options import refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, QuietOption
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.methods import indexers
-from sparsekv.indexing.models import DTYPES, choose_device
+from sparsekv.indexing.models import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.configs import CONFIGS
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.methods import Method, methods
 
@@ -61,6 +62,20 @@ def bench(
     warm: Annotated[
         bool, typer.Option("--warm", help="Leave in the caches what the run before read; a model does not.")
     ] = False,
+    end_to_end: Annotated[
+        bool, typer.Option("--end-to-end", help="Decode with a whole model with random weights, in tokens per second.")
+    ] = False,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help=f"Whose: {', '.join(CONFIGS)}, or a config.json's. Default: smollm2-135m; CUDA: qwen3-8b.",
+        ),
+    ] = None,
+    distinct_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers with keys and values of their own; all take turns. Default: 2."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the mixture and of the indices.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
@@ -80,35 +95,49 @@ def bench(
     whose indices are built with few iterations of k-means, or a layer of an --index. On a GPU a step is a CUDA graph,
     but for methods that wait for the GPU: these are timed `eager`.
 
+    With --end-to-end, steps of a model of a --config's shape, each fed with the tokens of the one before: dense with
+    the fastest form of torch's attention, dense with this program's, without attention, and with each --method
+    (default: multipole). Its layers take turns with a few layers' keys and values, so that these fit the memory.
+
     \b
     sparsekv bench
+    sparsekv bench --end-to-end --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
+    asked = Asked(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed)
+    if end_to_end:
+        elsewhere = {
+            "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "index": index, "layer": layer,
+            "variants": variants, "warm": warm, "csv": as_csv, "plot": plot,
+        }  # fmt: skip
+        what = EndToEnd(config, distinct_layers, asked, method or [], budget or DEFAULT_BUDGETS, runs, device)
+        return time_models(what, parameters, elsewhere, as_json=as_json, quiet=quiet)
+    for name, value in (("config", config), ("distinct-layers", distinct_layers)):
+        if value is not None:
+            raise UsageError(f"--{name} {value}: means nothing without --end-to-end; leave it out")
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     where = choose_device(device)
-    times = RUNS[where.type] if runs is None else runs
-    if times < 2:
-        raise UsageError(f"--runs {times}: give at least 2, for a spread")
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
-    source = _source(index, layer, Asked(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed), where)
+    times = check_runs(RUNS[where.type] if runs is None else runs)
+    check_dtype(dtype)
+    source = _source(index, layer, asked, where)
     chosen = {name: methods()[name] for name in source.methods(method or [])}
     built = source.indexers(list(chosen), parameters)
     building: dict[str, type] = {f"the index of {name}": type(one) for name, one in built.items()}
     refuse_unused(building if variants else chosen | building, parameters)
-    forms = _variants if variants else partial(_configured, parameters)
+    forms = _variants if variants else partial(configured, parameters)
     # Better before the measuring than in it.
-    configured = {name: forms(one, None) for name, one in chosen.items()}
-    note(f"timing {', '.join(configured)}", quiet=quiet)
+    for one in chosen.values():
+        forms(one, None)
+    note(f"timing {', '.join(chosen)}", quiet=quiet)
     timer = Timer(source, chosen, built, forms, budgets, partial(note, quiet=quiet))
     timed = timer.run(clock_for(where, times, cold=not warm))
     about = {
-        "machine": _machine(where),
+        "machine": machine(where),
         "torch": torch.__version__,
         "device": str(where),
         **source.about(),
@@ -135,18 +164,5 @@ def _source(index: Path | None, layer: int | None, asked: Asked, where: torch.de
     return Mixtures(asked, where)
 
 
-def _configured(parameters: dict[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
-    """A method as a person set it; what was set is its variant."""
-    names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
-    variant = ", ".join(f"{name} {parameters[name]}" for name in names)
-    return {variant: configure(method, parameters)}
-
-
 def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
     return dict(method.variants(record))
-
-
-def _machine(where: torch.device) -> str:
-    if where.type == "cuda":
-        return torch.cuda.get_device_name(where)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

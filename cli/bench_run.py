@@ -1,13 +1,16 @@
 """Timing methods on the layers of a source, one after another."""
 
+import platform
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from sparsekv.cli.bench_output import named
 from sparsekv.cli.bench_sources import Source
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.cli.method_options import configure
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.methods import Indexer
 from sparsekv.runtime.benchmark.clock import Clock
@@ -80,3 +83,24 @@ class Timer:
             self.tell(
                 f"{row.context:,} tokens, batch {row.batch}: {named(row)}{budget}: {row.median_ms:.4f} ms, {row.timed}"
             )
+
+
+def check_runs(runs: int) -> int:
+    """The same; UsageError for so few that there is no spread."""
+    if runs < 2:
+        raise UsageError(f"--runs {runs}: give at least 2, for a spread")
+    return runs
+
+
+def configured(parameters: dict[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
+    """A method as a person set it; what was set is its variant."""
+    names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
+    variant = ", ".join(f"{name} {parameters[name]}" for name in names)
+    return {variant: configure(method, parameters)}
+
+
+def machine(where: torch.device) -> str:
+    """What the steps run on, for a person."""
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -111,11 +111,15 @@ class Mixtures(Source):
         }
 
     def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
-        sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
         for context in dict.fromkeys(self.contexts):
             for batch in dict.fromkeys(self.batches):
-                shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
-                yield mixture(shape, batch, self.seed, self.device, DTYPES[self.dtype], sampled)
+                yield self.layer(context, batch, built)
+
+    def layer(self, context: int, batch: int, built: Mapping[str, Indexer], number: int = 0) -> LayerData:
+        """One layer; those of other numbers are drawn from other seeds."""
+        sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
+        shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
+        return mixture(shape, batch, self.seed + number * batch, self.device, DTYPES[self.dtype], sampled)
 
     def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
         return index_mixture(data, indexer)
@@ -165,3 +169,9 @@ def _tokens(text: str) -> int:
     if tokens < LEAST_CONTEXT:
         raise UsageError(f"--context {text}: give a number of tokens such as 32768 or 128K, at least {LEAST_CONTEXT}")
     return tokens
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise UsageError for a dtype that there is not."""
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
