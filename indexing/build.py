@@ -26,7 +26,8 @@ from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None) -> Manifest:
     """Build, resume or update the index in `folder`.
 
-    Memory: the model and its cache of N rows during the prefill, then one layer at a time.
+    Memory: the model and its cache of N rows during the prefill, then a few layers, which are read,
+    clustered, and written by threads; `ArtifactWriter` and `build_method` say how many.
 
     Args:
         progress: called with a stage's name, how much of it is done, and how much there is.
