@@ -19,7 +19,6 @@ from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, powe
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
-STAND_TILE_BYTES, STAND_STAGES, LISTED_STAGES = 16_384, 3, 3
 MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
 # Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 4
@@ -60,8 +59,7 @@ def _partial_kernel(
     stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
     listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, STAND_TILE: tl.constexpr, STAND_STAGES: tl.constexpr, LISTED_STAGES: tl.constexpr,
-    STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
+    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
     USED: tl.constexpr, COUNTED: tl.constexpr, SINGLE: tl.constexpr, OWN_ROWS: tl.constexpr, STEPS: tl.constexpr,
     SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +84,8 @@ def _partial_kernel(
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
     begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
-    for at in tl.range(begin, stop, STAND_TILE, num_stages=STAND_STAGES):
-        c = at + tl.arange(0, STAND_TILE)
+    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+        c = at + t
         inside = c < stop
         mask = (inside & (c < stand_rows))[:, None] & in_row
         v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=mask, other=0.0)
@@ -99,8 +97,8 @@ def _partial_kernel(
         first, last = first - stands, last - stands
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
         begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
-        for at in tl.range(begin, stop, STAND_TILE, num_stages=LISTED_STAGES):
-            c = at + tl.arange(0, STAND_TILE)
+        for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+            c = at + t
             inside = c < stop
             row = tl.load(listed_rows + head * listed_stride + c, mask=inside, other=0)
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
@@ -240,8 +238,7 @@ def decode_attention_triton(
         listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES),
-        STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, STAND_TILE=tile_rows(D, query.dtype, STAND_TILE_BYTES),
-        STAND_STAGES=STAND_STAGES, LISTED_STAGES=LISTED_STAGES, LISTED_FIFTHS=LISTED_FIFTHS,
+        STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None, SINGLE=single,
         OWN_ROWS=own_rows, STEPS=search_steps(R), SLOTS=OWN_SLOTS,
         num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
