@@ -1,9 +1,9 @@
 """The best clusters to a budget, from their logits, in Triton.
 
 A choice to a budget needs no sort: what is looked for is the rank of the last cluster that is taken, the leading bits
-of its score. Where there are many heads one program finds each one's, two bits at a time. Of few heads' clusters all
-programs count the tokens of each rank, in integers, so that no order of theirs changes the sums; then each knows that
-rank, and what clusters before its own take.
+of its score. Parts of a head's clusters count their tokens by the exponent of the score; then, of those that have the
+last one's exponent, by the rest of the rank; then each part knows that rank, and what those before it take, and lists
+what it takes itself. All in integers, and each part by itself, so that no order of theirs changes anything.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,26 @@ import triton.language as tl
 
 from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, least_rank
 from sparsekv.kernels.launch import following, multiprocessors
-from sparsekv.kernels.tiles_triton import power_of_two, start
+from sparsekv.kernels.tiles_triton import aligned, power_of_two, start
 
-FEWEST, MOST = 256, 2048  # clusters of a program, where several choose for a head
-MOST_ALONE, HEADS = 8192, 8  # one program chooses of no more, for as many heads as this share of the multiprocessors
-CLUSTERS_A_WARP, ALONE_A_WARP, PASSED = 128, 512, 4096
-RANKS_OF_A_HEAD = 2 ** (EXPONENT_BITS + SCORE_BITS)
-SCORE, TOKENS, RANKS, SIZE_MASK = (
-    tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, RANKS_OF_A_HEAD, 2**TOKEN_BITS - 1)
-)
-DIGITS = tl.constexpr((EXPONENT_BITS + SCORE_BITS + 1) // 2)  # of two bits
+FEWEST, MOST, MOST_PARTS = 512, 2048, 64  # clusters of a part; more than so many parts make these larger
+CLUSTERS_A_WARP = 256
+ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
+SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
+BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
 
 
 @dataclass(frozen=True)
 class Scored:
     """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
-    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; and [H, 2, ranks]
-    int32 zeros, to count in."""
+    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; and [H] int32 zeros to
+    count in."""
 
     logits: torch.Tensor
     numbers: torch.Tensor
     peaks: torch.Tensor
     totals: torch.Tensor
-    counted: torch.Tensor
+    used: torch.Tensor
 
 
 @triton.jit
@@ -63,16 +60,15 @@ def _packed(logits, numbers, peaks, totals, head, c, stride, parts, least, thres
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=c < stride, other=0)
-    logsumexp = _logsumexp(peaks, totals, head, g, parts, G, PARTS)
-    score = tl.zeros([BLOCK], tl.float32)
-    for one in tl.static_range(G):
-        logit = tl.load(logits + one * stride + c, mask=c < stride, other=-float("inf"))
-        score += tl.exp(logit - tl.sum(tl.where(g == one, logsumexp, 0.0), 0))
+    # Read before the sums are waited for.
+    known = (c < stride)[:, None] & (g < G)
+    logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
+    score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
     if KEEP:
         rank = (score / G >= threshold).to(tl.int32)
     else:
         rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - SCORE)) - least
-        rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
+        rank = tl.minimum(tl.maximum(rank, 0), BINS * FINE - 1)
     return (rank.to(tl.uint32) << TOKENS) | size.to(tl.uint32)
 
 
@@ -87,218 +83,258 @@ def _size(packed):
 
 
 @triton.jit
-def _sum_of_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _sum_of_each(a, b, c, d, e, f):
+def _sum_of_three(a, b, c, d, e, f):
     return a + d, b + e, c + f
 
 
 @triton.jit
-def _reached(rank, size, wanted):
-    """The largest rank that clusters of so much size in all reach, 0 where all are too few, and the size above it."""
-    last, above = 0, 0
-    for digit in tl.static_range(DIGITS - 1, -1, -1):
-        low, mid, top = last + (1 << (2 * digit)), last + (2 << (2 * digit)), last + (3 << (2 * digit))
-        sizes = tl.where(rank >= low, size, 0), tl.where(rank >= mid, size, 0), tl.where(rank >= top, size, 0)
-        from_low, from_mid, from_top = tl.reduce(sizes, 0, _sum_of_each)
-        reached = (from_low >= wanted).to(tl.int32) + (from_mid >= wanted).to(tl.int32)
-        # What is past the last rank no cluster has, which of nothing wanted is enough.
-        reached += (from_top >= wanted).to(tl.int32)
-        last += reached << (2 * digit)
-        passed = tl.where(reached == 1, from_mid, tl.where(reached == 2, from_top, above))
-        above = tl.where(reached == 0, from_low, passed)
-    return last, above
+def _sum_of_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def _take(packed, last, room, above_before, equal_before, lengths, ends, log_left, c, stride):
-    """Write what is taken of some clusters, after those before them."""
-    size, rank, inside = _size(packed), _rank(packed), c < stride
-    above, equal = tl.where(rank > last, size, 0), tl.where(rank == last, size, 0)
-    above_ends, equal_ends = tl.associative_scan((above, equal), 0, _sum_of_two)
-    equal_ends += equal_before
-    taken = above + tl.minimum(equal_ends, room) - tl.minimum(equal_ends - equal, room)
-    tl.store(lengths + c, taken, mask=inside)
-    tl.store(ends + c, above_before + above_ends + tl.minimum(equal_ends, room), mask=inside)
-    left = size - taken
-    log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
-    tl.store(log_left + c, log_of_left, mask=inside)
+def _by(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
+    """[SIZE] each: how much of sizes, and of numbers, is at each place."""
+    there = place[:, None] == tl.arange(0, SIZE)[None, :]
+    sizes = tl.sum(tl.where(there, size[:, None], 0), 0)
+    numbers = sizes
+    if OPEN:
+        numbers = tl.sum(tl.where(there, number[:, None], 0), 0)
+    return sizes, numbers
 
 
-@triton.jit(do_not_specialize=["budget", "least"])
-def _choose_kernel(
-    logits, numbers, peaks, totals, lengths, ends, log_left, stride, parts, budget, least,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _load_counts(counts, head, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
+    """[PARTS, SIZE] each: sizes and numbers that all parts of a head have counted."""
+    part = tl.arange(0, PARTS)[:, None]
+    place = counts + ((head * others + part) * 2) * SIZE + tl.arange(0, SIZE)[None, :]
+    sizes = tl.load(place, mask=part < others, other=0)
+    numbers = sizes
+    if OPEN:
+        numbers = tl.load(place + SIZE, mask=part < others, other=0)
+    return sizes, numbers
+
+
+@triton.jit
+def _last(sizes, numbers, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr):
+    """The last place that is taken of counts [PARTS, SIZE], and what all places above it hold and have, with what is
+    above all of them: 0 where there is not enough."""
+    place, of_all, of_numbers = tl.arange(0, SIZE), tl.sum(sizes, 0), tl.sum(numbers, 0)
+    above, above_numbers = tl.sum(of_all, 0) - tl.cumsum(of_all, 0), tl.sum(of_numbers, 0) - tl.cumsum(of_numbers, 0)
+    enough = held + above + of_all >= budget
+    if OPEN:
+        enough &= had + above_numbers + of_numbers >= wanted
+    last = tl.max(tl.where(enough, place, 0), 0)
+    held += tl.sum(tl.where(place == last, above, 0), 0)
+    return last, held, had + tl.sum(tl.where(place == last, above_numbers, 0), 0)
+
+
+@triton.jit
+def _write_members(
+    scratch, plane, number, rows, slots, order, taken, starts, begins, lengths,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program a head, which keeps all its clusters."""
-    start(EARLY)
-    head, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at = head * stride
-    packed = _packed(
-        logits + at * G, numbers + at, peaks, totals, head, c, stride, parts, least, 0.0, G, GROUP, BLOCK, PARTS, False
+    """The rows of so many first members of a number of clusters, each cluster's from a slot on.
+
+    Mostly few clusters are taken: these are brought together first, in order, and then read again by all threads.
+    """
+    tl.store(scratch + order, starts, mask=taken)
+    tl.store(scratch + plane + order, begins, mask=taken)
+    tl.store(scratch + 2 * plane + order, lengths, mask=taken)
+    tl.debug_barrier()
+    for at in range(0, number, ENTRIES):
+        entry = at + tl.arange(0, ENTRIES)
+        known = entry < number
+        of_starts = tl.load(scratch + entry, mask=known, other=0)[:, None]
+        of_begins = tl.load(scratch + plane + entry, mask=known, other=0)[:, None]
+        of_lengths = tl.load(scratch + 2 * plane + entry, mask=known, other=0)
+        for first in range(0, tl.max(of_lengths, 0), WIDTH):
+            member = first + tl.arange(0, WIDTH)[None, :]
+            inside = (member < of_lengths[:, None]) & (of_begins + member < slots)
+            tl.store(rows + of_begins + member, of_starts + member, mask=inside)
+
+
+@triton.jit
+def _take(
+    rank, size, number, starts, last, held, had, above, equal, equal_size, budget, wanted,
+    lengths, log_left, rows, slots, scratch, plane, used, seen, at, head, c, stride,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
+    """Write what is taken of some clusters: all above the last rank, then of that rank until there is enough.
+
+    `held` and `had` are the tokens and members of all clusters above the last rank, `above`, `equal` and `equal_size`
+    members above it, members of it and their tokens in the clusters before these.
+    """
+    above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
+    above_one, equal_one = (above_number > 0).to(tl.int32), (equal_number > 0).to(tl.int32)
+    above_ends, equal_ends, above_order, equal_order = tl.associative_scan(
+        (above_number, equal_number, above_one, equal_one), 0, _sum_of_four
     )
-    last, above = _reached(_rank(packed), _size(packed), budget)
-    room = budget - above
-    _take(packed, last, room, 0, 0, lengths + at, ends + at, log_left + at, c, stride)
-
-
-@triton.jit(do_not_specialize=["wanted", "budget", "least"])
-def _open_kernel(
-    logits, numbers, children, peaks, totals, ranked, counted, lengths, ends, log_left,
-    stride, clusters, parts, wanted, budget, least, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program a head: whole clusters until two sums are reached."""
-    start(EARLY)
-    head, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at = head * stride
-    number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
-    if COUNTED:
-        packed = tl.load(ranked + at + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
-        counted += head * 2 * RANKS
-        enough = (_reaching(counted) >= budget) & (_reaching(counted + RANKS) >= wanted)
-        last = tl.max(tl.where(enough, tl.arange(0, RANKS), 0), 0)
-        rank, size = _rank(packed), _size(packed)
+    equal_begins = equal + equal_ends - equal_number
+    if OPEN:
+        sizes = tl.where(rank == last, size, 0)
+        held_before = held + equal_size + tl.cumsum(sizes, 0) - sizes
+        opened = (rank == last) & ((held_before < budget) | (had + equal_begins < wanted))
+        taken = above_number + tl.where(opened, number, 0)
+        left = tl.where(opened | (rank > last), 0, size)
     else:
-        packed = _packed(
-            logits + at * G, numbers + at, peaks, totals, head, c, stride, parts, least, 0.0,
-            G, GROUP, BLOCK, PARTS, False,
-        )  # fmt: skip
-        rank, size = _rank(packed), _size(packed)
-        last, _ = _reached(rank, number, wanted)
-        if tl.sum(tl.where(rank >= last, size, 0), 0) < budget:
-            last, _ = _reached(rank, size, budget)
-    above, equal = rank > last, rank == last
-    held, had = tl.reduce((tl.where(above, size, 0), tl.where(above, number, 0)), 0, _sum_of_two)
-    above_ends, had_ends, held_ends = tl.associative_scan(
-        (tl.where(above, number, 0), tl.where(equal, number, 0), tl.where(equal, size, 0)), 0, _sum_of_each
-    )
-    opened = equal & ((held + held_ends - size < budget) | (had + had_ends - number < wanted))
-    most = tl.max(tl.where(opened, had_ends, 0), 0)
-    opened |= above
-    tl.store(lengths + at + c, tl.where(opened, number, 0), mask=c < stride)
-    tl.store(ends + at + c, above_ends + tl.minimum(had_ends, most), mask=c < stride)
-    left = tl.where(opened | (size == 0), -float("inf"), tl.log(tl.maximum(size, 1).to(tl.float32)))
-    tl.store(log_left + at + c, left, mask=c < stride)
+        taken = above_number + tl.minimum(tl.maximum(budget - held - equal_begins, 0), equal_number)
+        left = size - taken
+    tl.store(lengths + at + c, taken, mask=c < stride)
+    log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
+    tl.store(log_left + at + c, log_of_left, mask=c < stride)
+    clusters_above, clusters, count = tl.reduce((above_one, (taken > 0).to(tl.int32), taken), 0, _sum_of_three)
+    slot = tl.where(rank > last, above + above_ends - above_number, had + equal_begins)
+    order = tl.where(rank > last, above_order, clusters_above + equal_order) - 1
+    _write_members(scratch, plane, clusters, rows, slots, order, taken > 0, starts, slot, taken, ENTRIES, WIDTH)
+    if count > 0:
+        tl.atomic_add(used + head, count, sem="relaxed")
+        if SEEN:
+            tl.atomic_add(seen + head, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["least"])
 def _rank_kernel(
-    logits, numbers, children, peaks, totals, ranked, counted, stride, clusters, parts, least, threshold,
+    logits, numbers, children, peaks, totals, ranked, coarse, stride, clusters, parts, least, threshold,
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
     OPEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a part's clusters, and their tokens counted by rank, and to open some their children too."""
+    """Ranks of a part's clusters, and their tokens and children counted by the exponent."""
     start(EARLY)
-    head, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * PART + tl.arange(0, PART)
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c = part * PART + tl.arange(0, PART)
     packed = _packed(
         logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, stride, parts, least, threshold,
         G, GROUP, PART, PARTS, KEEP,
     )  # fmt: skip
-    rank, size = _rank(packed), _size(packed)
-    if not KEEP:
-        # Nothing is below the first rank, so that nobody asks how much has it: most clusters, at one address.
-        tl.atomic_add(counted + head * 2 * RANKS + rank, size, mask=(rank > 0) & (size > 0), sem="relaxed")
+    tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=c < stride)
+    size, number = _size(packed), _size(packed)
     if OPEN:
         number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
-        place = counted + (head * 2 + 1) * RANKS + rank
-        tl.atomic_add(place, number, mask=(rank > 0) & (number > 0), sem="relaxed")
-    tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=c < stride)
+    sizes, of_numbers = _by(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
+    place = coarse + ((head * tl.num_programs(0) + part) * 2) * BINS + tl.arange(0, BINS)
+    tl.store(place, sizes)
+    if OPEN:
+        tl.store(place + BINS, of_numbers)
 
 
-@triton.jit
-def _reaching(counted):
-    """[RANKS]: how much has a rank or a higher one, of what was counted by rank."""
-    sizes = tl.load(counted + tl.arange(0, RANKS))
-    return tl.sum(sizes, 0) - tl.cumsum(sizes, 0) + sizes
+@triton.jit(do_not_specialize=["budget", "wanted"])
+def _count_kernel(
+    ranked, children, coarse, fine, limits, stride, clusters, budget, wanted,
+    PART: tl.constexpr, OTHERS: tl.constexpr, OPEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part's tokens and children, of clusters with the last one's exponent, counted by the rest of the rank."""
+    start(EARLY)
+    part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    c, place = part * PART + tl.arange(0, PART), fine + ((head * others + part) * 2) * FINE
+    tl.store(place + tl.arange(0, 2 * FINE), tl.zeros([2 * FINE], tl.int32))
+    packed = tl.load(ranked + head * stride + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
+    sizes, numbers = _load_counts(coarse, head, others, BINS, OTHERS, OPEN)
+    last, held, had = _last(sizes, numbers, 0, 0, budget, wanted, BINS, OPEN)
+    before = (tl.arange(0, OTHERS)[:, None] < part) & (tl.arange(0, BINS)[None, :] > last)
+    limits += (head * others + part) * 4
+    tl.store(limits, last)
+    tl.store(limits + 1, held)
+    tl.store(limits + 2, had)
+    tl.store(limits + 3, tl.sum(tl.sum(tl.where(before, numbers, 0), 0), 0))
+    size, rank = _size(packed), _rank(packed)
+    alike, place = rank >> SCORE == last, place + (rank & (FINE - 1))
+    tl.debug_barrier()
+    tl.atomic_add(place, size, mask=alike & (size > 0), sem="relaxed")
+    if OPEN:
+        number = tl.load(children + head * clusters + c, mask=alike & (c < clusters), other=0)
+        tl.atomic_add(place + FINE, number, mask=number > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["budget"])
+@triton.jit(do_not_specialize=["budget", "wanted"])
 def _take_kernel(
-    ranked, counted, lengths, ends, log_left, stride, budget,
-    PART: tl.constexpr, PASSED: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    ranked, children, coarse, fine, limits, starts, lengths, log_left, rows, scratch, used, seen,
+    stride, clusters, starts_stride, rows_stride, slots, plane, budget, wanted, PART: tl.constexpr,
+    OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr, ENTRIES: tl.constexpr,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a part takes, after those before it."""
     start(EARLY)
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at, last, room = head * stride, 0, 0
-    if not KEEP:
-        rank, reaching = tl.arange(0, RANKS), _reaching(counted + head * 2 * RANKS)
-        # The largest rank that enough tokens reach: 0 where those above it are too few.
-        last = tl.max(tl.where(reaching >= budget, rank, 0), 0)
-        room = budget - tl.sum(tl.where(rank == last + 1, reaching, 0), 0)
-    above, equal = tl.zeros([PASSED], tl.int32), tl.zeros([PASSED], tl.int32)
-    for first in range(0, part * PART, PASSED):
-        c = first + tl.arange(0, PASSED)
-        passed = tl.load(ranked + at + c, mask=c < part * PART, other=0).to(tl.uint32, bitcast=True)
-        above += tl.where(_rank(passed) > last, _size(passed), 0)
-        equal += tl.where(_rank(passed) == last, _size(passed), 0)
-    c = part * PART + tl.arange(0, PART)
+    part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    at, c, before = head * stride, part * PART + tl.arange(0, PART), tl.arange(0, OTHERS)[:, None] < part
     packed = tl.load(ranked + at + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
-    _take(packed, last, room, tl.sum(above, 0), tl.sum(equal, 0), lengths + at, ends + at, log_left + at, c, stride)
-
-
-def choose(scored: Scored, clusters: int, budget: int, threshold: float | None = None) -> ClusterChoice:
-    """`choose_clusters` from the logits of so many clusters, or, with a threshold, `keep_clusters`."""
-    (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    keep, taken, early = threshold is not None, _room(scored), following(device)
-    sums, shape = (scored.peaks, scored.totals), {"G": G, "GROUP": power_of_two(G), "PARTS": power_of_two(parts)}
-    if not keep and stride <= MOST_ALONE and multiprocessors(device) <= HEADS * H:
-        block = max(power_of_two(stride), 128)
-        _choose_kernel[(H,)](
-            scored.logits, scored.numbers, *sums, *taken, stride, parts, budget, least_rank(budget),
-            BLOCK=block, num_warps=max(4, block // ALONE_A_WARP), **shape, **early,
-        )  # fmt: skip
-        return _chosen(scored, clusters, taken)
-    ranked, size = _ranked(scored, least_rank(budget), threshold=threshold)
-    grid, warps = (triton.cdiv(stride, size), H), max(4, size // CLUSTERS_A_WARP)
-    _take_kernel[grid](
-        ranked, scored.counted, *taken, stride, budget, PART=size, PASSED=PASSED, KEEP=keep, num_warps=warps, **early
-    )
-    return _chosen(scored, clusters, taken)
-
-
-def open_best(scored: Scored, children: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
-    """`open_clusters` from the logits: of a coarse level one program a head keeps all clusters."""
-    (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    taken, children, block = _room(scored), children.contiguous(), max(power_of_two(stride), 128)
-    counted, ranked = multiprocessors(device) > HEADS * H, scored.numbers
-    if counted:
-        ranked, _ = _ranked(scored, least_rank(budget), children)
-    _open_kernel[(H,)](
-        scored.logits, scored.numbers, children, scored.peaks, scored.totals, ranked, scored.counted, *taken,
-        stride, children.shape[1], parts, wanted, budget, least_rank(budget), G=G, GROUP=power_of_two(G), BLOCK=block,
-        PARTS=power_of_two(parts), COUNTED=counted, num_warps=min(32, max(4, block // ALONE_A_WARP)),
-        **following(device),
+    first_row = tl.load(starts + head * starts_stride + c, mask=c < clusters, other=0).to(tl.int32)
+    size, rank = _size(packed), _rank(packed)
+    number = size
+    if OPEN:
+        number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
+    last, held, had, equal, equal_size = 0, 0, 0, 0, 0
+    if KEEP:
+        _, numbers = _load_counts(coarse, head, others, BINS, OTHERS, OPEN)
+        kept = before & (tl.arange(0, BINS)[None, :] > 0)
+        above = tl.sum(tl.sum(tl.where(kept, numbers, 0), 0), 0)
+    else:
+        limits += (head * others + part) * 4
+        high, held = tl.load(limits), tl.load(limits + 1)
+        had, above = tl.load(limits + 2), tl.load(limits + 3)
+        sizes, numbers = _load_counts(fine, head, others, FINE, OTHERS, OPEN)
+        low, held, had = _last(sizes, numbers, held, had, budget, wanted, FINE, OPEN)
+        last, place = (high << SCORE) + low, tl.arange(0, FINE)
+        numbers = tl.sum(tl.where(before, numbers, 0), 0)
+        above += tl.sum(tl.where(place > low, numbers, 0), 0)
+        equal = tl.sum(tl.where(place == low, numbers, 0), 0)
+        if OPEN:
+            sizes = tl.sum(tl.where(before, sizes, 0), 0)
+            equal_size = tl.sum(tl.where(place == low, sizes, 0), 0)
+    _take(
+        rank, size, number, first_row, last, held, had, above, equal, equal_size, budget, wanted,
+        lengths, log_left, rows + head * rows_stride, slots, scratch + at + part * PART, plane, used, seen, at, head, c,
+        stride, ENTRIES, WIDTH, OPEN, SEEN,
     )  # fmt: skip
-    return _chosen(scored, children.shape[1], taken)
 
 
-def _ranked(
-    scored: Scored, least: int, children: torch.Tensor | None = None, threshold: float | None = None
-) -> tuple[torch.Tensor, int]:
-    """Ranks by several programs a head, [H, stride], which have counted by rank too, and how many clusters each had."""
+@dataclass(frozen=True)
+class Wanted:
+    """What to take: clusters for a budget of tokens or, with a threshold, all that reach it; or, to be opened, clusters
+    until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each.
+
+    starts [H, C] int: the first member of each, a token's row or a child; slots: members of a head at most; seen [H]
+    int64 or None: to which their number is added.
+    """
+
+    starts: torch.Tensor
+    slots: int
+    budget: int
+    threshold: float | None = None
+    children: torch.Tensor | None = None
+    wanted: int = 0
+    seen: torch.Tensor | None = None
+
+
+def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
+    """What is taken of so many clusters, from their logits."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    ranked = torch.empty(H, stride, dtype=torch.int32, device=device)
     size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), FEWEST), MOST)
-    _rank_kernel[(triton.cdiv(stride, size), H)](
-        scored.logits, scored.numbers, scored.numbers if children is None else children, scored.peaks, scored.totals,
-        ranked, scored.counted, stride, 0 if children is None else children.shape[1], parts, least, threshold or 0.0,
-        G=G, GROUP=power_of_two(G), PART=size, PARTS=power_of_two(parts), KEEP=threshold is not None,
-        OPEN=children is not None, num_warps=max(4, size // CLUSTERS_A_WARP), **following(device),
+    size = max(size, power_of_two(triton.cdiv(stride, MOST_PARTS)))
+    grid, others = (triton.cdiv(stride, size), H), power_of_two(triton.cdiv(stride, size))
+    keep, opened, early = take.threshold is not None, take.children is not None, following(device)
+    children = scored.numbers if take.children is None else take.children.contiguous()
+    ranked, lengths, *scratch = torch.empty(5, H, stride, dtype=torch.int32, device=device)
+    log_left = torch.empty(H, stride, device=device)
+    coarse = torch.empty(H, grid[0], 2, BINS.value, dtype=torch.int32, device=device)
+    fine = torch.empty(H, grid[0], 2, FINE.value, dtype=torch.int32, device=device)
+    limits = torch.empty(H, grid[0], 4, dtype=torch.int32, device=device)
+    rows = torch.empty(H, aligned(max(take.slots, 1)), dtype=torch.int32, device=device)
+    how = {"PART": size, "OPEN": opened, "num_warps": min(32, max(4, size // CLUSTERS_A_WARP)), **early}
+    _rank_kernel[grid](
+        scored.logits, scored.numbers, children, scored.peaks, scored.totals, ranked, coarse,
+        stride, children.shape[1], parts, least_rank(take.budget), take.threshold or 0.0,
+        G=G, GROUP=power_of_two(G), PARTS=power_of_two(parts), KEEP=keep, **how,
     )  # fmt: skip
-    return ranked, size
-
-
-def _room(scored: Scored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For lengths, ends and the logarithms of what is left."""
-    lengths, ends = torch.empty_like(scored.numbers), torch.empty_like(scored.numbers)
-    return lengths, ends, torch.empty_like(lengths, dtype=torch.float32)
-
-
-def _chosen(scored: Scored, clusters: int, taken: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> ClusterChoice:
-    lengths, ends, log_left = taken
-    return ClusterChoice(scored.logits, lengths[:, :clusters], ends[:, :clusters], log_left)
+    if not keep:
+        _count_kernel[grid](
+            ranked, children, coarse, fine, limits, stride, children.shape[1], take.budget, take.wanted,
+            OTHERS=others, **how,
+        )  # fmt: skip
+    _take_kernel[grid](
+        ranked, children, coarse, fine, limits, take.starts, lengths, log_left, rows, scratch[0], scored.used,
+        scored.used if take.seen is None else take.seen, stride, clusters, take.starts.stride(0), rows.shape[1],
+        take.slots, scratch[0].numel(), take.budget, take.wanted,
+        OTHERS=others, KEEP=keep, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
+    )  # fmt: skip
+    return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used)

@@ -32,23 +32,35 @@ class ClusterChoice:
     """What was chosen of C clusters of each of H heads.
 
     logits [H, G, C or more] float32 of the query on the centroids, minus infinity on empty clusters and past the last;
-    lengths [H, C] int32, tokens taken of each cluster, and ends [H, C] int32, their running sum; log_left [H, C or
-    more] float32, the logarithm of how many tokens of each were not taken, minus infinity for none.
+    lengths [H, C] int32, members taken of each cluster, the first ones; log_left [H, C or more] float32, the logarithm
+    of how many tokens of each were not taken, minus infinity for none; rows [H, R] int32, all members that were taken,
+    of which there are used [H] int32: what comes after these is nothing.
     """
 
     logits: torch.Tensor
     lengths: torch.Tensor
-    ends: torch.Tensor
     log_left: torch.Tensor
+    rows: torch.Tensor
+    used: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Children:
+    """Clusters of a level as members of those above: numbers [H, C] int32 of each one's, and first [H, C] int, which;
+    slots: for how many of a head there is to be room. seen [H] int64 or None: what is opened is added to it."""
+
+    numbers: torch.Tensor
+    first: torch.Tensor
+    slots: int
+    seen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ListedChoice:
-    """What was chosen of the clusters in S slots of each of H heads: `ClusterChoice` of these, and of each slot which
-    cluster it is, clusters [H, S or more] int32, 0 where it is none, and that one's first row, starts [H, S] int32."""
+    """What was chosen of the clusters in S slots of each of H heads: `ClusterChoice` of these, and the first row of
+    each, starts [H, S] int32."""
 
     chosen: ClusterChoice
-    clusters: torch.Tensor
     starts: torch.Tensor
 
 
@@ -56,41 +68,43 @@ def choose_clusters(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
+    starts: torch.Tensor,
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ClusterChoice:
     """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
 
-    Of scores that agree to one part in 128 the lower number is first. On a GPU two kernels, four where there are many
-    clusters, no synchronisation, and shapes that depend on no data.
+    Of scores that agree to one part in 128 the lower number is first. On a GPU three kernels, no synchronisation, and
+    shapes that depend on no data.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int, the tokens of each cluster.
+        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens of each cluster and the first row.
         budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most.
 
     Returns:
-        See `ClusterChoice`. Allocates the logits and four tensors [H, C].
+        See `ClusterChoice`. Allocates the logits, the rows and four tensors [H, C].
     """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
 
         with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
-            return choose_clusters_triton(query, centroids, counts, budget, softmax_scale, softcap)
-    return choose_clusters_reference(query, centroids, counts, budget, softmax_scale, softcap)
+            return choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap)
+    return choose_clusters_reference(query, centroids, counts, starts, budget, softmax_scale, softcap)
 
 
 def choose_clusters_reference(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
+    starts: torch.Tensor,
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ClusterChoice:
     """`choose_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    return _best(logits, scores, counts, budget)
+    return _best(logits, scores, counts, starts, budget)
 
 
 def _scored(
@@ -102,10 +116,13 @@ def _scored(
     return logits, scores_from_logits(logits[:, :, None], counts[:, None, None])[:, 0]
 
 
-def _best(logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, budget: int) -> ClusterChoice:
+def _best(
+    logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, budget: int
+) -> ClusterChoice:
     order = _ranked(scores, budget)
     taken = fill_budget(counts.gather(-1, order).int(), budget).int()
-    return _choice(logits, torch.zeros_like(taken).scatter_(-1, order, taken), counts)
+    lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
+    return _choice(logits, lengths, counts - lengths, starts, budget)
 
 
 def _ranked(scores: torch.Tensor, budget: int) -> torch.Tensor:
@@ -114,15 +131,20 @@ def _ranked(scores: torch.Tensor, budget: int) -> torch.Tensor:
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + SCORE_BITS) - 1).argsort(dim=-1, descending=True, stable=True)
 
 
-def _choice(logits: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor) -> ClusterChoice:
-    return ClusterChoice(logits, lengths, lengths.cumsum(-1, dtype=torch.int32), (counts - lengths).float().log())
+def _choice(
+    logits: torch.Tensor, lengths: torch.Tensor, left: torch.Tensor, starts: torch.Tensor, slots: int
+) -> ClusterChoice:
+    """The same with its rows, in the order of the clusters; there is room for `slots`."""
+    rows, _ = expand_runs(starts, lengths, slots)
+    used = lengths.sum(-1, dtype=torch.int32)
+    return ClusterChoice(logits, lengths, left.float().log(), rows.int(), used)
 
 
 def open_clusters(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
-    children: torch.Tensor,
+    children: Children,
     wanted: int,
     budget: int,
     softmax_scale: float,
@@ -131,11 +153,11 @@ def open_clusters(
     """The best clusters, whole, until they have so many children and hold so many tokens.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D]; counts, children: [H, C] int32, of tokens and of clusters a level below.
+        query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32, of tokens.
         wanted: children of each head; budget: tokens.
 
     Returns:
-        a choice whose lengths and ends are numbers of children.
+        a choice whose members are children.
     """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import open_clusters_triton
@@ -149,7 +171,7 @@ def open_clusters_reference(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
-    children: torch.Tensor,
+    children: Children,
     wanted: int,
     budget: int,
     softmax_scale: float,
@@ -158,11 +180,16 @@ def open_clusters_reference(
     """`open_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     order = _ranked(scores, budget)
-    opened = until_enough(counts.gather(-1, order), children.gather(-1, order), wanted, budget)
+    opened = until_enough(counts.gather(-1, order), children.numbers.gather(-1, order), wanted, budget)
     opened = torch.zeros_like(opened).scatter_(-1, order, opened)
-    lengths = (children * opened).int()
-    left = (counts * ~opened).float().log()
-    return ClusterChoice(logits, lengths, lengths.cumsum(-1, dtype=torch.int32), left)
+    lengths = (children.numbers * opened).int()
+    return _seen(_choice(logits, lengths, counts * ~opened, children.first, children.slots), children.seen)
+
+
+def _seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
+    if seen is not None:
+        seen += choice.used
+    return choice
 
 
 def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budget: int) -> torch.Tensor:
@@ -175,30 +202,41 @@ def keep_clusters(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
+    starts: torch.Tensor,
     threshold: float,
+    most: int,
     softmax_scale: float,
     softcap: float | None = None,
+    seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """All clusters whose S_i, averaged over the group, reaches a threshold; like `choose_clusters` in all else."""
+    """All clusters whose S_i, averaged over the group, reaches a threshold; like `choose_clusters` in all else.
+
+    Args:
+        most: tokens of a head, for which there is room; seen: [H] int64, what is taken is added to it.
+    """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import keep_clusters_triton
 
         with torch.cuda.device(query.device):
-            return keep_clusters_triton(query, centroids, counts, threshold, softmax_scale, softcap)
-    return keep_clusters_reference(query, centroids, counts, threshold, softmax_scale, softcap)
+            return keep_clusters_triton(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
+    return keep_clusters_reference(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
 
 
 def keep_clusters_reference(
     query: torch.Tensor,
     centroids: torch.Tensor,
     counts: torch.Tensor,
+    starts: torch.Tensor,
     threshold: float,
+    most: int,
     softmax_scale: float,
     softcap: float | None = None,
+    seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
     """`keep_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    return _choice(logits, (counts * (scores >= threshold)).int(), counts)
+    lengths = (counts * (scores >= threshold)).int()
+    return _seen(_choice(logits, lengths, counts - lengths, starts, most), seen)
 
 
 def choose_listed(
@@ -206,8 +244,7 @@ def choose_listed(
     centroids: torch.Tensor,
     counts: torch.Tensor,
     first_row: torch.Tensor,
-    runs: tuple[torch.Tensor, torch.Tensor],
-    slots: int,
+    listed: tuple[torch.Tensor, torch.Tensor],
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
@@ -216,21 +253,18 @@ def choose_listed(
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, first_row: [H, C] int32.
-        runs: of the clusters to choose among, starts and running sums of lengths [H, R].
-        slots: how many there are at most.
+        listed: which clusters to choose among [H, S] int32, and how many these are of each head [H] int32.
         budget: tokens to take of each head.
 
     Returns:
-        See `ListedChoice`. Allocates the logits and six tensors [H, slots].
+        See `ListedChoice`. Allocates the logits, the rows and five tensors [H, S].
     """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_listed_triton
 
         with torch.cuda.device(query.device):
-            return choose_listed_triton(
-                query, centroids, counts, first_row, runs, slots, budget, softmax_scale, softcap
-            )
-    return choose_listed_reference(query, centroids, counts, first_row, runs, slots, budget, softmax_scale, softcap)
+            return choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
+    return choose_listed_reference(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
 
 
 def choose_listed_reference(
@@ -238,19 +272,15 @@ def choose_listed_reference(
     centroids: torch.Tensor,
     counts: torch.Tensor,
     first_row: torch.Tensor,
-    runs: tuple[torch.Tensor, torch.Tensor],
-    slots: int,
+    listed: tuple[torch.Tensor, torch.Tensor],
     budget: int,
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ListedChoice:
     """`choose_listed` in plain torch: gathers the centroids."""
-    starts, ends = runs
-    lengths = ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))
-    clusters, valid = expand_runs(starts, lengths, slots)
+    valid = torch.arange(listed[0].shape[1], device=query.device) < listed[1][:, None]
+    clusters = torch.where(valid, listed[0], 0).long()
     some = centroids.gather(1, clusters[..., None].expand(-1, -1, centroids.shape[2]))
-    numbers = counts.gather(-1, clusters) * valid
+    numbers, starts = counts.gather(-1, clusters) * valid, first_row.gather(-1, clusters) * valid
     logits, scores = _scored(query, some, numbers, softmax_scale, softcap)
-    return ListedChoice(
-        _best(logits, scores, numbers, budget), clusters.int(), (first_row.gather(-1, clusters) * valid).int()
-    )
+    return ListedChoice(_best(logits, scores, numbers, starts, budget), starts.int())

@@ -12,13 +12,15 @@ from sparsekv.kernels.runs import expand_runs
 @dataclass(frozen=True)
 class RunRows:
     """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
-    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row."""
+    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
+    there are `used` [H] int32 of each head, None: all."""
 
     keys: torch.Tensor
     values: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor | None
     capacity: int
+    used: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def decode_attention_reference(
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain torch: gathers the rows."""
-    lengths = torch.ones_like(runs.starts) if runs.ends is None else lengths_of(runs.ends)
+    lengths = _single_rows(runs) if runs.ends is None else lengths_of(runs.ends)
     rows, valid = expand_runs(runs.starts, lengths, runs.capacity)
     keys, values = (held.gather(1, rows[..., None].expand(-1, -1, held.shape[2])) for held in (runs.keys, runs.values))
     if exact_count is not None:
@@ -104,6 +106,12 @@ def decode_attention_reference(
     all_values = torch.cat([values, exact[1], *stood], 1).to(wide)
     weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
     return (weights.to(all_values.dtype) @ all_values).to(query.dtype)
+
+
+def _single_rows(runs: RunRows) -> torch.Tensor:
+    """Lengths [H, R] of runs of one row each, 0 of those that are not used."""
+    used = runs.starts.new_full(runs.starts.shape[:1], runs.capacity) if runs.used is None else runs.used
+    return (torch.arange(runs.starts.shape[1], device=runs.starts.device) < used[:, None]).int()
 
 
 def lengths_of(ends: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and stand-ins in one launch.
 
-Partial softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins, however uneven
-the runs are; and the merge of those. Before that the rows that the runs are get written out, so that they are read as
-a plain list, tiles ahead: by each program those of its share, or, where that is many, in a launch before.
+Partial softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins; and the merge of
+those. Rows are read as a plain list, tiles ahead: those of runs are written out in a launch before.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,14 @@ from torch.nn.functional import pad
 
 from sparsekv.kernels.decode_attention import RunRows, StandIns
 from sparsekv.kernels.launch import following, multiprocessors, programs_per_head
-from sparsekv.kernels.run_rows_triton import MOST_OWN_ROWS, list_rows, search_steps, write_rows
+from sparsekv.kernels.run_rows_triton import list_rows
 from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
 MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
 # Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
-STAND_FIFTHS, LISTED_FIFTHS = 2, 4
-OWN_SLOTS = 128  # whose rows are found together by the program that uses them
+STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
 
 
@@ -50,18 +48,17 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 
 
 # What grows as a model decodes must not make triton compile anew.
-@triton.jit(do_not_specialize=["exact_rows"])
+@triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
-    query, keys, values, starts, ends, rows, exact_keys, exact_values, exact_count,
+    query, keys, values, rows, rows_used, exact_keys, exact_values, exact_count,
     stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
     listed_used, peaks, totals, outputs,
-    head_stride, row_stride, runs, starts_stride, ends_stride, rows_stride, exact_rows, exact_stride,
+    head_stride, row_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
     listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
-    USED: tl.constexpr, COUNTED: tl.constexpr, SINGLE: tl.constexpr, OWN_ROWS: tl.constexpr, STEPS: tl.constexpr,
-    SLOTS: tl.constexpr, EARLY: tl.constexpr,
+    USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -72,8 +69,8 @@ def _partial_kernel(
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
     # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
-    starts, ends, rows = starts + head * starts_stride, ends + head * ends_stride, rows + head * rows_stride
-    chosen_rows = runs if SINGLE else tl.load(ends + runs - 1)
+    if ROWS_USED:
+        chosen_rows = tl.minimum(tl.load(rows_used + head * rows_used_stride), chosen_rows)
     if USED:
         listed = tl.minimum(tl.load(listed_used + head * used_stride), listed)
     if COUNTED:
@@ -100,11 +97,11 @@ def _partial_kernel(
         for at in tl.range(begin, stop, TILE, num_stages=STAGES):
             c = at + t
             inside = c < stop
-            row = tl.load(listed_rows + head * listed_stride + c, mask=inside, other=0)
+            row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
-            v = tl.load(
-                listed_values + (head * listed_of + row[:, None]) * D + d, mask=inside[:, None] & in_row, other=0.0
-            )
+            # Of clusters that are attended row by row nothing is left to stand for.
+            mask = (count > -float("inf"))[:, None] & in_row
+            v = tl.load(listed_values + (head * listed_of + row[:, None]) * D + d, mask=mask, other=0.0)
             logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
             peak, total, output = _add(peak, total, output, logits, v)
         stands = lists
@@ -120,12 +117,8 @@ def _partial_kernel(
         peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
+    rows += head * rows_stride
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
-    if OWN_ROWS:
-        for at in range(begin, stop, SLOTS):
-            write_rows(starts, ends, rows, at + tl.arange(0, SLOTS), runs, stop, STEPS)
-        # Other threads of the program read what these have written.
-        tl.debug_barrier()
     for at in tl.range(begin, stop, TILE, num_stages=STAGES):
         inside = at + t < stop
         row = tl.load(rows + at + t, mask=inside, other=0)
@@ -207,7 +200,7 @@ def decode_attention_triton(
 ) -> torch.Tensor:
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs a multiprocessor,
     and the numbers of the chosen rows."""
-    (H, G, D), R, E = query.shape, runs.starts.shape[1], exact[0].shape[1]
+    (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), following(query.device)
     plain = _joined([part for part in stand_ins if part.rows is None])
     listed = next((part for part in stand_ins if part.rows is not None), None)
@@ -216,32 +209,31 @@ def decode_attention_triton(
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
-    programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device))
-    # A launch of its own pays where a program would have to search again and again.
-    single, own_rows = runs.ends is None, units <= programs * MOST_OWN_ROWS and runs.ends is not None
-    if runs.ends is None:
-        rows = ends = runs.starts
-    else:
-        ends = runs.ends
-        rows = torch.empty(H, max(runs.capacity, 1), dtype=torch.int32, device=query.device)
-        if not own_rows:
-            list_rows(runs.starts, ends, rows, runs.capacity)
+    programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device), grain=10)
+    rows, used_rows = runs.starts, runs.used
+    if runs.ends is not None:
+        rows, used_rows = (
+            torch.empty(H, max(runs.capacity, 1), dtype=torch.int32, device=query.device),
+            runs.ends[:, -1],
+        )
+        list_rows(runs.starts, runs.ends, rows, runs.capacity)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
     _partial_kernel[(programs, H)](
-        query, runs.keys, runs.values, runs.starts, ends, rows, *exact, query if exact_count is None else exact_count,
+        query, runs.keys, runs.values, rows, query if used_rows is None else used_rows, *exact,
+        query if exact_count is None else exact_count,
         logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
         query if used is None else used, peaks, totals, outputs,
-        *runs.keys.stride()[:2], R, runs.starts.stride(0), ends.stride(0), rows.stride(0), E, exact[0].stride(0),
+        *runs.keys.stride()[:2], runs.capacity, rows.stride(0), 0 if used_rows is None else used_rows.stride(0),
+        E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), S, listed_logits.stride(1), listed_counts.stride(0),
         listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES),
         STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
-        LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None, SINGLE=single,
-        OWN_ROWS=own_rows, STEPS=search_steps(R), SLOTS=OWN_SLOTS,
-        num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
+        LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
+        ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,

@@ -23,18 +23,19 @@ def following(device: torch.device) -> dict[str, bool]:
     return {"EARLY": False}
 
 
-def programs_per_head(heads: int, rows: int, at_once: int) -> int:
+def programs_per_head(heads: int, rows: int, at_once: int, grain: int = 20) -> int:
     """How many programs share a head's rows, so that the last wave of all programs is as full as can be.
 
     Args:
         rows: that a head reads.
         at_once: programs that run at the same time.
+        grain: two waves that are as full as each other to so many parts are alike, and the shorter one is taken.
     """
     fewest = max(1, at_once // heads)
     most = max(fewest, min(4 * fewest + 4, -(-rows // FEWEST_ROWS)))
-    return max(range(fewest, most + 1), key=lambda number: (_full(heads * number, at_once), -number))
+    return max(range(fewest, most + 1), key=lambda number: (_full(heads * number, at_once, grain), -number))
 
 
-def _full(programs: int, at_once: int) -> float:
-    """The share of the places that so many programs fill, in the waves that they run in; to a twentieth."""
-    return round(20 * programs / (-(-programs // at_once) * at_once)) / 20
+def _full(programs: int, at_once: int, grain: int) -> float:
+    """The share of the places that so many programs fill, in the waves that they run in; to one in `grain`."""
+    return round(grain * programs / (-(-programs // at_once) * at_once)) / grain

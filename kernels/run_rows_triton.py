@@ -7,8 +7,7 @@ import triton.language as tl
 from sparsekv.kernels.launch import following
 from sparsekv.kernels.tiles_triton import start
 
-SLOTS = 256  # whose rows are found together, in a launch of its own
-MOST_OWN_ROWS = 512  # that a program which reads them finds by itself
+SLOTS = 256  # whose rows are found together
 
 
 def search_steps(runs: int) -> int:

@@ -77,7 +77,7 @@ class IndexCache(Cache):
 
     def counters(self) -> list[torch.Tensor]:
         """All that a step changes on the device, beside the row that it writes."""
-        read = [layer.read.counted for layer in self.stored_layers if isinstance(layer, SparseLayer)]
+        read = [one for layer in self.stored_layers if isinstance(layer, SparseLayer) for one in layer.read.counters()]
         return [self.rows, self.counts, *read]
 
     def buffers(self) -> tuple[int, ...]:

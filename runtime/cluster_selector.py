@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.kernels.best_clusters import CountedClusters
 from sparsekv.kernels.cluster_choice import MOST_TOKENS, until_enough
+from sparsekv.kernels.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.kernels.tree import Tree, child_scores
@@ -85,17 +86,20 @@ class ClusterSelector(Selector):
             keys=self.keys,
             values=self.values,
             starts=self.starts,
+            first_row=found["first_row"],
             counted=CountedClusters(self.tree.centroids[0], self.tree.counts[0], logs, shares, self.middle),
             below=self._below(),
             facts=self.facts,
             own=not scored,
         )
+        values, facts = self.values[0] if self.values else None, self.facts
+        self.at_once = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
-    def _below(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What kernels go down two levels by."""
         if len(self.parents) != 1 or self.windowed_rope is not None:
             return None
-        return self.tree.children[0].int(), self.tree.first_child[0].int(), self.starts.int()
+        return self.tree.children[0].int(), self.tree.first_child[0].int()
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
         assert self.stream is not None
@@ -116,9 +120,8 @@ class ClusterSelector(Selector):
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """To a budget without a sync; by threshold one a level sizes the gather, but for the flat one in place."""
         query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
-        # Of what the coarse levels leave, half at most: a larger budget gains nothing from going through them.
-        flat = not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
-        if query.shape[2] == 1 and not asked.shared and (step := self._step(query, budget, flat, asked.in_place)):
+        flat = self._is_flat(budget)
+        if query.shape[2] == 1 and not asked.shared and (step := self._step(query, budget, flat, asked.counter)):
             return step
         looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
         while looked[-1].level:
@@ -134,17 +137,37 @@ class ClusterSelector(Selector):
             dropped=None if self.replace else lambda: self._remainders(looked, lengths),
         )
 
-    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: bool) -> Selection | None:
+    def attend_at_once(
+        self,
+        query: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        budget: Budget,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float] | None:
+        """Of the finest clusters alone, to a budget."""
+        tokens = min(budget.tokens(self.middle), self.middle)
+        if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
+            return None
+        output = attend_to_best(query, self.at_once, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
+        return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
+
+    def _is_flat(self, budget: Budget) -> bool:
+        """Whether all of the finest clusters are looked at; of what the coarse levels leave, half at most: a larger
+        budget gains nothing from going through them."""
+        return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
+
+    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, counter: torch.Tensor | None) -> Selection | None:
         """One query's choice by kernels; None where there are none for it."""
         rows, replace = self._rows_of_a_cluster(), self.replace
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.middle > MOST_TOKENS:
             return None
         if self.thresholds is not None:
-            if not (flat and in_place and query.is_cuda):
+            if not (flat and counter is not None and query.is_cuda):
                 return None
             threshold = self.thresholds.finest(budget.share(self.middle), shared=False)
-            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold)
+            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold, counter=counter)
         if not query.is_cuda:
             return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
         if flat:
@@ -152,7 +175,7 @@ class ClusterSelector(Selector):
         if self.steps.below is None:
             return None
         wanted, slots = self._wanted(0, 1, budget), self._slots(0, 1, budget)
-        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, in_place=in_place)
+        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, counter=counter)
 
     def _rows_of_a_cluster(self) -> int:
         """What is read of one that is looked up: what is scored and, to stand for its tokens, key and value."""

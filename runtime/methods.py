@@ -63,9 +63,10 @@ class Asked:
     query [Hk, G, Q, D], after RoPE; `positions()` [Q] int64 are theirs in the sequence. `exact_logsumexp()` is
     [Hk, G, Q], the log of the sum of exponents over all that is attended exactly anyway (sinks, tail, new tokens). Both
     are computed when a method asks for them. With `shared` there is one choice for all Q queries together (a question's
-    prefill). Every layer that is asked about the same tokens is asked with the same `batch`. With `in_place` kernels
-    attend to the rows where these lie, on a GPU and for one query: then a selection may tell by `stand_ins` alone what
-    stands for the others. `exact_keys` are those of what is attended exactly, where every query sees all of them.
+    prefill). Every layer that is asked about the same tokens is asked with the same `batch`. With a `counter` [Hk]
+    int64 kernels attend to the rows where these lie, on a GPU and for one query: then a selection may tell by
+    `stand_ins` alone what stands for the others, and what only the device knows may be counted there. `exact_keys` are
+    those of what is attended exactly, where every query sees all of them.
     """
 
     query: torch.Tensor
@@ -73,8 +74,13 @@ class Asked:
     exact_logsumexp: Callable[[], torch.Tensor]
     shared: bool
     batch: int = 0
-    in_place: bool = False
+    counter: torch.Tensor | None = None
     exact_keys: ExactKeys | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels attend to the chosen rows where these lie."""
+        return self.counter is not None
 
     def to(self, device: torch.device) -> "Asked":
         """The same on another device; itself where it is there already."""
@@ -121,9 +127,10 @@ class Selection:
     `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen; where
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
     rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
-    lengths of each query, where it is known without looking at them, and `ends` their running sum [Hk, Q or 1, R] int32
-    where choosing has found it already; with `single_rows` every run is one row. `stand_ins` are, for kernels alone, in
-    the place of replacements.
+    lengths of each query, where it is known without looking at them; with `single_rows` every run is one row. For
+    kernels alone, and one query, `listed` are the rows of the runs [Hk, capacity] int32 and how many there are [Hk],
+    `stand_ins` are in the place of replacements, and `each_counted` is how many D-sized rows were read for each that
+    was added to the counter of what was asked.
     """
 
     starts: torch.Tensor
@@ -134,9 +141,10 @@ class Selection:
     dropped: Callable[[], tuple[Remainder, ...]] | None = None
     log_weights: torch.Tensor | None = None
     taken: int | None = None
-    ends: torch.Tensor | None = None
     single_rows: bool = False
+    listed: tuple[torch.Tensor, torch.Tensor] | None = None
     stand_ins: tuple[StandIns, ...] | None = None
+    each_counted: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,27 @@ class Selector(ABC):
     @abstractmethod
     def select(self, asked: Asked, budget: Budget) -> Selection:
         """Choose rows of the middle for queries, as many as the budget allows."""
+
+    def attend_at_once(
+        self,
+        query: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        budget: Budget,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float] | None:
+        """One query's attention on a CPU to what `select` would choose, to what would stand for the rest and to exact
+        rows, where one kernel does it all; None where none does.
+
+        Args:
+            query: [Hk, G, D].
+            rows, exact: keys and values [Hk, M, D] where the middle's lie, and [Hk, E, D].
+            sink_logits: [Hk, G].
+
+        Returns:
+            [Hk, G, D], and how many D-sized rows of the middle and of what it was chosen by were read for each head.
+        """
+        return None
 
     def observe(self, asked: Asked) -> None:  # noqa: B027  # most methods keep nothing of a question
         """See a question that another method chooses for; what a method keeps for the answer may depend on it."""

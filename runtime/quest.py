@@ -63,15 +63,16 @@ class QuestSelector(Selector):
         pages' only by the number of tokens a page, which is one but for the last one's."""
         facts = self.facts
         chosen = choose_clusters(
-            _by_sign(query)[:, :, 0], self.extremes, self.lengths, tokens, facts.softmax_scale, facts.softcap
-        )
+            _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts, tokens, facts.softmax_scale,
+            facts.softcap,
+        )  # fmt: skip
         return Selection(
             self.starts[:, None],
             chosen.lengths[:, None],
             tokens,
             2.0 * self.extremes.shape[1],
             taken=tokens,
-            ends=chosen.ends[:, None],
+            listed=(chosen.rows, chosen.used),
         )
 
 

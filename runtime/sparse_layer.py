@@ -26,21 +26,29 @@ from sparsekv.runtime.stored_layer import StoredLayer
 class ReadRows:
     """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read.
 
-    What depends on data is counted where the data is, without waiting for it; what is `known` costs it nothing.
+    What depends on data is counted where the data is, without waiting for it; what is `known` costs it nothing. Kernels
+    count to `by_kernels` [Hk] int64, `each_by_kernels` rows at a time.
     """
 
     counted: torch.Tensor
+    by_kernels: torch.Tensor
+    each_by_kernels: int = 0
     known: float = 0.0
     dense: int = 0
 
+    def counters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step changes on the device."""
+        return self.counted, self.by_kernels
+
     def total(self) -> float:
-        """Rows that were read; one sync."""
-        return float(self.counted) + self.known
+        """Rows that were read; two syncs."""
+        return float(self.counted) + self.known + self.each_by_kernels * int(self.by_kernels.sum())
 
     @torch.inference_mode()
     def reset(self) -> None:
         """Count from nothing again, in the same place: a captured step adds to it."""
         self.counted.zero_()
+        self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0
 
 
@@ -79,7 +87,11 @@ class SparseLayer(StoredLayer):
         self.facts, self.selector, self.budget, self.split, self.gauge = facts, selector, budget, split, gauge
         self.question = question
         self.ahead = Ahead(partial(self._find, budget)) if ahead else None
-        self.read = ReadRows(torch.zeros((), dtype=torch.float64, device=self.exact[0].device))
+        device = self.exact[0].device
+        self.read = ReadRows(
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros(len(self.exact[0]), dtype=torch.int64, device=device),
+        )
         self.last_known, self.last_dense = 0.0, 0
 
     @property
@@ -164,6 +176,14 @@ class SparseLayer(StoredLayer):
         """One query's attention on a CPU, where what is neither computed nor looked at is what is fast."""
         keys, values = self.exact_rows()
         Hk, _, D = keys.shape
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        if (in_place := self.middle.in_place()) is not None:
+            grouped = call.query.view(Hk, -1, D)
+            done = self.selector.attend_at_once(grouped, in_place, (keys, values), self.budget, sinks)
+            if done is not None:
+                output, read = done
+                self._count_step(Hk * read, Hk)
+                return output.view(-1, 1, D)
         query, how = call.query.view(Hk, -1, 1, D), (call.softmax_scale, call.softcap)
         asked = Asked(
             query,
@@ -172,7 +192,7 @@ class SparseLayer(StoredLayer):
             shared=False,
         )
         found = self._find(self.budget, asked)
-        chosen, sinks = found.chosen, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        chosen = found.chosen
         self._count(self._rows_read(chosen), asked)
         stand_ins = [part.at_once for part in chosen.replacements if part.at_once is not None]
         if found.valid is None and chosen.log_weights is None and len(stand_ins) == len(chosen.replacements):
@@ -187,13 +207,14 @@ class SparseLayer(StoredLayer):
 
     def _attend_in_place(self, step: "_Step") -> torch.Tensor:
         """One query's attention without a copy of any row; what was drawn with weights goes the other way."""
-        chosen = self.selector.select(replace(step.asked, in_place=True), self.budget)
+        chosen = self.selector.select(replace(step.asked, counter=self.read.by_kernels), self.budget)
         grouped, rows = step.asked.query, self.middle.in_place()
         self._count(self._rows_read(chosen), step.asked)
+        self.read.each_by_kernels = chosen.each_counted
         count = None if self.place is None else self.place.count
         if chosen.log_weights is not None or rows is None:
             return attend(grouped, self._segments(self._fetch(chosen, grouped.device), step), *step.how).flatten(0, 1)
-        runs = RunRows(*rows, chosen.starts[:, 0], _ends(chosen), chosen.capacity)
+        runs = _runs(rows, chosen)
         stand_ins = chosen.stand_ins
         if stand_ins is None:
             stand_ins = tuple(self._stand_in(part, step) for part in chosen.replacements)
@@ -323,6 +344,10 @@ class SparseLayer(StoredLayer):
             known = heads * rows
         else:
             self.read.counted += rows.sum()
+        self._count_step(known, heads)
+
+    def _count_step(self, known: float, heads: int) -> None:
+        """Count the rows of a step that are known without looking, and those that dense attention would read."""
         dense = 2 * heads * self.middle.used
         if self.place is None:
             self.read.known += known
@@ -332,11 +357,13 @@ class SparseLayer(StoredLayer):
             self.last_known, self.last_dense = known, dense
 
 
-def _ends(chosen: Selection) -> torch.Tensor | None:
-    """Running sums [Hk, R] of the lengths of one query's runs; None where each is one row."""
-    if chosen.single_rows:
-        return None
-    return (chosen.lengths.cumsum(-1, dtype=torch.int32) if chosen.ends is None else chosen.ends)[:, 0]
+def _runs(rows: Pair, chosen: Selection) -> RunRows:
+    """Of the rows where they lie, keys and values [Hk, M, D], those that were chosen for one query."""
+    if chosen.listed is not None:
+        listed, used = chosen.listed
+        return RunRows(*rows, listed, None, chosen.capacity, used)
+    ends = None if chosen.single_rows else chosen.lengths.cumsum(-1, dtype=torch.int32)[:, 0]
+    return RunRows(*rows, chosen.starts[:, 0], ends, chosen.capacity)
 
 
 @dataclass(frozen=True)

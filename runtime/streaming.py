@@ -79,8 +79,9 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
         first_row, first_clusters: what comes before these blocks: rows, and clusters of each level.
 
     Returns:
-        token_order [Hk, M] and starts [Hk, C_0] int64, the first row of each cluster; levelI.centroids, .counts and
-        .value_centroids as they were; level0.log_counts and .shares, the `logs_and_shares` of the counts;
+        token_order [Hk, M] and starts [Hk, C_0] int64, the first row of each cluster, which kernels want as first_row,
+        int32; levelI.centroids, .counts and .value_centroids as they were; level0.log_counts and .shares, the
+        `logs_and_shares` of the counts;
         levelI.parent [Hk, C_I] int64; and of coarse levels [Hk, C_I] int64 .first_child and .children, of which empty
         clusters are left out.
     """
@@ -89,6 +90,7 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
     found = {name: tensor for name, tensor in tensors.items() if name.startswith("level")}
     found["token_order"] = tensors["token_order"].long()
     found["starts"] = tensors["token_offsets"][:, :-1].long() + first_row
+    found["first_row"] = found["starts"].int()
     found["level0.log_counts"], found["level0.shares"] = logs_and_shares(tree.counts[0])
     for level, first_child in enumerate(tree.first_child):
         parent = tensors[f"level{level}.parent"].long()
@@ -110,7 +112,7 @@ class _Open:
         """First entry of the open block in a tensor of `lookup_tensors`."""
         if name == "token_order":
             return self.row
-        return self.clusters[0 if name == "starts" else int(name.partition(".")[0].removeprefix("level"))]
+        return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
 
 
 class ClusterStream:

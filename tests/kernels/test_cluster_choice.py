@@ -11,7 +11,7 @@ from support.reference import assert_close
 from sparsekv.kernels.cluster_choice import ClusterChoice, choose_clusters_reference, keep_clusters_reference
 from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
 from sparsekv.kernels.lookup import cluster_scores
-from sparsekv.kernels.runs import fill_budget
+from sparsekv.kernels.runs import expand_runs, fill_budget
 
 pytestmark = compiled_or_interpreted
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -19,16 +19,37 @@ by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), i
 RESOLUTION = 1 + 2**-7
 
 
+def first_rows(counts: torch.Tensor) -> torch.Tensor:
+    """[H, C]: of clusters that lie one after another, with a gap after each."""
+    return (counts + 2).cumsum(-1) - counts
+
+
+def assert_rows(found: ClusterChoice, starts: torch.Tensor) -> None:
+    """The rows are the members that were taken, each once, in any order."""
+    assert torch.equal(found.used, found.lengths.sum(-1).int())
+    for head, used in enumerate(found.used.tolist()):
+        members, _ = expand_runs(starts[head], found.lengths[head], used)
+        assert torch.equal(found.rows[head, :used].sort().values, members.sort().values.int())
+
+
 def choose(
     query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, budget: int, softcap: float | None = None
 ) -> ClusterChoice:
     """What the kernels choose, back on the CPU."""
-    moved = [tensor.to(DEVICE) for tensor in (query, centroids, counts)]
+    starts = first_rows(counts)
+    moved = [tensor.to(DEVICE) for tensor in (query, centroids, counts, starts)]
     with poisoned_memory():
-        found = choose_clusters_triton(*moved, budget, query.shape[2] ** -0.5, softcap)
-    every = [getattr(found, name).cpu() for name in ("logits", "lengths", "ends", "log_left")]
-    assert all(bool((one[..., counts.shape[1] :] == -torch.inf).all()) for one in (every[0], every[3]))
-    return ClusterChoice(*(one[..., : counts.shape[1]] for one in every))
+        found = on_cpu(choose_clusters_triton(*moved, budget, query.shape[2] ** -0.5, softcap), counts.shape[1])
+    assert_rows(found, starts)
+    return found
+
+
+def on_cpu(found: ClusterChoice, clusters: int) -> ClusterChoice:
+    """A choice among so many clusters, without what comes after them, which is nothing."""
+    logits, log_left = found.logits.cpu(), found.log_left.cpu()
+    assert all(bool((one[..., clusters:] == -torch.inf).all()) for one in (logits, log_left))
+    cut = logits[..., :clusters], found.lengths.cpu(), log_left[..., :clusters]
+    return ClusterChoice(*cut, found.rows.cpu(), found.used.cpu())
 
 
 def assert_best(scores: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, budget: int) -> None:
@@ -66,24 +87,26 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
     query, centroids = normal(2, 3, 4, 64), 2 * normal(3, 3, clusters, 64)
     found, expected = (
         choose(query, centroids, counts, budget),
-        choose_clusters_reference(query, centroids, counts, budget, 64**-0.5),
+        choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5),
     )
+    assert_rows(expected, first_rows(counts))
     assert torch.equal(found.lengths, expected.lengths)
-    assert torch.equal(found.ends, expected.ends)
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
+@pytest.mark.parametrize("most_parts", [64, 2])
 @pytest.mark.parametrize(("clusters", "budget"), [(1, 77), (128, 77), (700, 0), (700, 77), (700, 600), (700, 10**6)])
-def test_the_same_by_many_programs_a_head(clusters: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of 128 clusters, the last one not full, as with many thousands in larger parts."""
-    for name, value in {"FEWEST": 128, "MOST": 128, "PASSED": 128, "MOST_ALONE": 0}.items():
+def test_the_same_by_many_parts_of_a_head(
+    clusters: int, budget: int, most_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of 128 clusters, the last one not full, as with many thousands in larger parts; or in two at most."""
+    for name, value in {"FEWEST": 128, "MOST": 128, "MOST_PARTS": most_parts, "ENTRIES": 16}.items():
         monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", value)
     counts = uneven_counts(6, 2, clusters)
     query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, clusters, 64)
     found = choose(query, centroids, counts, budget)
-    expected = choose_clusters_reference(query, centroids, counts, budget, 64**-0.5)
+    expected = choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 64**-0.5)
     assert torch.equal(found.lengths, expected.lengths)
-    assert torch.equal(found.ends, expected.ends)
     assert torch.equal(found.log_left.exp().round().int(), counts - found.lengths)
 
 
@@ -92,7 +115,7 @@ def test_the_same_by_many_programs_a_head(clusters: int, budget: int, monkeypatc
 def test_the_reference_takes_the_best(seed: int, clusters: int, budget: int) -> None:
     counts = uneven_counts(seed, 2, clusters)
     query, centroids = 3 * normal(seed, 2, 2, 16), normal(seed + 1, 2, clusters, 16)
-    found = choose_clusters_reference(query, centroids, counts, budget, 0.25)
+    found = choose_clusters_reference(query, centroids, counts, first_rows(counts), budget, 0.25)
     scores = cluster_scores(query[:, :, None], centroids, counts, 0.25)[:, 0]
     assert_best(scores, counts, found.lengths, budget)
 
@@ -113,12 +136,18 @@ def test_all_that_reach_a_threshold(threshold: float) -> None:
     query, centroids = normal(2, 2, 4, 64), 2 * normal(3, 2, 300, 64)
     scores = cluster_scores(query[:, :, None].double(), centroids.double(), counts, 64**-0.5)[:, 0]
     expected = counts * (scores >= threshold)
+    starts, most, seen = first_rows(counts), int(counts.sum(-1).max()), torch.tensor([3, 5])
+    tensors = query, centroids, counts, starts
+    seen_by_kernels = seen.to(DEVICE, copy=True)
     with poisoned_memory():
-        found = keep_clusters_triton(*(one.to(DEVICE) for one in (query, centroids, counts)), threshold, 64**-0.5)
-    for one in (found, keep_clusters_reference(query, centroids, counts, threshold, 64**-0.5)):
-        assert torch.equal(one.lengths.cpu(), expected.int())
-        assert torch.equal(one.ends.cpu(), expected.cumsum(-1).int())
-        assert torch.equal(one.log_left.cpu()[:, :300].exp().round().int(), counts - expected)
+        moved = (one.to(DEVICE) for one in tensors)
+        found = keep_clusters_triton(*moved, threshold, most, 64**-0.5, seen=seen_by_kernels)
+    reference = keep_clusters_reference(*tensors, threshold, most, 64**-0.5, seen=seen)
+    for one, counter in ((on_cpu(found, 300), seen_by_kernels.cpu()), (reference, seen)):
+        assert torch.equal(one.lengths, expected.int())
+        assert_rows(one, starts)
+        assert torch.equal(one.log_left.exp().round().int(), counts - expected)
+        assert torch.equal(counter, expected.sum(-1) + torch.tensor([3, 5]))
 
 
 def test_equal_scores_are_taken_in_order() -> None:
@@ -139,4 +168,12 @@ def test_a_soft_cap() -> None:
 def test_heads_without_any_token() -> None:
     nothing = torch.zeros(2, 20, dtype=torch.int32)
     found = choose(normal(0, 2, 2, 64), normal(1, 2, 20, 64), nothing, 10)
-    assert int(found.ends.abs().max()) == 0
+    assert int(found.lengths.abs().max()) == 0
+    assert found.used.tolist() == [0, 0]
+
+
+def test_a_cluster_that_holds_nearly_all() -> None:
+    counts = torch.ones(2, 30, dtype=torch.int32)
+    counts[:, 7] = 5000
+    found = choose(normal(0, 2, 2, 64), normal(1, 2, 30, 64), counts, 5000)
+    assert found.used.tolist() == [5000, 5000]

@@ -127,9 +127,7 @@ def test_ends_of_the_range(clusters: int, budget: int, exact: int) -> None:
     assert_close(attended(step, stands, 0.125), expected(step, stands > 0, 0.125, None, None), 1e-5)
 
 
-@pytest.mark.parametrize("most", [0, 10**6], ids=["in a launch of their own", "by the programs that use them"])
-def test_where_the_rows_of_runs_are_found(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.decode_attention_triton.MOST_OWN_ROWS", most)
+def test_many_runs() -> None:
     step = some_step(8, clusters=300, budget=900)
     assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
 
@@ -191,13 +189,16 @@ def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
     assert_close(decode_attention_reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
 
 
-@pytest.mark.parametrize("exact", [0, 70])
-def test_runs_of_one_row(exact: int) -> None:
+@pytest.mark.parametrize(("exact", "used"), [(0, None), (70, None), (70, (20, 33)), (70, (0, 1))])
+def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
     step = some_step(5, exact=exact)
     rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :33]
-    single = replace(step, starts=rows, lengths=torch.ones_like(rows))
+    numbers = None if used is None else torch.tensor(used, dtype=torch.int32, device=DEVICE)
+    there = torch.arange(33) < (33 if used is None else torch.tensor(used)[:, None])
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * there)
     moved = step.on(DEVICE)
-    runs = RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 33)
+    # What comes after those that are used is no row's number.
+    runs = RunRows(moved.keys, moved.values, torch.where(there, rows, 10**8).to(DEVICE), None, 33, numbers)
     arguments = moved.query, runs, (moved.exact_keys, moved.exact_values), ()
     truth = expected(single, False, 0.125, None, None)
     with poisoned_memory():

@@ -11,6 +11,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 
 from sparsekv.kernels.cluster_choice import (
+    Children,
     ClusterChoice,
     ListedChoice,
     choose_listed_reference,
@@ -39,6 +40,9 @@ class Levels:
     children: torch.Tensor
     first_child: torch.Tensor
 
+    def of_coarse(self, device: torch.device, slots: int, seen: torch.Tensor | None = None) -> Children:
+        return Children(self.children.to(device), self.first_child.to(device), slots, seen)
+
 
 def some_levels(seed: int, *, H: int = 2, parents: int = 30, D: int = 64) -> Levels:
     generator = torch.Generator().manual_seed(seed)
@@ -59,41 +63,59 @@ def on(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
     """What the kernels open, back on the CPU."""
-    moved = on(DEVICE, query, levels.coarse, levels.tokens, levels.children)
+    moved = on(DEVICE, query, levels.coarse, levels.tokens)
+    seen, slots = torch.tensor([7, 0], device=DEVICE), levels.centroids.shape[1]
     with poisoned_memory():
-        found = open_clusters_triton(*moved, wanted, budget, query.shape[2] ** -0.5)
-    some = (found.logits, found.lengths, found.ends, found.log_left)
-    return ClusterChoice(*(one.cpu()[..., : levels.tokens.shape[1]] for one in some))
+        children = levels.of_coarse(DEVICE, slots, seen)
+        found = on_cpu(open_clusters_triton(*moved, children, wanted, budget, query.shape[2] ** -0.5))
+    assert torch.equal(seen.cpu(), found.used + torch.tensor([7, 0]))
+    return found
+
+
+def on_cpu(found: ClusterChoice) -> ClusterChoice:
+    """A choice without what comes after its clusters."""
+    clusters = found.lengths.shape[1]
+    cut = found.logits[..., :clusters].cpu(), found.lengths.cpu(), found.log_left[..., :clusters].cpu()
+    return ClusterChoice(*cut, found.rows.cpu(), found.used.cpu())
 
 
 def listed(
-    levels: Levels, query: torch.Tensor, runs: tuple[torch.Tensor, torch.Tensor], slots: int, budget: int,
+    levels: Levels, query: torch.Tensor, some: tuple[torch.Tensor, torch.Tensor], budget: int,
     softcap: float | None = None,
 ) -> ListedChoice:  # fmt: skip
-    """What the kernels choose among the clusters of runs, back on the CPU."""
+    """What the kernels choose among some clusters, back on the CPU."""
     tensors = on(DEVICE, query, levels.centroids, levels.counts, levels.first_row)
-    starts, ends = on(DEVICE, *runs)
+    clusters, used = on(DEVICE, *some)
     with poisoned_memory():
-        found = choose_listed_triton(*tensors, (starts, ends), slots, budget, query.shape[2] ** -0.5, softcap)
-    chosen = found.chosen
-    cut = [one.cpu()[..., :slots] for one in (chosen.logits, chosen.lengths, chosen.ends, chosen.log_left)]
-    return ListedChoice(ClusterChoice(*cut), found.clusters.cpu()[:, :slots], found.starts.cpu())
+        found = choose_listed_triton(*tensors, (clusters, used), budget, query.shape[2] ** -0.5, softcap)
+    return ListedChoice(on_cpu(found.chosen), found.starts.cpu())
 
 
-@pytest.mark.parametrize("heads", [0, 100], ids=["counted by many programs", "one program a head"])
+def members(levels: Levels, lengths: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Children of some clusters [H, slots], and how many; what comes after these is no cluster's number."""
+    clusters, valid = expand_runs(levels.first_child, lengths, slots)
+    return torch.where(valid, clusters, -(10**6)).int(), valid.sum(-1).int()
+
+
 @pytest.mark.parametrize(
     ("parents", "wanted", "budget"),
     [(1, 1, 0), (30, 0, 0), (200, 0, 1), (200, 37, 20), (200, 20, 2000), (200, 10**6, 0), (30, 0, 10**6)],
 )
 def test_the_best_are_opened_until_there_is_enough(
-    parents: int, wanted: int, budget: int, heads: int, monkeypatch: pytest.MonkeyPatch
+    parents: int, wanted: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.HEADS", heads)
+    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.FEWEST", 64)
+    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.MOST", 64)
     levels, query = some_levels(wanted % 7, parents=parents), normal(9, 2, 4, 64)
     found = opened(levels, query, wanted, budget)
-    expected = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, wanted, budget, 0.125)
+    children = levels.of_coarse(query.device, levels.centroids.shape[1])
+    expected = open_clusters_reference(query, levels.coarse, levels.tokens, children, wanted, budget, 0.125)
     assert torch.equal(found.lengths, expected.lengths)
-    assert torch.equal(found.ends, expected.ends)
+    for one in (found, expected):
+        clusters, used = members(levels, one.lengths, children.slots)
+        assert torch.equal(one.used, used)
+        for head, number in enumerate(used.tolist()):
+            assert torch.equal(one.rows[head, :number].sort().values, clusters[head, :number])
     assert_close(found.log_left.exp(), expected.log_left.exp(), 1e-5)
 
 
@@ -103,7 +125,8 @@ def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, 
     """Both sums are reached, if there is as much, and without the worst that was opened one of them is not."""
     levels, query = some_levels(seed, H=1, parents=parents, D=16), normal(seed + 2, 1, 2, 16)
     tokens, children = levels.tokens[0], levels.children[0]
-    found = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, wanted, budget, 0.25)
+    below = levels.of_coarse(query.device, levels.centroids.shape[1])
+    found = open_clusters_reference(query, levels.coarse, levels.tokens, below, wanted, budget, 0.25)
     of_all = (tokens > 0) & (found.log_left[0] == -torch.inf)
     held, had = int(tokens[of_all].sum()), int(children[of_all].sum())
     assert torch.equal(found.lengths[0], children * of_all)
@@ -123,37 +146,36 @@ def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float)
     levels = Levels(levels.centroids.to(dtype), *(getattr(levels, name) for name in list(levels.__dict__)[1:]))
     query = normal(1, 2, 3, D).to(dtype)
     lengths = torch.randint(0, 2, levels.children.shape) * levels.children
-    runs, slots = (levels.first_child, lengths.cumsum(1).int()), int(lengths.sum(1).max()) + 50
-    found = listed(levels, query, runs, slots, 50)
+    slots = int(lengths.sum(1).max()) + 50
+    found = listed(levels, query, members(levels, lengths, slots), 50)
     clusters, valid = expand_runs(levels.first_child, lengths, slots)
-    assert torch.equal(found.clusters, torch.where(valid, clusters, 0).int())
     exact = torch.einsum("hgd,hcd->hgc", query.double(), levels.centroids.double()) * D**-0.5
     exact = exact.gather(2, clusters[:, None].expand(-1, 3, -1))
     assert bool((found.chosen.logits[~valid[:, None].expand_as(exact)] == -torch.inf).all())
     assert_close(found.chosen.logits.masked_fill(~valid[:, None], 0), exact.masked_fill(~valid[:, None], 0), tolerance)
 
 
-@pytest.mark.parametrize("most", [0, 10**6], ids=["found before", "by the programs that read them"])
 @pytest.mark.parametrize(("budget", "softcap"), [(0, None), (60, None), (60, 2.0), (10**6, None)])
-def test_the_best_of_listed_clusters(
-    budget: int, softcap: float | None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparsekv.kernels.cluster_choice_triton.MOST_OWN_ROWS", most)
+def test_the_best_of_listed_clusters(budget: int, softcap: float | None) -> None:
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)
-    choice = open_clusters_reference(query, levels.coarse, levels.tokens, levels.children, 120, 0, 0.125)
-    runs = levels.first_child, choice.ends
-    found = listed(levels, query, runs, 150, budget, softcap)
+    below = levels.of_coarse(query.device, 150)
+    choice = open_clusters_reference(query, levels.coarse, levels.tokens, below, 120, 0, 0.125)
+    some = members(levels, choice.lengths, 150)
+    found = listed(levels, query, some, budget, softcap)
     tensors = query, levels.centroids, levels.counts, levels.first_row
-    expected = choose_listed_reference(*tensors, runs, 150, budget, 0.125, softcap)
-    for name in ("lengths", "ends"):
-        assert torch.equal(getattr(found.chosen, name), getattr(expected.chosen, name))
+    expected = choose_listed_reference(*tensors, some, budget, 0.125, softcap)
+    assert torch.equal(found.chosen.lengths, expected.chosen.lengths)
     assert torch.equal(found.starts, expected.starts)
+    for head, used in enumerate(expected.chosen.lengths.sum(-1).tolist()):
+        taken = [one.rows[head, :used].sort().values for one in (found.chosen, expected.chosen)]
+        assert torch.equal(*taken)
+        assert found.chosen.used[head] == expected.chosen.used[head] == used
     assert_close(found.chosen.log_left.exp(), expected.chosen.log_left.exp(), 1e-5)
 
 
 def test_nothing_is_listed() -> None:
     levels, query = some_levels(6), normal(2, 2, 2, 64)
-    runs = levels.first_child, torch.zeros_like(levels.children)
-    found = listed(levels, query, runs, 16, 10)
-    assert int(found.chosen.ends.abs().max()) == 0
+    found = listed(levels, query, members(levels, torch.zeros_like(levels.children), 16), 10)
+    assert int(found.chosen.lengths.abs().max()) == 0
+    assert found.chosen.used.tolist() == [0, 0]
     assert bool((found.chosen.logits == -torch.inf).all())

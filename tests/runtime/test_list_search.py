@@ -22,7 +22,14 @@ def asked(query: torch.Tensor, exact: torch.Tensor) -> Asked:
     """One query [Hk, G, 1, D] beside exact keys [Hk, E, D], to attend in place."""
     beside = (0.3 * query[:, :, 0].float() @ exact.float().transpose(1, 2)).logsumexp(-1)[..., None]
     positions = torch.zeros(1, dtype=torch.int64, device=query.device)
-    return Asked(query, lambda: positions, lambda: beside, shared=False, in_place=True, exact_keys=ExactKeys(exact))
+    return Asked(
+        query,
+        lambda: positions,
+        lambda: beside,
+        shared=False,
+        counter=torch.zeros(len(query), dtype=torch.int64, device=query.device),
+        exact_keys=ExactKeys(exact),
+    )
 
 
 def search(tabled: TabledLayer, asked: Asked, tokens: int, rerank: float) -> Selection:

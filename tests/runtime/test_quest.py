@@ -11,6 +11,7 @@ from support.small_layer import all_chosen, asked, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.lookup import scores_from_logits
+from sparsekv.kernels.runs import expand_runs
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.oracle import OracleSelector
 from sparsekv.runtime.quest import Quest
@@ -89,11 +90,13 @@ def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float 
     context, query = replace(layer.context, keys=layer.context.keys.to(dtype).cuda()), layer.queries[:, :, :1].to(dtype)
     selector = Quest(page_size=16).prepare(context)
     selection = selector.select(asked(query.cuda()), Budget(budget))
-    assert selection.ends is not None
+    assert selection.listed is not None
     assert selection.taken == min(budget, 333)
     lengths, of_pages = selection.lengths[:, 0].cpu(), selector.lengths.cpu()
     scores = scores_from_logits(selector.bounds(query.cuda()).cpu(), of_pages[:, None, None])[:, 0]
-    assert torch.equal(selection.ends[:, 0].cpu(), lengths.cumsum(-1))
+    members, _ = expand_runs(selector.starts.cpu(), lengths, budget)
+    assert torch.equal(selection.listed[0].cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
+    assert selection.listed[1].tolist() == [min(budget, 333)] * 2
     assert lengths.sum(-1).tolist() == [min(budget, 333)] * 2
     assert bool((lengths <= of_pages).all())
     for of_head, found, whole in zip(scores, lengths, of_pages, strict=True):

@@ -49,11 +49,13 @@ def small_layer(
     rope: RopeFacts | None = None,
 ) -> SmallLayer:
     """A layer that squeezed attention has indexed, or multipole attention in blocks of so many tokens, with windowed
-    RoPE where `rope` says how keys turn; the first `repeated` middle keys of head 0 are one and the same."""
+    RoPE where `rope` says how keys turn; the first `repeated` middle keys of head 0 are one and the same, and so are
+    their values: clusters of these have scores that agree, so that any of them may be the ones that are chosen."""
     split = Split(sinks=SINKS, middle=middle, tail=TAIL)
     keys = clustered(seed, Hk, split.tokens, D, 12)
     keys[0, SINKS : SINKS + repeated] = keys[0, SINKS]
     values, queries = normal(seed + 3, Hk, split.tokens, D), normal(seed + 4, Hk * G, TAIL, D)
+    values[0, SINKS : SINKS + repeated] = values[0, SINKS]
     facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False, rope=rope)
     blocks = MultipoleIndexer if rope is None else WindowedMultipoleIndexer
     indexer = (
