@@ -332,16 +332,16 @@ def _step(job):
         _join(one, threads)
 
 
-def _compiled() -> int:
-    """The address of what threads call; kept on disk, unless there is no place for it."""
+def _compiled():
+    """What threads call; kept on disk, unless there is no place for it."""
     signature = types.void(types.voidptr)
     try:
-        address: int = cfunc(signature, cache=True, **SUMS)(_step).address
+        return cfunc(signature, cache=True, **SUMS)(_step)
     except RuntimeError:  # no folder that numba would use can be written
-        address = cfunc(signature, **SUMS)(_step).address
-    return address
+        return cfunc(signature, **SUMS)(_step)
 
 
+# Held here, because its code may not outlive it.
 STEP = _compiled()
 _parallel = ctypes.CDLL(None).GOMP_parallel
 _parallel.argtypes, _parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -393,5 +393,5 @@ class CompiledStep:
         job.exact_key_step, job.exact_value_step = 4 * exact_keys.stride(0), 4 * exact_values.stride(0)
         if sink_logits is not None:
             job.sinks = sink_logits.data_ptr()
-        _parallel(STEP, ctypes.addressof(job), threads, 0)
+        _parallel(STEP.address, ctypes.addressof(job), threads, 0)
         return output
