@@ -127,7 +127,8 @@ class Selection:
     `capacity` bounds the sum of the lengths of any one query. `replacements` stand for what was not chosen; where
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
     rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
-    lengths of each query, where it is known without looking at them; with `single_rows` every run is one row. For
+    lengths of each query, where it is known without looking at them, and 0 where kernels count it; with `single_rows`
+    every run is one row. For
     kernels alone, and one query, `listed` are the rows of the runs [Hk, capacity] int32 and how many there are [Hk],
     `stand_ins` are in the place of replacements, and `each_counted` is how many D-sized rows were read for each that
     was added to the counter of what was asked.
