@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.softmax import softmax_with_logsumexp
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,7 @@ def attend_with_logsumexps(
     """The same as `attend`, with its denominators: how much of the attention each segment has."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     logsumexps = torch.stack([part.logsumexp(-1) for part in logits], -1)
-    total = logsumexps.logsumexp(-1)
-    weights = (torch.cat(logits, -1) - total[..., None]).exp()
+    weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
     return Attended(_output(weights, segments, query), logsumexps[..., : len(segments)], total)
 
 

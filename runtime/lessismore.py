@@ -13,6 +13,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.softmax import softmax_beside
 from sparsekv.runtime.kept_tokens import ranking
 from sparsekv.runtime.layer_sharing import LayerSharing, SharingSelector
 from sparsekv.runtime.methods import Asked, MiddleContext, register
@@ -47,8 +48,7 @@ class LessIsMoreSelector(SharingSelector):
     def rank(self, asked: Asked) -> torch.Tensor:
         logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
         if asked.shared:
-            total = torch.logaddexp(logits.logsumexp(-1), asked.exact_logsumexp())
-            logits = (logits - total[..., None]).exp().mean(2, keepdim=True)
+            logits = softmax_beside(logits, asked.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))
         # A token's turn with a head: heads in order at each rank, as if their rankings were dealt out one by one.
         of_first = len(orders) * torch.arange(orders.shape[-1], dtype=torch.int32, device=orders.device)

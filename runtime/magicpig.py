@@ -20,6 +20,7 @@ from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Se
 MOST_BITS = 15  # of a code in int16
 LARGEST_SEED = 2**31 - 1
 LAYERS_APART = 1_000_003  # between the seeds of two layers, of which the generator takes the last 32 bits
+TABLES_AT_ONCE = 8  # whose products with rows are one, for a table's K columns alone fill no matrix product
 
 
 @register("magicpig")
@@ -63,15 +64,23 @@ class HashSelector(Selector):
         self.index_rows = bits / 8 / (D * self.keys.element_size()) + 1
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L, ...] int16 of rows [..., D] float32."""
-        places = 2 ** torch.arange(self.projections.shape[2], device=rows.device)
-        return torch.stack([((rows @ one > 0) * places).sum(-1).to(torch.int16) for one in self.projections])
+        """[L, ...] int16 of rows [..., D] float32. Allocates the rows' products with some tables at a time."""
+        bits = self.projections.shape[2]
+        places = 2.0 ** torch.arange(bits, device=rows.device)
+        codes = []
+        for some in self.projections.split(TABLES_AT_ONCE):
+            products = rows @ some.transpose(0, 1).flatten(1)
+            above = products.gt_(0).unflatten(-1, (-1, bits))
+            codes.append((above @ places).to(torch.int16).movedim(-1, 0))
+        return torch.cat(codes)
 
     def collisions(self, query: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, M] int16: in how many tables a query [Hk, G, Q, D] and a key have the same code."""
         found = torch.zeros(*query.shape[:3], self.keys.shape[1], dtype=torch.int16, device=query.device)
+        # Of the dtype of what they are added to: a conversion would take longer than both.
+        alike = torch.empty_like(found)
         for of_query, of_keys in zip(self._codes(query.float()), self.codes, strict=True):
-            found += of_query[..., None] == of_keys[:, None, None]
+            found += torch.eq(of_query[..., None], of_keys[:, None, None], out=alike)
         return found
 
     def select(self, asked: Asked, budget: Budget) -> Selection:

@@ -19,6 +19,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
+from sparsekv.kernels.softmax import softmax_with_logsumexp
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Attempt, Guard, Held, missed_share, remainder_logsumexp
 from sparsekv.runtime.methods import Asked, Method, Selection, Selector
@@ -157,10 +158,9 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batc
         weights = weights * (exact_lse - with_sinks).exp()[..., None]
         exact_lse = with_sinks
     logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
-    total = torch.logaddexp(logits.logsumexp(-1), exact_lse)
-    probability = (logits - total[..., None]).exp()
+    (probability, beside), _ = _softmax([logits, exact_lse[..., None]])
     exact_output = _weighted(weights, exact[1])
-    output = _weighted(probability, values[:, middle]) + exact_output * (exact_lse - total).exp()[..., None]
+    output = _weighted(probability, values[:, middle]) + exact_output * beside
     positions = middle.stop - 1 + block.visible[piece]
     asked = Asked(grouped, lambda: positions, lambda: exact_lse, shared=False, batch=batch)
     return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
@@ -253,13 +253,17 @@ def _sparse_output(
     for one in selection.replacements:
         logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
         parts.append((logits + one.log_counts[:, None], one.values))
-    total = truth.exact_logsumexp
-    for logits, _ in parts:
-        total = torch.logaddexp(total, logits.logsumexp(-1))
-    output = truth.exact_output * (truth.exact_logsumexp - total).exp()[..., None]
-    for logits, values in parts:
-        output = output + _weighted((logits - total[..., None]).exp(), values)
+    (beside, *weighted), total = _softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
+    output = truth.exact_output * beside
+    for weights, (_, values) in zip(weighted, parts, strict=True):
+        output = output + _weighted(weights, values)
     return output, total
+
+
+def _softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """One softmax over several parts [..., T] of the logits, and its log-sum-exp."""
+    weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
+    return weights.split([part.shape[-1] for part in parts], -1), total
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

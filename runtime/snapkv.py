@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.softmax import softmax_beside
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.kept_tokens import KeptTokens, ranking
 from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, register
@@ -59,8 +60,7 @@ class SnapKVSelector(KeptTokens):
         """[Hk, M], from the last of some queries [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of what else they see."""
         window = slice(-self.method.window_queries, None)
         logits = attention_logits(query[:, :, window], self.keys, self.facts.softmax_scale, self.facts.softcap)
-        total = torch.logaddexp(logits.logsumexp(-1), exact_logsumexp[..., window])
-        summed = (logits - total[..., None]).exp().sum(2)
+        summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, asked: Asked, budget: Budget) -> Selection:

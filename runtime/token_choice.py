@@ -4,6 +4,7 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.softmax import softmax_beside
 from sparsekv.runtime.methods import Asked, Selection
 
 
@@ -18,8 +19,7 @@ def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     Returns:
         [Hk, Q, M], or [Hk, 1, M] for a shared choice.
     """
-    total = torch.logaddexp(logits.logsumexp(-1), asked.exact_logsumexp())
-    probability = (logits - total[..., None]).exp().mean(1)
+    probability = softmax_beside(logits, asked.exact_logsumexp()).mean(1)
     return probability.mean(1, keepdim=True) if asked.shared else probability
 
 

@@ -1,6 +1,7 @@
 """What the tool promises on the first 6,144 tokens of a real document, with the embedded model."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from filelock import FileLock
 from support.command import sparsekv
 from support.reference import assert_close
+from transformers import DynamicCache
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.identify import identify
@@ -82,7 +84,16 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
     """At budget 100% the text is transformers' own, and so are the logits of every token of it."""
     model, question = opened.model, question_ids(opened, QUESTION)
     prompt = torch.cat([opened.input_ids, question])[None]
-    plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
+    document = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=opened.input_ids[None], past_key_values=document, logits_to_keep=1)
+    plain = model.generate(
+        prompt,
+        past_key_values=deepcopy(document),
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=40,
+        do_sample=False,
+    )
     cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(1.0))
     answer = generate(opened, cache, question, Sampling(max_new_tokens=40))
     assert answer.generated_tokens > 10
@@ -92,7 +103,7 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
     cache.rewind()
     followed = torch.cat([question, new])
     with torch.inference_mode():
-        dense = model(input_ids=plain, logits_to_keep=len(followed)).logits[0]
+        dense = model(input_ids=followed[None], past_key_values=document).logits[0]
         with route_attention(model, cache.attend):
             sparse = [model(input_ids=question[None], past_key_values=cache, use_cache=True).logits[0]]
             sparse += [model(input_ids=token.view(1, 1), past_key_values=cache).logits[0] for token in new]
