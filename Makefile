@@ -55,7 +55,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
