@@ -48,9 +48,8 @@ def cluster_scores(
 
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """S_i in max-subtracted form from logits [Hk, G, Q, C] and counts that broadcast to it; returns [Hk, Q, C]."""
+    """S_i from logits [Hk, G, Q, C] and counts that broadcast to it; returns [Hk, Q, C]."""
     empty = counts == 0
-    logits = logits.masked_fill(empty, -torch.inf)
-    weights = (logits - logits.amax(-1, keepdim=True)).exp().masked_fill(empty, 0)
-    # The largest weight is 1, so a total below 1 means that all clusters are empty.
+    weights = logits.masked_fill(empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
+    # The weights' sum is 1, so a total well below 1 means that all clusters are empty.
     return (weights / (counts * weights).sum(-1, keepdim=True).clamp(min=1)).mean(1)

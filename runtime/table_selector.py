@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparsekv.kernels.softmax import softmax_with_logsumexp
 from sparsekv.kernels.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
 from sparsekv.kernels.tables import cosine_kmeans, insert, split_channels, top_lists
 from sparsekv.runtime.budget import Budget
@@ -132,9 +133,9 @@ class TableSelector(Selector):
         if (softcap := self.facts.softcap) is not None:
             logits = softcap * torch.tanh(logits / softcap)
         beside = piece.beside.transpose(1, 2).flatten(1)
-        totals = torch.logaddexp(logits.logsumexp(-1), beside)
+        weights, totals = softmax_with_logsumexp(torch.cat([logits, beside[..., None]], -1))
         together = Q * G if piece.shared else G
-        probability = (logits - totals[..., None]).exp().unflatten(1, (-1, together)).sum(2)
+        probability = weights[..., :-1].unflatten(1, (-1, together)).sum(2)
         lists = centroids_used(self.tables, lookup, together)
         return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
 
