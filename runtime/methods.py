@@ -128,10 +128,9 @@ class Selection:
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
     rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
     lengths of each query, where it is known without looking at them, and 0 where kernels count it; with `single_rows`
-    every run is one row. For
-    kernels alone, and one query, `listed` are the rows of the runs [Hk, capacity] int32 and how many there are [Hk],
-    `stand_ins` are in the place of replacements, and `each_counted` is how many D-sized rows were read for each that
-    was added to the counter of what was asked.
+    every run is one row. For kernels alone, and one query, `listed` are the rows of the runs [Hk, capacity] int32 and
+    how many there are [Hk], `stand_ins` are in the place of replacements, and `each_counted` is how many D-sized rows
+    were read for each that was added to the counter of what was asked.
     """
 
     starts: torch.Tensor
