@@ -14,26 +14,31 @@ import triton.language as tl
 
 from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, least_rank
 from sparsekv.kernels.launch import following, multiprocessors
-from sparsekv.kernels.tiles_triton import aligned, power_of_two, start
+from sparsekv.kernels.tiles_triton import ALIGNED, aligned, power_of_two, start
 
-FEWEST, MOST, MOST_PARTS = 512, 2048, 64  # clusters of a part; more than so many parts make these larger
+FEWEST, MOST, MOST_PARTS = 512, 1024, 64  # clusters of a part; more than so many parts make these larger
 CLUSTERS_A_WARP = 256
 ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
 SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
 BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
+# A part's counts, of tokens and of members, and three numbers more: rows of no multiple of 4, for what is loaded four
+# at a time has to be laid out anew before it is added up.
+LIMITS = tl.constexpr(3)
+ROW = tl.constexpr(ALIGNED)
 
 
 @dataclass(frozen=True)
 class Scored:
     """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
-    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; and [H] int32 zeros to
-    count in."""
+    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; [H] int32 zeros to count
+    in; and how many clusters there are [H] int32, None: all."""
 
     logits: torch.Tensor
     numbers: torch.Tensor
     peaks: torch.Tensor
     totals: torch.Tensor
     used: torch.Tensor
+    known: torch.Tensor | None = None
 
 
 @triton.jit
@@ -52,16 +57,16 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def _packed(logits, numbers, peaks, totals, head, c, stride, parts, least, threshold, G: tl.constexpr,
+def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, least, threshold, G: tl.constexpr,
             GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     """Of some clusters of a head the rank of the score, and below it the size, in one integer.
 
     To keep what reaches a threshold, that has rank 1, and all else rank 0.
     """
     g = tl.arange(0, GROUP)
-    size = tl.load(numbers + c, mask=c < stride, other=0)
+    size = tl.load(numbers + c, mask=inside, other=0)
     # Read before the sums are waited for.
-    known = (c < stride)[:, None] & (g < G)
+    known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
     if KEEP:
@@ -70,6 +75,18 @@ def _packed(logits, numbers, peaks, totals, head, c, stride, parts, least, thres
         rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - SCORE)) - least
         rank = tl.minimum(tl.maximum(rank, 0), BINS * FINE - 1)
     return (rank.to(tl.uint32) << TOKENS) | size.to(tl.uint32)
+
+
+@triton.jit
+def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
+    """[PART]: a part's clusters; which of these are its own; and the first that is no part's, before the row's end."""
+    size, stop = PART, stride
+    if USED:
+        # Parts of those that there are, all alike.
+        stop = tl.cdiv(tl.minimum(tl.load(used + head), stride), ROW) * ROW
+        size = tl.cdiv(stop // ROW, parts) * ROW
+    c = tl.multiple_of(part * size, ROW) + tl.arange(0, PART)
+    return c, c < tl.minimum((part + 1) * size, stop), stop
 
 
 @triton.jit
@@ -83,6 +100,11 @@ def _size(packed):
 
 
 @triton.jit
+def _sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _sum_of_three(a, b, c, d, e, f):
     return a + d, b + e, c + f
 
@@ -93,71 +115,94 @@ def _sum_of_four(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
+def _sums_and_largest(a, b, c, d, e, f):
+    return a + d, b + e, tl.maximum(c, f)
+
+
+@triton.jit
+def _later(place, a, b, c, d, e, other, f, g, h, i, j):
+    """Of two places the later one, and what belongs to it."""
+    here = place > other
+    a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
+    return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
+
+
+@triton.jit
 def _by(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """[SIZE] each: how much of sizes, and of numbers, is at each place."""
-    there = place[:, None] == tl.arange(0, SIZE)[None, :]
-    sizes = tl.sum(tl.where(there, size[:, None], 0), 0)
-    numbers = sizes
-    if OPEN:
-        numbers = tl.sum(tl.where(there, number[:, None], 0), 0)
-    return sizes, numbers
+    """[SIZE] how much of sizes is at each place, and then [SIZE] how much of numbers, if these are others."""
+    column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
+    amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
+    return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
 
 
 @triton.jit
-def _load_counts(counts, head, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """[PARTS, SIZE] each: sizes and numbers that all parts of a head have counted."""
-    part = tl.arange(0, PARTS)[:, None]
-    place = counts + ((head * others + part) * 2) * SIZE + tl.arange(0, SIZE)[None, :]
-    sizes = tl.load(place, mask=part < others, other=0)
-    numbers = sizes
+def _counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
+    """[SIZE] each: the sizes that all parts of a head have counted, and those before one; the same of numbers."""
+    other = tl.arange(0, PARTS)[:, None]
+    place = counts + (head * others + other) * (2 * SIZE + LIMITS) + tl.arange(0, SIZE)[None, :]
+    sizes = tl.load(place, mask=other < others, other=0)
+    before = tl.where(other < part, sizes, 0)
     if OPEN:
-        numbers = tl.load(place + SIZE, mask=part < others, other=0)
-    return sizes, numbers
+        numbers = tl.load(place + SIZE, mask=other < others, other=0)
+        numbers_before = tl.where(other < part, numbers, 0)
+        sizes, before, numbers, numbers_before = tl.reduce((sizes, before, numbers, numbers_before), 0, _sum_of_four)
+    else:
+        sizes, before = tl.reduce((sizes, before), 0, _sum_of_two)
+        numbers, numbers_before = sizes, before
+    return sizes, before, numbers, numbers_before
 
 
 @triton.jit
-def _last(sizes, numbers, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """The last place that is taken of counts [PARTS, SIZE], and what all places above it hold and have, with what is
-    above all of them: 0 where there is not enough."""
-    place, of_all, of_numbers = tl.arange(0, SIZE), tl.sum(sizes, 0), tl.sum(numbers, 0)
-    above, above_numbers = tl.sum(of_all, 0) - tl.cumsum(of_all, 0), tl.sum(of_numbers, 0) - tl.cumsum(of_numbers, 0)
-    enough = held + above + of_all >= budget
+def _last(sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr):
+    """The last place that is taken, the first where there is not enough; what all places above it hold and have, with
+    what is above all of them; and of the parts before one the members above it, those at it, and what these hold."""
+    place = tl.arange(0, SIZE)
     if OPEN:
-        enough &= had + above_numbers + of_numbers >= wanted
-    last = tl.max(tl.where(enough, place, 0), 0)
-    held += tl.sum(tl.where(place == last, above, 0), 0)
-    return last, held, had + tl.sum(tl.where(place == last, above_numbers, 0), 0)
+        from_here, numbers_from_here, before_from_here = tl.associative_scan(
+            (sizes, numbers, numbers_before), 0, _sum_of_three, reverse=True
+        )
+        enough = (held + from_here >= budget) & (had + numbers_from_here >= wanted)
+    else:
+        from_here, before_from_here = tl.associative_scan((sizes, numbers_before), 0, _sum_of_two, reverse=True)
+        numbers_from_here, enough = from_here, held + from_here >= budget
+    above, numbers_above = from_here - sizes, numbers_from_here - numbers
+    found = tl.where(enough | (place == 0), place, -1)
+    last, above, numbers_above, before_above, equal, equal_size = tl.reduce(
+        (found, above, numbers_above, before_from_here - numbers_before, numbers_before, before), 0, _later
+    )
+    return last, held + above, had + numbers_above, before_above, equal, equal_size
 
 
 @triton.jit
 def _write_members(
-    scratch, plane, number, rows, slots, order, taken, starts, begins, lengths,
+    scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The rows of so many first members of a number of clusters, each cluster's from a slot on.
 
-    Mostly few clusters are taken: these are brought together first, in order, and then read again by all threads.
+    Mostly few clusters are taken: these are brought together first, and then read again, by each thread those that it
+    writes members of.
     """
-    tl.store(scratch + order, starts, mask=taken)
-    tl.store(scratch + plane + order, begins, mask=taken)
-    tl.store(scratch + 2 * plane + order, lengths, mask=taken)
+    tl.store(scratch + 4 * order, starts, mask=known)
+    tl.store(scratch + 4 * order + 1, begins, mask=known)
+    tl.store(scratch + 4 * order + 2, lengths, mask=known)
     tl.debug_barrier()
+    member = tl.broadcast_to(tl.arange(0, WIDTH)[:, None], [WIDTH, ENTRIES])
     for at in range(0, number, ENTRIES):
-        entry = at + tl.arange(0, ENTRIES)
-        known = entry < number
-        of_starts = tl.load(scratch + entry, mask=known, other=0)[:, None]
-        of_begins = tl.load(scratch + plane + entry, mask=known, other=0)[:, None]
-        of_lengths = tl.load(scratch + 2 * plane + entry, mask=known, other=0)
-        for first in range(0, tl.max(of_lengths, 0), WIDTH):
-            member = first + tl.arange(0, WIDTH)[None, :]
-            inside = (member < of_lengths[:, None]) & (of_begins + member < slots)
-            tl.store(rows + of_begins + member, of_starts + member, mask=inside)
+        entry = at + tl.broadcast_to(tl.arange(0, ENTRIES)[None, :], [WIDTH, ENTRIES])
+        place = scratch + 4 * entry
+        start_of = tl.load(place, mask=entry < number, other=0)
+        begin = tl.load(place + 1, mask=entry < number, other=0)
+        length = tl.load(place + 2, mask=entry < number, other=0)
+        length = tl.minimum(length, slots - begin)
+        for first in range(0, longest, WIDTH):
+            tl.store(rows + begin + first + member, start_of + first + member, mask=first + member < length)
 
 
 @triton.jit
 def _take(
     rank, size, number, starts, last, held, had, above, equal, equal_size, budget, wanted,
-    lengths, log_left, rows, slots, scratch, plane, used, seen, at, head, c, stride,
+    lengths, log_left, rows, slots, scratch, used, seen, head, inside,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Write what is taken of some clusters: all above the last rank, then of that rank until there is enough.
@@ -166,27 +211,32 @@ def _take(
     members above it, members of it and their tokens in the clusters before these.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    above_one, equal_one = (above_number > 0).to(tl.int32), (equal_number > 0).to(tl.int32)
-    above_ends, equal_ends, above_order, equal_order = tl.associative_scan(
-        (above_number, equal_number, above_one, equal_one), 0, _sum_of_four
-    )
-    equal_begins = equal + equal_ends - equal_number
+    # Of the last rank those may be taken that the parts before leave room for: of how many, the scan is to tell.
+    room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
+    known = above_number + tl.where(room, equal_number, 0) > 0
+    # Three sums in a word, for the more registers a program takes the fewer run at once.
+    ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
     if OPEN:
         sizes = tl.where(rank == last, size, 0)
-        held_before = held + equal_size + tl.cumsum(sizes, 0) - sizes
+        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, _sum_of_two)
+    else:
+        ends = tl.cumsum(ends, 0)
+    equal_begins = equal + ((ends >> TOKENS) & SIZE_MASK).to(tl.int32) - equal_number
+    if OPEN:
+        held_before = held + equal_size + sizes_ends - sizes
         opened = (rank == last) & ((held_before < budget) | (had + equal_begins < wanted))
         taken = above_number + tl.where(opened, number, 0)
         left = tl.where(opened | (rank > last), 0, size)
     else:
         taken = above_number + tl.minimum(tl.maximum(budget - held - equal_begins, 0), equal_number)
         left = size - taken
-    tl.store(lengths + at + c, taken, mask=c < stride)
+    tl.store(lengths, taken, mask=inside)
     log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
-    tl.store(log_left + at + c, log_of_left, mask=c < stride)
-    clusters_above, clusters, count = tl.reduce((above_one, (taken > 0).to(tl.int32), taken), 0, _sum_of_three)
-    slot = tl.where(rank > last, above + above_ends - above_number, had + equal_begins)
-    order = tl.where(rank > last, above_order, clusters_above + equal_order) - 1
-    _write_members(scratch, plane, clusters, rows, slots, order, taken > 0, starts, slot, taken, ENTRIES, WIDTH)
+    tl.store(log_left, log_of_left, mask=inside)
+    clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, _sums_and_largest)
+    slot = tl.where(rank > last, above + (ends & SIZE_MASK).to(tl.int32) - above_number, had + equal_begins)
+    order = (ends >> (2 * TOKENS)).to(tl.int32) - 1
+    _write_members(scratch, clusters, longest, rows, slots, order, known, starts, slot, taken, ENTRIES, WIDTH)
     if count > 0:
         tl.atomic_add(used + head, count, sem="relaxed")
         if SEEN:
@@ -195,103 +245,113 @@ def _take(
 
 @triton.jit(do_not_specialize=["least"])
 def _rank_kernel(
-    logits, numbers, children, peaks, totals, ranked, coarse, stride, clusters, parts, least, threshold,
+    logits, numbers, children, peaks, totals, known, ranked, coarse, stride, clusters, parts, least, threshold,
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
-    OPEN: tl.constexpr, EARLY: tl.constexpr,
+    OPEN: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a part's clusters, and their tokens and children counted by the exponent."""
-    start(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    c = part * PART + tl.arange(0, PART)
+    c, inside, _ = _share(part, tl.num_programs(0), known, head, stride, PART, KNOWN)
+    if OPEN:
+        # No launch writes these: they are not waited for.
+        of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
+    start(EARLY)
     packed = _packed(
-        logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, stride, parts, least, threshold,
-        G, GROUP, PART, PARTS, KEEP,
+        logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, inside, stride, parts, least,
+        threshold, G, GROUP, PART, PARTS, KEEP,
     )  # fmt: skip
-    tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=c < stride)
+    tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=inside)
     size, number = _size(packed), _size(packed)
     if OPEN:
-        number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
-    sizes, of_numbers = _by(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
-    place = coarse + ((head * tl.num_programs(0) + part) * 2) * BINS + tl.arange(0, BINS)
-    tl.store(place, sizes)
-    if OPEN:
-        tl.store(place + BINS, of_numbers)
+        number = of_cluster
+    counts = _by(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
+    place = coarse + (head * tl.num_programs(0) + part) * (2 * BINS + LIMITS)
+    tl.store(place + tl.arange(0, 2 * BINS if OPEN else BINS), counts)
 
 
-@triton.jit(do_not_specialize=["budget", "wanted"])
+# Of a stride that is a multiple of 16 numbers would be loaded four at a time, and laid out anew to be added up.
+@triton.jit(do_not_specialize=["budget", "wanted", "stride"])
 def _count_kernel(
-    ranked, children, coarse, fine, limits, stride, clusters, budget, wanted,
-    PART: tl.constexpr, OTHERS: tl.constexpr, OPEN: tl.constexpr, EARLY: tl.constexpr,
+    ranked, children, known, coarse, fine, stride, clusters, budget, wanted,
+    PART: tl.constexpr, OTHERS: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part's tokens and children, of clusters with the last one's exponent, counted by the rest of the rank."""
-    start(EARLY)
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    c, place = part * PART + tl.arange(0, PART), fine + ((head * others + part) * 2) * FINE
+    c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
+    place = fine + (head * others + part) * (2 * FINE + LIMITS)
+    # Memory of no launch that may still run.
     tl.store(place + tl.arange(0, 2 * FINE), tl.zeros([2 * FINE], tl.int32))
-    packed = tl.load(ranked + head * stride + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
-    sizes, numbers = _load_counts(coarse, head, others, BINS, OTHERS, OPEN)
-    last, held, had = _last(sizes, numbers, 0, 0, budget, wanted, BINS, OPEN)
-    before = (tl.arange(0, OTHERS)[:, None] < part) & (tl.arange(0, BINS)[None, :] > last)
-    limits += (head * others + part) * 4
-    tl.store(limits, last)
-    tl.store(limits + 1, held)
-    tl.store(limits + 2, had)
-    tl.store(limits + 3, tl.sum(tl.sum(tl.where(before, numbers, 0), 0), 0))
+    start(EARLY)
+    packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    sizes, before, numbers, numbers_before = _counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+    last, held, had, above, _, _ = _last(sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN)
+    limits = place + 2 * FINE
+    tl.store(limits, (last << TOKENS) | held)
+    tl.store(limits + 1, had)
+    tl.store(limits + 2, above)
     size, rank = _size(packed), _rank(packed)
     alike, place = rank >> SCORE == last, place + (rank & (FINE - 1))
     tl.debug_barrier()
     tl.atomic_add(place, size, mask=alike & (size > 0), sem="relaxed")
     if OPEN:
-        number = tl.load(children + head * clusters + c, mask=alike & (c < clusters), other=0)
+        number = tl.load(children + head * clusters + c, mask=alike & inside & (c < clusters), other=0)
         tl.atomic_add(place + FINE, number, mask=number > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["budget", "wanted"])
+@triton.jit(do_not_specialize=["budget", "wanted", "stride"])
 def _take_kernel(
-    ranked, children, coarse, fine, limits, starts, lengths, log_left, rows, scratch, used, seen,
-    stride, clusters, starts_stride, rows_stride, slots, plane, budget, wanted, PART: tl.constexpr,
-    OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr, ENTRIES: tl.constexpr,
-    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    ranked, children, known, coarse, fine, starts, lengths, log_left, rows, scratch, used, seen,
+    stride, clusters, starts_stride, rows_stride, slots, budget, wanted, PART: tl.constexpr,
+    OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr, SEEN: tl.constexpr,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a part takes, after those before it."""
-    start(EARLY)
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    at, c, before = head * stride, part * PART + tl.arange(0, PART), tl.arange(0, OTHERS)[:, None] < part
-    packed = tl.load(ranked + at + c, mask=c < stride, other=0).to(tl.uint32, bitcast=True)
-    first_row = tl.load(starts + head * starts_stride + c, mask=c < clusters, other=0).to(tl.int32)
+    c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
+    lengths, log_left = lengths + head * stride, log_left + head * stride
+    if KEEP:
+        start(EARLY)
+    # Where tokens are counted between, ranks are of the launch before the last, which is over: that one waited for it.
+    ranked += head * stride + c
+    packed = tl.load(ranked, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+    first_row = tl.load(starts + head * starts_stride + c, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
     size, rank = _size(packed), _rank(packed)
     number = size
     if OPEN:
-        number = tl.load(children + head * clusters + c, mask=c < clusters, other=0)
-    last, held, had, equal, equal_size = 0, 0, 0, 0, 0
+        children += head * clusters + c
+        number = tl.load(children, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
     if KEEP:
-        _, numbers = _load_counts(coarse, head, others, BINS, OTHERS, OPEN)
-        kept = before & (tl.arange(0, BINS)[None, :] > 0)
-        above = tl.sum(tl.sum(tl.where(kept, numbers, 0), 0), 0)
+        last, held, had, equal, equal_size = 0, 0, 0, 0, 0
+        _, _, _, before = _counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+        above = tl.sum(tl.where(tl.arange(0, BINS) > 0, before, 0), 0)
     else:
-        limits += (head * others + part) * 4
-        high, held = tl.load(limits), tl.load(limits + 1)
-        had, above = tl.load(limits + 2), tl.load(limits + 3)
-        sizes, numbers = _load_counts(fine, head, others, FINE, OTHERS, OPEN)
-        low, held, had = _last(sizes, numbers, held, had, budget, wanted, FINE, OPEN)
-        last, place = (high << SCORE) + low, tl.arange(0, FINE)
-        numbers = tl.sum(tl.where(before, numbers, 0), 0)
-        above += tl.sum(tl.where(place > low, numbers, 0), 0)
-        equal = tl.sum(tl.where(place == low, numbers, 0), 0)
-        if OPEN:
-            sizes = tl.sum(tl.where(before, sizes, 0), 0)
-            equal_size = tl.sum(tl.where(place == low, sizes, 0), 0)
+        start(EARLY)
+        limits = fine + (head * others + part) * (2 * FINE + LIMITS) + 2 * FINE
+        of_exponent, had, above = tl.load(limits), tl.load(limits + 1), tl.load(limits + 2)
+        high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
+        sizes, before, numbers, numbers_before = _counted(fine, head, part, others, FINE, OTHERS, OPEN)
+        low, held, had, above_low, equal, equal_size = _last(
+            sizes, before, numbers, numbers_before, held, had, budget, wanted, FINE, OPEN
+        )
+        last, above = (high << SCORE) + low, above + above_low
+    if KNOWN:
+        # After the clusters that there are come some of no token, up to the end of a row.
+        empty = part * PART + tl.arange(0, PART)
+        tl.store(lengths + empty, tl.zeros([PART], tl.int32), mask=(empty >= stop) & (empty < stride))
+        nothing = tl.full([PART], -float("inf"), tl.float32)
+        tl.store(log_left + empty, nothing, mask=(empty >= stop) & (empty < stride))
     _take(
-        rank, size, number, first_row, last, held, had, above, equal, equal_size, budget, wanted,
-        lengths, log_left, rows + head * rows_stride, slots, scratch + at + part * PART, plane, used, seen, at, head, c,
-        stride, ENTRIES, WIDTH, OPEN, SEEN,
+        rank, size, number, first_row.to(tl.int32), last, held, had, above, equal, equal_size, budget, wanted,
+        lengths + c, log_left + c, rows + head * rows_stride, slots, scratch + (head * others + part) * (4 * PART),
+        used, seen, head, inside, ENTRIES, WIDTH, OPEN, SEEN,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What to take: clusters for a budget of tokens or, with a threshold, all that reach it; or, to be opened, clusters
-    until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each.
+    until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each, contiguous and there
+    before the logits were computed.
 
     starts [H, C] int: the first member of each, a token's row or a child; slots: members of a head at most; seen [H]
     int64 or None: to which their number is added.
@@ -313,28 +373,37 @@ def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
     size = max(size, power_of_two(triton.cdiv(stride, MOST_PARTS)))
     grid, others = (triton.cdiv(stride, size), H), power_of_two(triton.cdiv(stride, size))
     keep, opened, early = take.threshold is not None, take.children is not None, following(device)
-    children = scored.numbers if take.children is None else take.children.contiguous()
-    ranked, lengths, *scratch = torch.empty(5, H, stride, dtype=torch.int32, device=device)
+    children = scored.numbers if take.children is None else take.children
+    ranked, lengths = torch.empty(2, H, stride, dtype=torch.int32, device=device)
+    scratch = torch.empty(H, grid[0], size, 4, dtype=torch.int32, device=device)
     log_left = torch.empty(H, stride, device=device)
-    coarse = torch.empty(H, grid[0], 2, BINS.value, dtype=torch.int32, device=device)
-    fine = torch.empty(H, grid[0], 2, FINE.value, dtype=torch.int32, device=device)
-    limits = torch.empty(H, grid[0], 4, dtype=torch.int32, device=device)
+    coarse, fine = (
+        torch.empty(H, grid[0], 2 * counts.value + LIMITS.value, dtype=torch.int32, device=device)
+        for counts in (BINS, FINE)
+    )
     rows = torch.empty(H, aligned(max(take.slots, 1)), dtype=torch.int32, device=device)
-    how = {"PART": size, "OPEN": opened, "num_warps": min(32, max(4, size // CLUSTERS_A_WARP)), **early}
+    known = scored.used if scored.known is None else scored.known
+    how = {
+        "PART": size,
+        "OPEN": opened,
+        "KNOWN": scored.known is not None,
+        "num_warps": min(32, max(4, size // CLUSTERS_A_WARP)),
+        **early,
+    }
     _rank_kernel[grid](
-        scored.logits, scored.numbers, children, scored.peaks, scored.totals, ranked, coarse,
+        scored.logits, scored.numbers, children, scored.peaks, scored.totals, known, ranked, coarse,
         stride, children.shape[1], parts, least_rank(take.budget), take.threshold or 0.0,
         G=G, GROUP=power_of_two(G), PARTS=power_of_two(parts), KEEP=keep, **how,
     )  # fmt: skip
     if not keep:
         _count_kernel[grid](
-            ranked, children, coarse, fine, limits, stride, children.shape[1], take.budget, take.wanted,
+            ranked, children, known, coarse, fine, stride, children.shape[1], take.budget, take.wanted,
             OTHERS=others, **how,
         )  # fmt: skip
     _take_kernel[grid](
-        ranked, children, coarse, fine, limits, take.starts, lengths, log_left, rows, scratch[0], scored.used,
+        ranked, children, known, coarse, fine, take.starts, lengths, log_left, rows, scratch, scored.used,
         scored.used if take.seen is None else take.seen, stride, clusters, take.starts.stride(0), rows.shape[1],
-        take.slots, scratch[0].numel(), take.budget, take.wanted,
+        take.slots, take.budget, take.wanted,
         OTHERS=others, KEEP=keep, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
     )  # fmt: skip
     return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used)

@@ -97,7 +97,7 @@ def _launch(
         TILE=tile_rows(D, query.dtype, tile), STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
         **following(device),
     )  # fmt: skip
-    return Scored(logits, numbers, peaks, totals, used), starts
+    return Scored(logits, numbers, peaks, totals, used, None if listed is None else known), starts
 
 
 def choose_clusters_triton(
@@ -125,8 +125,9 @@ def open_clusters_triton(
     softcap: float | None = None,
 ) -> ClusterChoice:
     """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
+    numbers = children.numbers.contiguous()
     scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
-    take = Wanted(children.first, children.slots, budget, children=children.numbers, wanted=wanted, seen=children.seen)
+    take = Wanted(children.first, children.slots, budget, children=numbers, wanted=wanted, seen=children.seen)
     return choose(scored, counts.shape[1], take)
 
 

@@ -17,7 +17,9 @@ from sparsekv.kernels.run_rows_triton import list_rows
 from sparsekv.kernels.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-TILE_BYTES, WARPS, STAGES = 16_384, 4, 3
+TILE_BYTES, WARPS = 16_384, 4
+# Tiles read ahead: of rows whose place is read first a third one is no gain, of plain stand-ins it is.
+STAND_STAGES, ROW_STAGES = 3, 2
 MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
 # Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
@@ -57,7 +59,8 @@ def _partial_kernel(
     stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
     listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, LISTED: tl.constexpr,
+    STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
+    LISTED: tl.constexpr,
     USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -81,7 +84,7 @@ def _partial_kernel(
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
     begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
-    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+    for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
         c = at + t
         inside = c < stop
         mask = (inside & (c < stand_rows))[:, None] & in_row
@@ -94,7 +97,7 @@ def _partial_kernel(
         first, last = first - stands, last - stands
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
         begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
-        for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+        for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             c = at + t
             inside = c < stop
             row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
@@ -107,8 +110,7 @@ def _partial_kernel(
         stands = lists
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
     stop = tl.minimum(last - stands, exact_rows)
-    # One stage less than where a row's place has to be loaded first: the same shared memory.
-    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=STAGES - 1):
+    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=ROW_STAGES):
         inside = at + t < stop
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
@@ -119,7 +121,7 @@ def _partial_kernel(
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
-    for at in tl.range(begin, stop, TILE, num_stages=STAGES):
+    for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
         inside = at + t < stop
         row = tl.load(rows + at + t, mask=inside, other=0)
         mask = inside[:, None] & in_row
@@ -231,7 +233,7 @@ def decode_attention_triton(
         listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES),
-        STAGES=STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
+        STAND_STAGES=STAND_STAGES, ROW_STAGES=ROW_STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip

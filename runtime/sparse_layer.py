@@ -361,7 +361,8 @@ def _runs(rows: Pair, chosen: Selection) -> RunRows:
     """Of the rows where they lie, keys and values [Hk, M, D], those that were chosen for one query."""
     if chosen.listed is not None:
         listed, used = chosen.listed
-        return RunRows(*rows, listed, None, chosen.capacity, used)
+        # What is known here is not waited for on the device.
+        return RunRows(*rows, listed, None, chosen.capacity, None if chosen.taken == chosen.capacity else used)
     ends = None if chosen.single_rows else chosen.lengths.cumsum(-1, dtype=torch.int32)[:, 0]
     return RunRows(*rows, chosen.starts[:, 0], ends, chosen.capacity)
 

@@ -155,12 +155,18 @@ def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float)
     assert_close(found.chosen.logits.masked_fill(~valid[:, None], 0), exact.masked_fill(~valid[:, None], 0), tolerance)
 
 
+@pytest.mark.parametrize(("slots", "part"), [(150, 512), (500, 32)])
 @pytest.mark.parametrize(("budget", "softcap"), [(0, None), (60, None), (60, 2.0), (10**6, None)])
-def test_the_best_of_listed_clusters(budget: int, softcap: float | None) -> None:
+def test_the_best_of_listed_clusters(
+    budget: int, softcap: float | None, slots: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one part of a head or, of slots of which few are used, by many that share these."""
+    for name in ("FEWEST", "MOST"):
+        monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", part)
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)
-    below = levels.of_coarse(query.device, 150)
+    below = levels.of_coarse(query.device, slots)
     choice = open_clusters_reference(query, levels.coarse, levels.tokens, below, 120, 0, 0.125)
-    some = members(levels, choice.lengths, 150)
+    some = members(levels, choice.lengths, slots)
     found = listed(levels, query, some, budget, softcap)
     tensors = query, levels.centroids, levels.counts, levels.first_row
     expected = choose_listed_reference(*tensors, some, budget, 0.125, softcap)
