@@ -30,14 +30,15 @@ ROW = tl.constexpr(ALIGNED)
 @dataclass(frozen=True)
 class Scored:
     """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
-    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; [H] int32 zeros to count
-    in; and how many clusters there are [H] int32, None: all."""
+    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; [H] int32 zeros, twice, to
+    count in; and how many clusters there are [H] int32, None: all."""
 
     logits: torch.Tensor
     numbers: torch.Tensor
     peaks: torch.Tensor
     totals: torch.Tensor
     used: torch.Tensor
+    queue: torch.Tensor
     known: torch.Tensor | None = None
 
 
@@ -406,4 +407,4 @@ def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
         take.slots, take.budget, take.wanted,
         OTHERS=others, KEEP=keep, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
     )  # fmt: skip
-    return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used)
+    return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used, scored.queue)

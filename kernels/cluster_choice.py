@@ -34,7 +34,8 @@ class ClusterChoice:
     logits [H, G, C or more] float32 of the query on the centroids, minus infinity on empty clusters and past the last;
     lengths [H, C] int32, members taken of each cluster, the first ones; log_left [H, C or more] float32, the logarithm
     of how many tokens of each were not taken, minus infinity for none; rows [H, R] int32, all members that were taken,
-    of which there are used [H] int32: what comes after these is nothing.
+    of which there are used [H] int32: what comes after these is nothing. Kernels leave zeros, queue [H] int32, for the
+    attention that follows to count in.
     """
 
     logits: torch.Tensor
@@ -42,6 +43,7 @@ class ClusterChoice:
     log_left: torch.Tensor
     rows: torch.Tensor
     used: torch.Tensor
+    queue: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

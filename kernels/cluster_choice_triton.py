@@ -16,7 +16,7 @@ MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
 
 @triton.jit
 def _logits_kernel(
-    query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used,
+    query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used, queue,
     C, stride, clusters_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -33,6 +33,7 @@ def _logits_kernel(
     total = tl.zeros([GROUP], tl.float32)
     if part == 0:
         tl.store(used + head, 0)
+        tl.store(queue + head, 0)
     known_clusters = tl.minimum(tl.load(listed + head), stride) if LISTED else C
     # Past the last cluster come some of no token, up to the end of a row.
     filled = tl.cdiv(known_clusters, 16) if LISTED else stride // 16
@@ -89,15 +90,15 @@ def _launch(
     logits = torch.empty(H, G, stride, device=device)
     peaks, totals = torch.empty(2, H, G, parts, device=device)
     numbers, starts = torch.empty(2, H, stride, dtype=torch.int32, device=device)
-    used = torch.empty(H, dtype=torch.int32, device=device)
+    used, queue = torch.empty(2, H, dtype=torch.int32, device=device)
     _logits_kernel[(parts, H)](
         query.contiguous(), centroids, counts, first_row, clusters, known, starts, logits, numbers,
-        peaks, totals, used, C, stride, clusters.stride(0), scale, softcap or 0.0,
+        peaks, totals, used, queue, C, stride, clusters.stride(0), scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, tile), STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
         **following(device),
     )  # fmt: skip
-    return Scored(logits, numbers, peaks, totals, used, None if listed is None else known), starts
+    return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
 
 
 def choose_clusters_triton(

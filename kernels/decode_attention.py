@@ -13,7 +13,8 @@ from sparsekv.kernels.runs import expand_runs
 class RunRows:
     """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
     each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
-    there are `used` [H] int32 of each head, None: all."""
+    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which a kernel counts in: with it rows
+    go to programs that are done before others."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -21,6 +22,7 @@ class RunRows:
     ends: torch.Tensor | None
     capacity: int
     used: torch.Tensor | None = None
+    queue: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

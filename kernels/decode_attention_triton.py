@@ -24,6 +24,9 @@ MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that
 # Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
+# Of the chosen rows so many go, a tile at a time, to the program that is done first, where each has a few tiles:
+# multiprocessors are not all as fast.
+QUEUED_PERCENT, LEAST_TILES = 20, 4
 
 
 @triton.jit
@@ -54,14 +57,14 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 def _partial_kernel(
     query, keys, values, rows, rows_used, exact_keys, exact_values, exact_count,
     stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
-    listed_used, peaks, totals, outputs,
+    listed_used, queue, peaks, totals, outputs,
     head_stride, row_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
     listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
-    LISTED: tl.constexpr,
-    USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
+    QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr, USED: tl.constexpr, COUNTED: tl.constexpr,
+    ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -80,7 +83,8 @@ def _partial_kernel(
         exact_rows = tl.minimum(tl.load(exact_count), exact_rows)
     stands = (stand_rows * STAND_FIFTHS + 4) // 5
     lists = (listed * LISTED_FIFTHS + 4) // 5 if LISTED else 0
-    first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows)
+    queued = chosen_rows * QUEUED_PERCENT // 100
+    first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
     begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
@@ -121,15 +125,20 @@ def _partial_kernel(
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
-    for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
-        inside = at + t < stop
-        row = tl.load(rows + at + t, mask=inside, other=0)
-        mask = inside[:, None] & in_row
-        place = row[:, None] * row_stride + d
-        k = tl.load(keys + place, mask=mask, other=0.0)
-        v = tl.load(values + place, mask=mask, other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+    while begin < chosen_rows:
+        for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
+            inside = at + t < stop
+            row = tl.load(rows + at + t, mask=inside, other=0)
+            mask = inside[:, None] & in_row
+            place = row[:, None] * row_stride + d
+            k = tl.load(keys + place, mask=mask, other=0.0)
+            v = tl.load(values + place, mask=mask, other=0.0)
+            logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+            peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        begin = chosen_rows
+        if QUEUED_PERCENT:
+            begin += tl.atomic_add(queue + head, TILE, sem="relaxed") - queued
+        stop = tl.minimum(begin + TILE, chosen_rows)
 
     place = (head * tl.num_programs(0) + split) * G + g
     tl.store(peaks + place, peak, mask=of_group)
@@ -212,6 +221,8 @@ def decode_attention_triton(
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
     programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device), grain=10)
+    tile = tile_rows(D, query.dtype, TILE_BYTES)
+    queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
     rows, used_rows = runs.starts, runs.used
     if runs.ends is not None:
         rows, used_rows = (
@@ -226,14 +237,15 @@ def decode_attention_triton(
         query, runs.keys, runs.values, rows, query if used_rows is None else used_rows, *exact,
         query if exact_count is None else exact_count,
         logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
-        query if used is None else used, peaks, totals, outputs,
+        query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
         *runs.keys.stride()[:2], runs.capacity, rows.stride(0), 0 if used_rows is None else used_rows.stride(0),
         E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), S, listed_logits.stride(1), listed_counts.stride(0),
         listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES),
+        G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile,
         STAND_STAGES=STAND_STAGES, ROW_STAGES=ROW_STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
+        QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from sparsekv.kernels.best_clusters import CountedClusters, best_clusters
 from sparsekv.kernels.cluster_choice import Children, choose_clusters, choose_listed, keep_clusters, open_clusters
 from sparsekv.kernels.decode_attention import StandIns
 from sparsekv.kernels.tree import Tree
-from sparsekv.runtime.methods import Replacement, Selection
+from sparsekv.runtime.methods import ListedRows, Replacement, Selection
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ClusterSteps:
             replacements=(left,) if replace else (),
             dropped=None if replace else lambda: (left,),
             taken=tokens if threshold is None else 0,
-            listed=(chosen.rows, chosen.used),
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
             each_counted=0 if threshold is None else 2,
         )
 
@@ -124,7 +124,7 @@ class ClusterSteps:
             replacements=left() if replace and not in_place else (),
             dropped=None if replace else left,
             taken=tokens,
-            listed=(chosen.rows, chosen.used),
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
             stand_ins=stand_ins if replace and in_place else None,
             each_counted=rows if in_place else 0,
         )

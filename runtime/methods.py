@@ -120,6 +120,16 @@ class Replacement(Remainder):
 
 
 @dataclass(frozen=True)
+class ListedRows:
+    """Rows of runs that kernels have written out [Hk, capacity] int32, and how many there are [Hk] int32; and zeros
+    [Hk] int32, if there are, for the attention to count in."""
+
+    rows: torch.Tensor
+    used: torch.Tensor
+    queue: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Selection:
     """Chosen rows of the middle, as runs in the selector's layout: starts, lengths [Hk, Q or 1, R].
 
@@ -128,9 +138,9 @@ class Selection:
     nothing does, `dropped()` estimates it, if the method can tell. `log_weights` [Hk, G, Q or 1, capacity] float32, for
     rows that were drawn and not ranked, are added to their logits, in the order of the runs. `taken` is the sum of the
     lengths of each query, where it is known without looking at them, and 0 where kernels count it; with `single_rows`
-    every run is one row. For kernels alone, and one query, `listed` are the rows of the runs [Hk, capacity] int32 and
-    how many there are [Hk], `stand_ins` are in the place of replacements, and `each_counted` is how many D-sized rows
-    were read for each that was added to the counter of what was asked.
+    every run is one row. For kernels alone, and one query, `listed` are the rows of the runs, `stand_ins` are in the
+    place of replacements, and `each_counted` is how many D-sized rows were read for each that was added to the counter
+    of what was asked.
     """
 
     starts: torch.Tensor
@@ -142,7 +152,7 @@ class Selection:
     log_weights: torch.Tensor | None = None
     taken: int | None = None
     single_rows: bool = False
-    listed: tuple[torch.Tensor, torch.Tensor] | None = None
+    listed: ListedRows | None = None
     stand_ins: tuple[StandIns, ...] | None = None
     each_counted: int = 0
 

@@ -9,7 +9,7 @@ from sparsekv.kernels.cluster_choice import MOST_TOKENS, choose_clusters
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import fill_budget
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.methods import Asked, ListedRows, Method, MiddleContext, Selection, Selector, register
 
 
 @register("quest")
@@ -72,7 +72,7 @@ class QuestSelector(Selector):
             tokens,
             2.0 * self.extremes.shape[1],
             taken=tokens,
-            listed=(chosen.rows, chosen.used),
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
         )
 
 

@@ -360,9 +360,10 @@ class SparseLayer(StoredLayer):
 def _runs(rows: Pair, chosen: Selection) -> RunRows:
     """Of the rows where they lie, keys and values [Hk, M, D], those that were chosen for one query."""
     if chosen.listed is not None:
-        listed, used = chosen.listed
+        listed = chosen.listed
         # What is known here is not waited for on the device.
-        return RunRows(*rows, listed, None, chosen.capacity, None if chosen.taken == chosen.capacity else used)
+        used = None if chosen.taken == chosen.capacity else listed.used
+        return RunRows(*rows, listed.rows, None, chosen.capacity, used, listed.queue)
     ends = None if chosen.single_rows else chosen.lengths.cumsum(-1, dtype=torch.int32)[:, 0]
     return RunRows(*rows, chosen.starts[:, 0], ends, chosen.capacity)
 

@@ -206,6 +206,27 @@ def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
     assert_close(decode_attention_reference(*arguments, 0.125).cpu(), truth, 1e-5)
 
 
+@by_dtype
+@pytest.mark.parametrize("percent", [25, 100])
+@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
+def test_rows_that_go_to_the_program_that_is_done_first(
+    used: tuple[int, int] | None, percent: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.decode_attention_triton.LEAST_TILES", 0)
+    monkeypatch.setattr("sparsekv.kernels.decode_attention_triton.QUEUED_PERCENT", percent)
+    step = some_step(5, clusters=200, dtype=dtype)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    numbers = torch.tensor(used or (600, 600), dtype=torch.int32)
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * (torch.arange(600) < numbers[:, None]))
+    moved, queue = step.on(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    given_used = None if used is None else numbers.to(DEVICE)
+    runs = RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 600, given_used, queue)
+    with poisoned_memory():
+        output = decode_attention_triton(moved.query, runs, (moved.exact_keys, moved.exact_values), (), 0.125)
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
+    assert torch.equal(queue.cpu() > 0, numbers > 0)
+
+
 @pytest.mark.parametrize("count", [0, 1, 63, 70])
 def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
     step = some_step(4)

@@ -95,8 +95,8 @@ def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float 
     lengths, of_pages = selection.lengths[:, 0].cpu(), selector.lengths.cpu()
     scores = scores_from_logits(selector.bounds(query.cuda()).cpu(), of_pages[:, None, None])[:, 0]
     members, _ = expand_runs(selector.starts.cpu(), lengths, budget)
-    assert torch.equal(selection.listed[0].cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
-    assert selection.listed[1].tolist() == [min(budget, 333)] * 2
+    assert torch.equal(selection.listed.rows.cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
+    assert selection.listed.used.tolist() == [min(budget, 333)] * 2
     assert lengths.sum(-1).tolist() == [min(budget, 333)] * 2
     assert bool((lengths <= of_pages).all())
     for of_head, found, whole in zip(scores, lengths, of_pages, strict=True):
