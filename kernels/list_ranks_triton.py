@@ -300,7 +300,9 @@ def rank_tokens_triton(
         COUNTED=exact.count is not None, REACHING=lists.reaching, G=G, GROUP=group_rows(G), FEW=power_of_two(G),
         PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size, BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
         EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=LOOK_UP_WARPS,
-        num_stages=LOOK_UP_STAGES, **early,
+        num_stages=LOOK_UP_STAGES,
+        # A product fused with what another thread has summed is rounded otherwise than there: each would write its own.
+        enable_fp_fusion=False, **early,
     )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
