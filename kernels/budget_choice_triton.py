@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.choice_counts_triton import LIMITS, by_place, counted, last_place, sum_of_two, sums_and_largest
 from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, least_rank
 from sparsekv.kernels.launch import following, multiprocessors
 from sparsekv.kernels.tiles_triton import ALIGNED, aligned, power_of_two, start
@@ -21,9 +22,6 @@ CLUSTERS_A_WARP = 256
 ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
 SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
 BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
-# A part's counts, of tokens and of members, and three numbers more: rows of no multiple of 4, for what is loaded four
-# at a time has to be laid out anew before it is added up.
-LIMITS = tl.constexpr(3)
 ROW = tl.constexpr(ALIGNED)
 
 
@@ -101,80 +99,6 @@ def _size(packed):
 
 
 @triton.jit
-def _sum_of_two(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _sum_of_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def _sum_of_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def _sums_and_largest(a, b, c, d, e, f):
-    return a + d, b + e, tl.maximum(c, f)
-
-
-@triton.jit
-def _later(place, a, b, c, d, e, other, f, g, h, i, j):
-    """Of two places the later one, and what belongs to it."""
-    here = place > other
-    a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
-    return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
-
-
-@triton.jit
-def _by(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """[SIZE] how much of sizes is at each place, and then [SIZE] how much of numbers, if these are others."""
-    column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
-    amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
-    return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
-
-
-@triton.jit
-def _counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """[SIZE] each: the sizes that all parts of a head have counted, and those before one; the same of numbers."""
-    other = tl.arange(0, PARTS)[:, None]
-    place = counts + (head * others + other) * (2 * SIZE + LIMITS) + tl.arange(0, SIZE)[None, :]
-    sizes = tl.load(place, mask=other < others, other=0)
-    before = tl.where(other < part, sizes, 0)
-    if OPEN:
-        numbers = tl.load(place + SIZE, mask=other < others, other=0)
-        numbers_before = tl.where(other < part, numbers, 0)
-        sizes, before, numbers, numbers_before = tl.reduce((sizes, before, numbers, numbers_before), 0, _sum_of_four)
-    else:
-        sizes, before = tl.reduce((sizes, before), 0, _sum_of_two)
-        numbers, numbers_before = sizes, before
-    return sizes, before, numbers, numbers_before
-
-
-@triton.jit
-def _last(sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """The last place that is taken, the first where there is not enough; what all places above it hold and have, with
-    what is above all of them; and of the parts before one the members above it, those at it, and what these hold."""
-    place = tl.arange(0, SIZE)
-    if OPEN:
-        from_here, numbers_from_here, before_from_here = tl.associative_scan(
-            (sizes, numbers, numbers_before), 0, _sum_of_three, reverse=True
-        )
-        enough = (held + from_here >= budget) & (had + numbers_from_here >= wanted)
-    else:
-        from_here, before_from_here = tl.associative_scan((sizes, numbers_before), 0, _sum_of_two, reverse=True)
-        numbers_from_here, enough = from_here, held + from_here >= budget
-    above, numbers_above = from_here - sizes, numbers_from_here - numbers
-    found = tl.where(enough | (place == 0), place, -1)
-    last, above, numbers_above, before_above, equal, equal_size = tl.reduce(
-        (found, above, numbers_above, before_from_here - numbers_before, numbers_before, before), 0, _later
-    )
-    return last, held + above, had + numbers_above, before_above, equal, equal_size
-
-
-@triton.jit
 def _write_members(
     scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
@@ -219,7 +143,7 @@ def _take(
     ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
     if OPEN:
         sizes = tl.where(rank == last, size, 0)
-        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, _sum_of_two)
+        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, sum_of_two)
     else:
         ends = tl.cumsum(ends, 0)
     equal_begins = equal + ((ends >> TOKENS) & SIZE_MASK).to(tl.int32) - equal_number
@@ -234,7 +158,7 @@ def _take(
     tl.store(lengths, taken, mask=inside)
     log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
     tl.store(log_left, log_of_left, mask=inside)
-    clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, _sums_and_largest)
+    clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, sums_and_largest)
     slot = tl.where(rank > last, above + (ends & SIZE_MASK).to(tl.int32) - above_number, had + equal_begins)
     order = (ends >> (2 * TOKENS)).to(tl.int32) - 1
     _write_members(scratch, clusters, longest, rows, slots, order, known, starts, slot, taken, ENTRIES, WIDTH)
@@ -265,7 +189,7 @@ def _rank_kernel(
     size, number = _size(packed), _size(packed)
     if OPEN:
         number = of_cluster
-    counts = _by(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
+    counts = by_place(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
     place = coarse + (head * tl.num_programs(0) + part) * (2 * BINS + LIMITS)
     tl.store(place + tl.arange(0, 2 * BINS if OPEN else BINS), counts)
 
@@ -284,8 +208,8 @@ def _count_kernel(
     tl.store(place + tl.arange(0, 2 * FINE), tl.zeros([2 * FINE], tl.int32))
     start(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    sizes, before, numbers, numbers_before = _counted(coarse, head, part, others, BINS, OTHERS, OPEN)
-    last, held, had, above, _, _ = _last(sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN)
+    sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+    last, held, had, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN)
     limits = place + 2 * FINE
     tl.store(limits, (last << TOKENS) | held)
     tl.store(limits + 1, had)
@@ -323,15 +247,15 @@ def _take_kernel(
         number = tl.load(children, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
     if KEEP:
         last, held, had, equal, equal_size = 0, 0, 0, 0, 0
-        _, _, _, before = _counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+        _, _, _, before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
         above = tl.sum(tl.where(tl.arange(0, BINS) > 0, before, 0), 0)
     else:
         start(EARLY)
         limits = fine + (head * others + part) * (2 * FINE + LIMITS) + 2 * FINE
         of_exponent, had, above = tl.load(limits), tl.load(limits + 1), tl.load(limits + 2)
         high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
-        sizes, before, numbers, numbers_before = _counted(fine, head, part, others, FINE, OTHERS, OPEN)
-        low, held, had, above_low, equal, equal_size = _last(
+        sizes, before, numbers, numbers_before = counted(fine, head, part, others, FINE, OTHERS, OPEN)
+        low, held, had, above_low, equal, equal_size = last_place(
             sizes, before, numbers, numbers_before, held, had, budget, wanted, FINE, OPEN
         )
         last, above = (high << SCORE) + low, above + above_low

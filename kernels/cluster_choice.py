@@ -85,7 +85,7 @@ def choose_clusters(
         budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most.
 
     Returns:
-        See `ClusterChoice`. Allocates the logits, the rows and four tensors [H, C].
+        See `ClusterChoice`. Allocates the logits, the rows and nine tensors [H, C].
     """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
@@ -259,7 +259,7 @@ def choose_listed(
         budget: tokens to take of each head.
 
     Returns:
-        See `ListedChoice`. Allocates the logits, the rows and five tensors [H, S].
+        See `ListedChoice`. Allocates the logits, the rows and nine tensors [H, S].
     """
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_listed_triton

@@ -13,7 +13,7 @@ from sparsekv.kernels.runs import expand_runs
 class RunRows:
     """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
     each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
-    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which a kernel counts in: with it rows
+    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which one call uses up: with it rows
     go to programs that are done before others."""
 
     keys: torch.Tensor
