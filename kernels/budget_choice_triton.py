@@ -186,9 +186,8 @@ def _rank_kernel(
         threshold, G, GROUP, PART, PARTS, KEEP,
     )  # fmt: skip
     tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=inside)
-    size, number = _size(packed), _size(packed)
-    if OPEN:
-        number = of_cluster
+    size = _size(packed)
+    number = of_cluster if OPEN else size
     counts = by_place(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
     place = coarse + (head * tl.num_programs(0) + part) * (2 * BINS + LIMITS)
     tl.store(place + tl.arange(0, 2 * BINS if OPEN else BINS), counts)

@@ -25,7 +25,7 @@ MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
 # Of the chosen rows so many go, a tile at a time, to the program that is done first, where each has a few tiles:
-# multiprocessors are not all as fast.
+# equal shares are not done at the same time.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
 
 

@@ -126,7 +126,7 @@ class ListedRows:
 
     rows: torch.Tensor
     used: torch.Tensor
-    queue: torch.Tensor | None = None
+    queue: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ def first_rows(counts: torch.Tensor) -> torch.Tensor:
 
 
 def assert_rows(found: ClusterChoice, starts: torch.Tensor) -> None:
-    """The rows are the members that were taken, each once, in any order."""
+    """The rows are the members that were taken, each once, in any order; where kernels chose, what the attention
+    counts in is zero."""
+    assert found.queue is None or not found.queue.any()
     assert torch.equal(found.used, found.lengths.sum(-1).int())
     for head, used in enumerate(found.used.tolist()):
         members, _ = expand_runs(starts[head], found.lengths[head], used)
@@ -49,7 +51,8 @@ def on_cpu(found: ClusterChoice, clusters: int) -> ClusterChoice:
     logits, log_left = found.logits.cpu(), found.log_left.cpu()
     assert all(bool((one[..., clusters:] == -torch.inf).all()) for one in (logits, log_left))
     cut = logits[..., :clusters], found.lengths.cpu(), log_left[..., :clusters]
-    return ClusterChoice(*cut, found.rows.cpu(), found.used.cpu())
+    assert found.queue is not None
+    return ClusterChoice(*cut, found.rows.cpu(), found.used.cpu(), found.queue.cpu())
 
 
 def assert_best(scores: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, budget: int) -> None:

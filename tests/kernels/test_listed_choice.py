@@ -73,7 +73,9 @@ def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> Clu
 
 
 def on_cpu(found: ClusterChoice) -> ClusterChoice:
-    """A choice without what comes after its clusters."""
+    """A choice without what comes after its clusters; what the attention counts in is zero."""
+    assert found.queue is not None
+    assert not found.queue.any()
     clusters = found.lengths.shape[1]
     cut = found.logits[..., :clusters].cpu(), found.lengths.cpu(), found.log_left[..., :clusters].cpu()
     return ClusterChoice(*cut, found.rows.cpu(), found.used.cpu())
