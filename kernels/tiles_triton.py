@@ -33,9 +33,10 @@ def aligned(size: int) -> int:
 
 @triton.jit
 def share(part, parts, rows):
-    """First and last row (not included) of one of the equal parts of some rows."""
-    wide = part.to(tl.int64) * rows
-    return (wide // parts).to(tl.int32), ((wide + rows) // parts).to(tl.int32)
+    """First and last row (not included) of one of the equal parts of some rows; the first ones have one more."""
+    size, more = rows // parts, rows % parts
+    first = part * size + tl.minimum(part, more)
+    return first, first + size + (part < more).to(tl.int32)
 
 
 @triton.jit
