@@ -3,7 +3,8 @@
 A choice to a budget needs no sort: what is looked for is the rank of the last cluster that is taken, the leading bits
 of its score. Parts of a head's clusters count their tokens by the exponent of the score; then, of those that have the
 last one's exponent, by the rest of the rank; then each part knows that rank, and what those before it take, and lists
-what it takes itself. All in integers, and each part by itself, so that no order of theirs changes anything.
+what it takes itself. Clusters that are opened have no other rank than the exponent. All in integers, and each part by
+itself, so that no order of theirs changes anything.
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,20 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.choice_counts_triton import LIMITS, by_place, counted, last_place, sum_of_two, sums_and_largest
-from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, TOKEN_BITS, ClusterChoice, least_rank
+from sparsekv.kernels.cluster_choice import (
+    EXPONENT_BITS,
+    OPENED_BITS,
+    SCORE_BITS,
+    TOKEN_BITS,
+    ClusterChoice,
+    least_rank,
+)
 from sparsekv.kernels.launch import following, multiprocessors
 from sparsekv.kernels.tiles_triton import ALIGNED, aligned, power_of_two, start
 
-FEWEST, MOST, MOST_PARTS = 512, 1024, 64  # clusters of a part; more than so many parts make these larger
+# Clusters of a part, measured: at least so many, where they are opened, where they are listed, of which about half are
+# there; and at most. More than so many parts make these larger.
+FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
 ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
 SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
@@ -57,7 +67,7 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, least, threshold, G: tl.constexpr,
-            GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+            GROUP: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """Of some clusters of a head the rank of the score, and below it the size, in one integer.
 
     To keep what reaches a threshold, that has rank 1, and all else rank 0.
@@ -71,8 +81,8 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
     if KEEP:
         rank = (score / G >= threshold).to(tl.int32)
     else:
-        rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - SCORE)) - least
-        rank = tl.minimum(tl.maximum(rank, 0), BINS * FINE - 1)
+        rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - BITS)) - least
+        rank = tl.minimum(tl.maximum(rank, 0), (BINS << BITS) - 1)
     return (rank.to(tl.uint32) << TOKENS) | size.to(tl.uint32)
 
 
@@ -172,7 +182,7 @@ def _take(
 def _rank_kernel(
     logits, numbers, children, peaks, totals, known, ranked, coarse, stride, clusters, parts, least, threshold,
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
-    OPEN: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
+    OPEN: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a part's clusters, and their tokens and children counted by the exponent."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -183,87 +193,89 @@ def _rank_kernel(
     start(EARLY)
     packed = _packed(
         logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, inside, stride, parts, least,
-        threshold, G, GROUP, PART, PARTS, KEEP,
+        threshold, G, GROUP, PARTS, KEEP, BITS,
     )  # fmt: skip
     tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=inside)
     size = _size(packed)
     number = of_cluster if OPEN else size
-    counts = by_place(_rank(packed) if KEEP else _rank(packed) >> SCORE, size, number, BINS, OPEN)
+    counts = by_place(_rank(packed) if KEEP else _rank(packed) >> BITS, size, number, BINS, OPEN)
     place = coarse + (head * tl.num_programs(0) + part) * (2 * BINS + LIMITS)
     tl.store(place + tl.arange(0, 2 * BINS if OPEN else BINS), counts)
 
 
 # Of a stride that is a multiple of 16 numbers would be loaded four at a time, and laid out anew to be added up.
-@triton.jit(do_not_specialize=["budget", "wanted", "stride"])
+@triton.jit(do_not_specialize=["budget", "stride"])
 def _count_kernel(
-    ranked, children, known, coarse, fine, stride, clusters, budget, wanted,
-    PART: tl.constexpr, OTHERS: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
+    ranked, known, coarse, fine, stride, budget,
+    PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part's tokens and children, of clusters with the last one's exponent, counted by the rest of the rank."""
+    """A part's tokens, of clusters with the last one's exponent, counted by the rest of the rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (2 * FINE + LIMITS)
     # Memory of no launch that may still run.
-    tl.store(place + tl.arange(0, 2 * FINE), tl.zeros([2 * FINE], tl.int32))
+    tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
     start(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
-    last, held, had, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN)
+    sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, False)
+    last, held, _, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, 0, BINS, False)
     limits = place + 2 * FINE
     tl.store(limits, (last << TOKENS) | held)
-    tl.store(limits + 1, had)
-    tl.store(limits + 2, above)
+    tl.store(limits + 1, above)
     size, rank = _size(packed), _rank(packed)
-    alike, place = rank >> SCORE == last, place + (rank & (FINE - 1))
     tl.debug_barrier()
-    tl.atomic_add(place, size, mask=alike & (size > 0), sem="relaxed")
-    if OPEN:
-        number = tl.load(children + head * clusters + c, mask=alike & inside & (c < clusters), other=0)
-        tl.atomic_add(place + FINE, number, mask=number > 0, sem="relaxed")
+    tl.atomic_add(place + (rank & (FINE - 1)), size, mask=(rank >> SCORE == last) & (size > 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["budget", "wanted", "stride"])
 def _take_kernel(
-    ranked, children, known, coarse, fine, starts, lengths, log_left, rows, scratch, used, seen,
-    stride, clusters, starts_stride, rows_stride, slots, budget, wanted, PART: tl.constexpr,
-    OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr, SEEN: tl.constexpr,
-    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    logits, ranked, children, known, coarse, fine, starts, lengths, log_left, rows, scratch, used, seen,
+    stride, clusters, starts_stride, rows_stride, slots, budget, wanted, G: tl.constexpr, GROUP: tl.constexpr,
+    PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
+    SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a part takes, after those before it."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride
-    if KEEP:
+    if KNOWN:
+        # After the clusters that there are come some of no token, up to the end of a row: no other launch writes them.
+        empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
+        after = (empty >= stop) & (empty < stride)
+        tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
+        tl.store(lengths + empty, tl.zeros([PART], tl.int32), mask=after)
+        tl.store(log_left + empty, tl.full([PART], -float("inf"), tl.float32), mask=after)
+        place = logits + head * G * stride + g * stride + empty[:, None]
+        tl.store(place, tl.full([PART, GROUP], -float("inf"), tl.float32), mask=after[:, None] & (g < G))
+    first_row = tl.load(starts + head * starts_stride + c, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
+    if OPEN:
+        number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
+    if KEEP or OPEN:
         start(EARLY)
     # Where tokens are counted between, ranks are of the launch before the last, which is over: that one waited for it.
-    ranked += head * stride + c
-    packed = tl.load(ranked, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
-    first_row = tl.load(starts + head * starts_stride + c, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
+    packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
-    number = size
-    if OPEN:
-        children += head * clusters + c
-        number = tl.load(children, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
     if KEEP:
         last, held, had, equal, equal_size = 0, 0, 0, 0, 0
         _, _, _, before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
         above = tl.sum(tl.where(tl.arange(0, BINS) > 0, before, 0), 0)
+    elif OPEN:
+        sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+        last, held, had, above, equal, equal_size = last_place(
+            sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN
+        )
     else:
         start(EARLY)
         limits = fine + (head * others + part) * (2 * FINE + LIMITS) + 2 * FINE
-        of_exponent, had, above = tl.load(limits), tl.load(limits + 1), tl.load(limits + 2)
+        of_exponent, above = tl.load(limits), tl.load(limits + 1)
         high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
         sizes, before, numbers, numbers_before = counted(fine, head, part, others, FINE, OTHERS, OPEN)
         low, held, had, above_low, equal, equal_size = last_place(
-            sizes, before, numbers, numbers_before, held, had, budget, wanted, FINE, OPEN
+            sizes, before, numbers, numbers_before, held, held, budget, 0, FINE, OPEN
         )
         last, above = (high << SCORE) + low, above + above_low
-    if KNOWN:
-        # After the clusters that there are come some of no token, up to the end of a row.
-        empty = part * PART + tl.arange(0, PART)
-        tl.store(lengths + empty, tl.zeros([PART], tl.int32), mask=(empty >= stop) & (empty < stride))
-        nothing = tl.full([PART], -float("inf"), tl.float32)
-        tl.store(log_left + empty, nothing, mask=(empty >= stop) & (empty < stride))
+    if not OPEN:
+        number = size
     _take(
         rank, size, number, first_row.to(tl.int32), last, held, had, above, equal, equal_size, budget, wanted,
         lengths + c, log_left + c, rows + head * rows_stride, slots, scratch + (head * others + part) * (4 * PART),
@@ -293,11 +305,13 @@ class Wanted:
 def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
     """What is taken of so many clusters, from their logits."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), FEWEST), MOST)
+    keep, opened, early = take.threshold is not None, take.children is not None, following(device)
+    fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED
+    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), fewest), MOST)
     size = max(size, power_of_two(triton.cdiv(stride, MOST_PARTS)))
     grid, others = (triton.cdiv(stride, size), H), power_of_two(triton.cdiv(stride, size))
-    keep, opened, early = take.threshold is not None, take.children is not None, following(device)
     children = scored.numbers if take.children is None else take.children
+    bits = OPENED_BITS if opened else SCORE_BITS
     ranked, lengths = torch.empty(2, H, stride, dtype=torch.int32, device=device)
     scratch = torch.empty(H, grid[0], size, 4, dtype=torch.int32, device=device)
     log_left = torch.empty(H, stride, device=device)
@@ -309,25 +323,21 @@ def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
     known = scored.used if scored.known is None else scored.known
     how = {
         "PART": size,
-        "OPEN": opened,
         "KNOWN": scored.known is not None,
         "num_warps": min(32, max(4, size // CLUSTERS_A_WARP)),
         **early,
     }
     _rank_kernel[grid](
         scored.logits, scored.numbers, children, scored.peaks, scored.totals, known, ranked, coarse,
-        stride, children.shape[1], parts, least_rank(take.budget), take.threshold or 0.0,
-        G=G, GROUP=power_of_two(G), PARTS=power_of_two(parts), KEEP=keep, **how,
+        stride, children.shape[1], parts, least_rank(take.budget, bits), take.threshold or 0.0,
+        G=G, GROUP=power_of_two(G), PARTS=power_of_two(parts), KEEP=keep, OPEN=opened, BITS=bits, **how,
     )  # fmt: skip
-    if not keep:
-        _count_kernel[grid](
-            ranked, children, known, coarse, fine, stride, children.shape[1], take.budget, take.wanted,
-            OTHERS=others, **how,
-        )  # fmt: skip
+    if not keep and not opened:
+        _count_kernel[grid](ranked, known, coarse, fine, stride, take.budget, OTHERS=others, **how)
     _take_kernel[grid](
-        ranked, children, known, coarse, fine, take.starts, lengths, log_left, rows, scratch, scored.used,
-        scored.used if take.seen is None else take.seen, stride, clusters, take.starts.stride(0), rows.shape[1],
-        take.slots, take.budget, take.wanted,
-        OTHERS=others, KEEP=keep, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
+        scored.logits, ranked, children, known, coarse, fine, take.starts, lengths, log_left, rows, scratch,
+        scored.used, scored.used if take.seen is None else take.seen, stride, clusters, take.starts.stride(0),
+        rows.shape[1], take.slots, take.budget, take.wanted, G=G, GROUP=power_of_two(G), OTHERS=others, KEEP=keep,
+        OPEN=opened, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
     )  # fmt: skip
     return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used, scored.queue)

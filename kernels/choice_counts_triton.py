@@ -6,8 +6,8 @@ Several sums go in one reduction: each one by itself would wait for all threads 
 import triton
 import triton.language as tl
 
-# A part's counts, of tokens and of members, and three numbers more: rows of no multiple of 4, for what is loaded four
-# at a time has to be laid out anew before it is added up.
+# A part's counts, of tokens and of members, and room for three numbers more: rows of no multiple of 4, for what is
+# loaded four at a time has to be laid out anew before it is added up.
 LIMITS = tl.constexpr(3)
 
 

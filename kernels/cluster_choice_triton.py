@@ -17,37 +17,31 @@ MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
 @triton.jit
 def _logits_kernel(
     query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used, queue,
-    C, stride, clusters_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr,
-    EARLY: tl.constexpr,
+    C, slots, stride, clusters_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents."""
+    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents.
+
+    Of those that are listed up to a multiple of 16; what is after these the launch that takes clusters writes.
+    """
     start(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
+    known_clusters = tl.minimum(tl.load(listed + head), slots) if LISTED else C
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
-    centroids, counts, logits = centroids + head * C * D, counts + head * C, logits + head * G * stride
-    numbers, starts, clusters = numbers + head * stride, starts + head * stride, clusters + head * clusters_stride
+    centroids, counts, first_row = centroids + head * C * D, counts + head * C, first_row + head * C
+    logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride
+    clusters += head * clusters_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     if part == 0:
         tl.store(used + head, 0)
         tl.store(queue + head, 0)
-    known_clusters = tl.minimum(tl.load(listed + head), stride) if LISTED else C
-    # Past the last cluster come some of no token, up to the end of a row.
-    filled = tl.cdiv(known_clusters, 16) if LISTED else stride // 16
-    first, stop = share(part, parts, filled)
+    # Past the last cluster come some of no token, up to a multiple of 16.
+    first, stop = share(part, parts, tl.cdiv(known_clusters, 16))
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
-    if LISTED:
-        empty, end = share(part, parts, stride // 16 - filled)
-        for at in range((filled + empty) * 16, (filled + end) * 16, TILE):
-            slot = at + t
-            inside = slot < (filled + end) * 16
-            tl.store(numbers + slot, tl.zeros([TILE], tl.int32), mask=inside)
-            tl.store(starts + slot, tl.zeros([TILE], tl.int32), mask=inside)
-            nothing = tl.full([GROUP, TILE], -float("inf"), tl.float32)
-            tl.store(logits + g[:, None] * stride + slot, nothing, mask=of_group[:, None] & inside)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         slot = at + t
         inside = slot < stop
@@ -59,7 +53,7 @@ def _logits_kernel(
         number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
         tl.store(numbers + slot, number, mask=inside)
         if LISTED:
-            row = tl.load(first_row + head * C + c, mask=known, other=0)
+            row = tl.load(first_row + c, mask=known, other=0)
             tl.store(starts + slot, row.to(tl.int32), mask=inside)
         scores = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         scores = tl.where(number > 0, scores, -float("inf"))
@@ -85,7 +79,10 @@ def _launch(
     first_row = counts if first_row is None else first_row.contiguous()
     slots = clusters.shape[1]
     tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
-    parts = programs_per_head(H, slots, programs * multiprocessors(device))
+    rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
+    # No more than have a tile each, for fewer programs' sums are added up sooner.
+    programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), multiprocessors(device)))
+    parts = programs_per_head(H, slots, max(programs, 1) * multiprocessors(device))
     stride = aligned(slots)
     logits = torch.empty(H, G, stride, device=device)
     peaks, totals = torch.empty(2, H, G, parts, device=device)
@@ -93,9 +90,9 @@ def _launch(
     used, queue = torch.empty(2, H, dtype=torch.int32, device=device)
     _logits_kernel[(parts, H)](
         query.contiguous(), centroids, counts, first_row, clusters, known, starts, logits, numbers,
-        peaks, totals, used, queue, C, stride, clusters.stride(0), scale, softcap or 0.0,
+        peaks, totals, used, queue, C, slots, stride, clusters.stride(0), scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
-        TILE=tile_rows(D, query.dtype, tile), STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
+        TILE=rows, STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
         **following(device),
     )  # fmt: skip
     return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.cluster_choice import EXPONENT_BITS, SCORE_BITS, least_rank
+from sparsekv.kernels.cluster_choice import EXPONENT_BITS, least_rank
 from sparsekv.kernels.list_codes import HIGHEST, TILE_TOKENS, ListCodes, unpacked
 from sparsekv.kernels.lookup import attention_logits
 
@@ -60,7 +60,7 @@ def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor) -> TokenRanks:
 
 def lowest_rank(wanted: int) -> int:
     """What is subtracted from a float32's leading 13 bits to make ranks of scores."""
-    return least_rank(wanted) >> (SCORE_BITS - FRACTION_BITS)
+    return least_rank(wanted, FRACTION_BITS)
 
 
 def rank_tokens(

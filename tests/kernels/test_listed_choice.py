@@ -18,6 +18,7 @@ from sparsekv.kernels.cluster_choice import (
     open_clusters_reference,
 )
 from sparsekv.kernels.cluster_choice_triton import choose_listed_triton, open_clusters_triton
+from sparsekv.kernels.lookup import cluster_scores
 from sparsekv.kernels.runs import expand_runs
 
 pytestmark = compiled_or_interpreted
@@ -106,8 +107,8 @@ def members(levels: Levels, lengths: torch.Tensor, slots: int) -> tuple[torch.Te
 def test_the_best_are_opened_until_there_is_enough(
     parents: int, wanted: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.FEWEST", 64)
-    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.MOST", 64)
+    for name in ("FEWEST_OPENED", "MOST"):
+        monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", 64)
     levels, query = some_levels(wanted % 7, parents=parents), normal(9, 2, 4, 64)
     found = opened(levels, query, wanted, budget)
     children = levels.of_coarse(query.device, levels.centroids.shape[1])
@@ -141,6 +142,20 @@ def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, 
     assert int(stands.sum()) + held == int(tokens.sum())
 
 
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 600))
+@settings(max_examples=25, deadline=None)
+def test_what_is_opened_is_the_best_to_a_power_of_two(seed: int, parents: int, budget: int) -> None:
+    levels, query = some_levels(seed, H=1, parents=parents, D=16), 3 * normal(seed + 2, 1, 2, 16)
+    below = levels.of_coarse(query.device, levels.centroids.shape[1])
+    found = open_clusters_reference(query, levels.coarse, levels.tokens, below, 0, budget, 0.25)
+    scores = cluster_scores(query[:, :, None], levels.coarse, levels.tokens, 0.25)[0, 0]
+    is_left = found.log_left[0] > -torch.inf
+    taken, left = scores[~is_left & (levels.tokens[0] > 0)], scores[is_left]
+    # Below 2 ** 15 times less than what the budget's tokens could have each none is told from another.
+    told_apart = left > 2.0**-14 / max(budget, 1)
+    assert not len(taken) or not bool(told_apart.any()) or left.max() <= 2 * taken.min() * 1.001
+
+
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
 def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float) -> None:
@@ -163,7 +178,7 @@ def test_the_best_of_listed_clusters(
     budget: int, softcap: float | None, slots: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one part of a head or, of slots of which few are used, by many that share these."""
-    for name in ("FEWEST", "MOST"):
+    for name in ("FEWEST_LISTED", "MOST"):
         monkeypatch.setattr(f"sparsekv.kernels.budget_choice_triton.{name}", part)
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)
     below = levels.of_coarse(query.device, slots)
