@@ -1,0 +1,20 @@
+"""Kernels that are interpreted are held to the memory that they are given."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+COMPILED = torch.cuda.is_available()
+collect_ignore = ["test_bounds.py"] if COMPILED else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def within_bounds() -> Iterator[None]:
+    if COMPILED:
+        yield
+        return
+    from support.bounds import kernels_within_bounds
+
+    with kernels_within_bounds():
+        yield
