@@ -289,8 +289,9 @@ class Wanted:
     until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each, contiguous and there
     before the logits were computed.
 
-    starts [H, C] int: the first member of each, a token's row or a child; slots: members of a head at most; seen [H]
-    int64 or None: to which their number is added.
+    starts [H, C] int: the first member of each, a token's row or a child, there before the ranks are computed; of
+    listed clusters zeros are written past the last one. slots: members of a head at most; seen [H] int64 or None: to
+    which their number is added.
     """
 
     starts: torch.Tensor
