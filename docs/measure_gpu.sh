@@ -34,6 +34,9 @@ sanitizer() {
                 python -m pytest -m gpu "tests/kernels/test_$name.py"
         done
     done
+    # Racecheck has something to say of cuDNN's attention, which QuoKA's prefill makes use of.
+    measure memcheck-quoka_triton 2 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        python -m pytest -m gpu tests/kernels/test_quoka_triton.py
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
 }
 
