@@ -199,8 +199,9 @@ def _rank_kernel(
     size = _size(packed)
     number = of_cluster if OPEN else size
     counts = by_place(_rank(packed) if KEEP else _rank(packed) >> BITS, size, number, BINS, OPEN)
-    place = coarse + (head * tl.num_programs(0) + part) * (2 * BINS + LIMITS)
-    tl.store(place + tl.arange(0, 2 * BINS if OPEN else BINS), counts)
+    counted_bins: tl.constexpr = 2 * BINS if OPEN else BINS
+    place = coarse + (head * tl.num_programs(0) + part) * (counted_bins + LIMITS)
+    tl.store(place + tl.arange(0, counted_bins), counts)
 
 
 # Of a stride that is a multiple of 16 numbers would be loaded four at a time, and laid out anew to be added up.
@@ -212,14 +213,14 @@ def _count_kernel(
     """A part's tokens, of clusters with the last one's exponent, counted by the rest of the rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
-    place = fine + (head * others + part) * (2 * FINE + LIMITS)
+    place = fine + (head * others + part) * (FINE + LIMITS)
     # Memory of no launch that may still run.
     tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
     start(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
     sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, False)
     last, held, _, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, 0, BINS, False)
-    limits = place + 2 * FINE
+    limits = place + FINE
     tl.store(limits, (last << TOKENS) | held)
     tl.store(limits + 1, above)
     size, rank = _size(packed), _rank(packed)
@@ -266,7 +267,7 @@ def _take_kernel(
         )
     else:
         start(EARLY)
-        limits = fine + (head * others + part) * (2 * FINE + LIMITS) + 2 * FINE
+        limits = fine + (head * others + part) * (FINE + LIMITS) + FINE
         of_exponent, above = tl.load(limits), tl.load(limits + 1)
         high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
         sizes, before, numbers, numbers_before = counted(fine, head, part, others, FINE, OTHERS, OPEN)
@@ -317,8 +318,8 @@ def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
     scratch = torch.empty(H, grid[0], size, 4, dtype=torch.int32, device=device)
     log_left = torch.empty(H, stride, device=device)
     coarse, fine = (
-        torch.empty(H, grid[0], 2 * counts.value + LIMITS.value, dtype=torch.int32, device=device)
-        for counts in (BINS, FINE)
+        torch.empty(H, grid[0], counts + LIMITS.value, dtype=torch.int32, device=device)
+        for counts in ((2 if opened else 1) * BINS.value, FINE.value)
     )
     rows = torch.empty(H, aligned(max(take.slots, 1)), dtype=torch.int32, device=device)
     known = scored.used if scored.known is None else scored.known

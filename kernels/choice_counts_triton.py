@@ -6,8 +6,8 @@ Several sums go in one reduction: each one by itself would wait for all threads 
 import triton
 import triton.language as tl
 
-# A part's counts, of tokens and of members, and room for three numbers more: rows of no multiple of 4, for what is
-# loaded four at a time has to be laid out anew before it is added up.
+# After a part's counts, of tokens and of members where these differ, room for three numbers more: rows of no multiple
+# of 4, for what is loaded four at a time has to be laid out anew before it is added up.
 LIMITS = tl.constexpr(3)
 
 
@@ -51,7 +51,8 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
     """[SIZE] each: the sizes that all parts of a head have counted, and those before one; the same of numbers."""
     other = tl.arange(0, PARTS)[:, None]
-    place = counts + (head * others + other) * (2 * SIZE + LIMITS) + tl.arange(0, SIZE)[None, :]
+    row: tl.constexpr = (2 * SIZE if OPEN else SIZE) + LIMITS
+    place = counts + (head * others + other) * row + tl.arange(0, SIZE)[None, :]
     sizes = tl.load(place, mask=other < others, other=0)
     before = tl.where(other < part, sizes, 0)
     if OPEN:
