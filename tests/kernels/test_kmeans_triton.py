@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
 from sparsekv.kernels.kmeans import cluster_means_plainly
 from sparsekv.kernels.kmeans_triton import NearestCentres, Tiles, cluster_means
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = compiled_or_interpreted
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 dims = pytest.mark.parametrize("D", [64, 96, 128, 256])
 properties = settings(max_examples=15, deadline=None)
