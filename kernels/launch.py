@@ -23,6 +23,7 @@ def following(device: torch.device) -> dict[str, bool]:
     return {"EARLY": False}
 
 
+@lru_cache
 def programs_per_head(heads: int, rows: int, at_once: int, grain: int = 20) -> int:
     """How many programs share a head's rows, so that the last wave of all programs is as full as can be.
 

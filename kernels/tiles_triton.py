@@ -10,7 +10,7 @@ WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 def power_of_two(size: int) -> int:
     """The block size that holds so many elements."""
-    return int(triton.next_power_of_2(size))
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def group_rows(group: int) -> int:
