@@ -63,7 +63,7 @@ def decode_attention(
     Args:
         query: [H, G, D].
         exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
-        stand_ins: on a GPU at most one of them with `rows`.
+        stand_ins: on a GPU at most one of them with `rows`; of values too heads need not be contiguous.
         sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
         exact_count: [1] int32 on the query's device, how many of the exact rows there are; None: all.
 

@@ -59,8 +59,8 @@ def _partial_kernel(
     stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
     listed_used, queue, peaks, totals, outputs,
     head_stride, row_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
-    stand_rows, logits_stride, counts_stride, listed, listed_logits_stride, listed_counts_stride, listed_stride,
-    listed_of, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
+    stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
+    listed_stride, listed_values_stride, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
     QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr, USED: tl.constexpr, COUNTED: tl.constexpr,
@@ -87,12 +87,13 @@ def _partial_kernel(
     first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
+    values_of = stand_values + head * stand_stride
     begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
     for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
         c = at + t
         inside = c < stop
         mask = (inside & (c < stand_rows))[:, None] & in_row
-        v = tl.load(stand_values + (head * stand_rows + c[:, None]) * D + d, mask=mask, other=0.0)
+        v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
         logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
         peak, total, output = _add(peak, total, output, logits, v)
@@ -100,6 +101,7 @@ def _partial_kernel(
     if LISTED:
         first, last = first - stands, last - stands
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
+        values_of = listed_values + head * listed_values_stride
         begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             c = at + t
@@ -108,7 +110,7 @@ def _partial_kernel(
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
             # Of clusters that are attended row by row nothing is left to stand for.
             mask = (count > -float("inf"))[:, None] & in_row
-            v = tl.load(listed_values + (head * listed_of + row[:, None]) * D + d, mask=mask, other=0.0)
+            v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
             peak, total, output = _add(peak, total, output, logits, v)
         stands = lists
@@ -172,7 +174,8 @@ def _merge_kernel(
 
 
 def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not.
+    """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not. Values
+    of a head that do not follow one another are copied too.
 
     `other` stands where there are none, and is never read.
     """
@@ -184,7 +187,8 @@ def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, 
         logits, log_counts = (pad(one, (0, size - one.shape[-1]), value=-torch.inf) for one in (logits, log_counts))
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
-    return logits, log_counts, part.values, other if rows is None else rows
+    values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
+    return logits, log_counts, values, other if rows is None else rows
 
 
 def _joined(parts: Sequence[StandIns]) -> StandIns | None:
@@ -240,8 +244,9 @@ def decode_attention_triton(
         query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
         *runs.keys.stride()[:2], runs.capacity, rows.stride(0), 0 if used_rows is None else used_rows.stride(0),
         E, exact[0].stride(0),
-        C, logits.stride(1), log_counts.stride(0), S, listed_logits.stride(1), listed_counts.stride(0),
-        listed_rows.stride(0), listed_values.shape[1], 0 if used is None else used.stride(0),
+        C, logits.stride(1), log_counts.stride(0), values.stride(0),
+        S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
+        0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile,
         STAND_STAGES=STAND_STAGES, ROW_STAGES=ROW_STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,

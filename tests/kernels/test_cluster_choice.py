@@ -1,10 +1,12 @@
 """Choosing clusters by kernels: against plain torch, against float64, and what is promised of any choice."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
 from support.random_tensors import normal
 from support.reference import assert_close
 
@@ -65,6 +67,18 @@ def assert_best(scores: torch.Tensor, counts: torch.Tensor, lengths: torch.Tenso
         # Of those below the best 2 ** 16 times what the budget's tokens could have each, none is told from another.
         told_apart = left > 2.0**-15 / max(budget, 1)
         assert not len(taken) or not bool(told_apart.any()) or left.max() <= taken.min() * RESOLUTION * 1.001
+
+
+def test_clusters_in_buffers_with_room() -> None:
+    """Where clusters take tokens in, their tensors grow."""
+    counts = uneven_counts(4, 3, 70)
+    query, centroids, starts = normal(0, 3, 2, 64), normal(1, 3, 70, 64), first_rows(counts)
+    expected = choose(query, centroids, counts, 90)
+    found = choose_clusters_triton(
+        query.to(DEVICE), *(with_room(one) for one in (centroids, counts, starts)), 90, 0.125
+    )
+    assert_rows(replace(found, rows=found.rows.cpu(), lengths=found.lengths.cpu(), used=found.used.cpu()), starts)
+    assert torch.equal(found.lengths.cpu(), expected.lengths)
 
 
 @by_dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 
@@ -146,15 +146,14 @@ def test_the_reference_by_the_definition(stands: int) -> None:
     assert_close(output, expected(step, stands > 0, 0.2, 3.0, sinks), 1e-5)
 
 
-def test_exact_rows_in_a_buffer_with_room() -> None:
-    """A cache's rows lie at the front of a longer buffer, whose heads are further apart than their rows are many."""
+@pytest.mark.parametrize("stands", [1, 2])
+def test_rows_in_a_buffer_with_room(stands: int) -> None:
+    """A cache's exact rows lie so, and values of clusters that take tokens in."""
     step = some_step(exact=40)
-    rooms = [torch.full((2, 100, 64), torch.nan) for _ in range(2)]
-    for room, rows in zip(rooms, (step.exact_keys, step.exact_values), strict=True):
-        room[:, :40] = rows
-    query, runs, _, stand_ins = step.on(DEVICE).arguments(1)
-    exact = rooms[0].to(DEVICE)[:, :40], rooms[1].to(DEVICE)[:, :40]
-    output = decode_attention_triton(query, runs, exact, stand_ins, 0.125)
+    query, runs, exact, stand_ins = step.on(DEVICE).arguments(stands)
+    keys, values = (with_room(rows) for rows in exact)
+    roomy = [replace(part, values=with_room(part.values)) for part in stand_ins]
+    output = decode_attention_triton(query, runs, (keys, values), roomy, 0.125)
     assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
 
 
@@ -182,10 +181,11 @@ def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
         stand_counts=torch.cat([step.stand_counts, counts], -1),
         stand_values=torch.cat([step.stand_values, values], 1),
     )
-    with poisoned_memory():
-        output = decode_attention_triton(query, runs, exact, [listed, *plain], 0.125)
     truth = expected(together, True, 0.125, None, None)
-    assert_close(output.cpu(), truth, 1e-5)
+    for part in (listed, replace(listed, values=with_room(all_values))):
+        with poisoned_memory():
+            output = decode_attention_triton(query, runs, exact, [part, *plain], 0.125)
+        assert_close(output.cpu(), truth, 1e-5)
     assert_close(decode_attention_reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
 
 

@@ -1,12 +1,12 @@
 """Choosing down two levels by kernels: children of clusters, and clusters among those of some runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
 from support.random_tensors import normal
 from support.reference import assert_close
 
@@ -120,6 +120,23 @@ def test_the_best_are_opened_until_there_is_enough(
         for head, number in enumerate(used.tolist()):
             assert torch.equal(one.rows[head, :number].sort().values, clusters[head, :number])
     assert_close(found.log_left.exp(), expected.log_left.exp(), 1e-5)
+
+
+def test_levels_in_buffers_with_room() -> None:
+    """Where clusters take tokens in, their tensors grow."""
+    levels, query = some_levels(3), normal(9, 2, 4, 64)
+    expected = opened(levels, query, 40, 60)
+    roomy = Levels(*(with_room(getattr(levels, field.name)) for field in fields(levels)))
+    moved, children = query.to(DEVICE), Children(roomy.children, roomy.first_child, levels.centroids.shape[1])
+    found = open_clusters_triton(moved, roomy.coarse, roomy.tokens, children, 40, 60, 0.125)
+    assert torch.equal(found.lengths.cpu(), expected.lengths)
+    assert torch.equal(found.rows.cpu()[:, :40].sort(1).values, expected.rows[:, :40].sort(1).values)
+    below = expected.rows.to(DEVICE), expected.used.to(DEVICE)
+    chosen = choose_listed_triton(moved, roomy.centroids, roomy.counts, roomy.first_row, below, 60, 0.125)
+    assert torch.equal(
+        chosen.chosen.rows.cpu()[:, :60].sort(1).values,
+        listed(levels, query, (expected.rows, expected.used), 60).chosen.rows[:, :60].sort(1).values,
+    )
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 150), st.integers(0, 600))

@@ -23,6 +23,14 @@ def uneven_counts(seed: int, heads: int, clusters: int) -> torch.Tensor:
     return counts.int()
 
 
+def with_room(rows: torch.Tensor) -> torch.Tensor:
+    """The same on the device, at the front of a buffer, whose heads are further apart than their rows are many."""
+    poison = torch.nan if rows.is_floating_point() else torch.iinfo(rows.dtype).max
+    room = torch.full((len(rows), rows.shape[1] + 60, *rows.shape[2:]), poison, dtype=rows.dtype)
+    room[:, : rows.shape[1]] = rows
+    return room.to(DEVICE)[:, : rows.shape[1]]
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Whatever is allocated holds nan, or the largest integer, until it is written."""
