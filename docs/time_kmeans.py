@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from statistics import median, quantiles
 
 import torch
@@ -25,6 +26,7 @@ from sparsekv.kernels.kmeans import (
     to_space,
 )
 from sparsekv.kernels.online import REFINEMENTS, join_tokens
+from sparsekv.runtime.join_graph import join_by_graph
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -237,6 +239,15 @@ def time_online(size: Size) -> None:
     graph.replay()
     print(f"  the graph's labels are the same: {torch.equal(joined, expected)}")
     show("as one graph", timed(graph.replay, 50))
+    points, turn = to_space(keys, "normalised"), count()
+
+    def layers(join: Callable[..., torch.Tensor]) -> None:
+        more = next(turn) % 2  # as many clusters as the last time would be the same graph
+        for _ in range(LAYERS):
+            join(points, labels, old, all_clusters + more, generator)
+
+    show(f"{LAYERS} layers, launch by launch", timed(partial(layers, join_tokens), 6))
+    show(f"{LAYERS} layers by a graph, with its recording", timed(partial(layers, join_by_graph), 6))
 
 
 def time_index(size: Size) -> None:

@@ -16,8 +16,7 @@ def join_tokens(
 
     Centres sampled from the new tokens join the old ones, and replace those that hold no token; the new tokens go to
     their nearest centre, which moves to the mean of what it holds then (a step of sequential k-means); a few iterations
-    over the whole block refine both. A CUDA graph can record it, with the generator registered: nothing waits for the
-    GPU, and no shape depends on what the tokens are.
+    over the whole block refine both.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
@@ -28,11 +27,24 @@ def join_tokens(
     Returns:
         [Hk, T] int64. Allocates the centres, and on a CPU [Hk, 16384, C] scores at a time.
     """
+    return join_in_order(points, labels, clusters, all_clusters, sampling_order(points, labels, generator))
+
+
+def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """[Hk, T_new] int64: in which order the new ones of `join_tokens`' points become centres."""
+    size = len(points), points.shape[1] - labels.shape[1]
+    return torch.rand(size, generator=generator, device=points.device).argsort(dim=-1)
+
+
+def join_in_order(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, order: torch.Tensor
+) -> torch.Tensor:
+    """`join_tokens` from their `sampling_order`. A CUDA graph can record it: nothing waits for the GPU, and no shape
+    depends on what the tokens are."""
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
     more = all_clusters - clusters
     centres, counts = cluster_means(old, labels, clusters)
     centres, counts = pad(centres, (0, 0, 0, more)), pad(counts, (0, more))
-    order = torch.rand(new.shape[:2], generator=generator, device=points.device).argsort(dim=-1)
     empty = counts == 0
     number = empty.cumsum(1) - 1
     sample = order.gather(1, number.clamp(0, order.shape[1] - 1))[..., None].expand_as(centres)

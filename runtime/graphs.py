@@ -38,7 +38,8 @@ def captured(
     here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # Another thread may be searching ahead, and wait for what it found.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = run()
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):

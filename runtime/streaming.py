@@ -18,6 +18,7 @@ from sparsekv.kernels.kmeans import random_kmeans, to_space
 from sparsekv.kernels.online import REFINEMENTS, join_tokens, online_levels
 from sparsekv.kernels.tree import tree_from_tensors
 from sparsekv.runtime.growing import GrowingRows
+from sparsekv.runtime.join_graph import join_by_graph
 from sparsekv.runtime.methods import Taken
 from sparsekv.runtime.windowed_rope import WindowedRope
 
@@ -50,7 +51,8 @@ class BlockClustering:
     ) -> torch.Tensor:
         """Labels [Hk, T] of a block's keys [Hk, T, D] of which the first have labels [Hk, T_old] in some clusters."""
         wanted = max(clusters, level_sizes(self.levels, keys.shape[1])[0])
-        return join_tokens(to_space(keys, self.space), labels, clusters, wanted, generator)
+        join = join_by_graph if keys.is_cuda else join_tokens
+        return join(to_space(keys, self.space), labels, clusters, wanted, generator)
 
     def tensors(
         self,

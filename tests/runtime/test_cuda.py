@@ -126,6 +126,28 @@ def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in place", "ahead"])
+@pytest.mark.parametrize("name", ["multipole", "csattention"])
+def test_everything_is_the_plain_model_while_tokens_are_taken_in(on_gpu: OpenIndex, name: str, ahead: bool) -> None:
+    tokens = random_ids(150)
+    method = {"multipole": Multipole(stream=True, buffer=8), "csattention": CSAttention(stream=True, buffer=8)}[name]
+    cache = on_gpu.sparse_cache(name, method, Budget(1.0), ahead=ahead)
+    logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
+    plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
+    assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
+
+
+@pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
+def test_clusters_that_take_tokens_in_stand_for_them_wherever_rows_lie(on_gpu: OpenIndex, lookup: str) -> None:
+    """By kernels where rows are chosen in place, by torch where they come from the host."""
+    tokens, method = random_ids(90).cuda(), Multipole(lookup, stream=True, buffer=8)
+    on_device, elsewhere = (
+        on_gpu.sparse_cache("multipole", method, Budget(0.1), placement=place) for place in ("device", "host")
+    )
+    expected = stepped_logits(on_gpu, elsewhere, tokens, question=9)
+    assert_close(stepped_logits(on_gpu, on_device, tokens, question=9).cpu(), expected.cpu(), 1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "method", "clusters"),
     [("multipole", Multipole(), "multipole"), ("squeezed", Squeezed(), "squeezed"), ("quest", Quest(), "squeezed")],
