@@ -4,7 +4,8 @@ Elsewhere than on a GPU one layer of SmolLM2's shape in float32, chunks of 128 a
 faster of torch's fused attention with grouped heads and with keys and values repeated. On a GPU 32 query heads on 8,
 D = 128, bfloat16, a chunk of 2,048 after 65,536 keys; dense is each form that torch can be made to compute this in, and
 caches are cold. Sparse prefills are timed launch by launch on a GPU that has nothing else to do, where the host may be
-what is slow; launched while it still computes, as in a build, where the rest of the layer comes first; and as a graph.
+what is slow; launched while it still reads other memory, for as long as the rest of a layer of 8B is estimated to take;
+and as a graph.
 """
 
 import sys
@@ -45,7 +46,7 @@ class Shape:
 
 ON_CPU = Shape("cpu", torch.float32, 3, 3, 64, 32_768, (128, 512), 15)
 ON_GPU = Shape("cuda", torch.bfloat16, 8, 4, 128, 65_536, (2048,), 40)
-READS_OF_A_LAYER = 20  # take a GPU about as long as the rest of a layer does a chunk
+READS_OF_A_LAYER = 20  # 1.2 ms; the matrix products of a layer of 8B for a chunk are 0.8 TFLOP
 LARGEST_ERROR = 1e-2  # of a form of dense attention against another, in bfloat16
 
 
