@@ -17,9 +17,9 @@ MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
 @triton.jit
 def _logits_kernel(
     query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used, queue,
-    C, slots, stride, clusters_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    LISTED: tl.constexpr, EARLY: tl.constexpr,
+    C, slots, stride, centroids_stride, counts_stride, first_stride, clusters_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents.
 
@@ -31,7 +31,9 @@ def _logits_kernel(
     of_group = g < G
     known_clusters = tl.minimum(tl.load(listed + head), slots) if LISTED else C
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
-    centroids, counts, first_row = centroids + head * C * D, counts + head * C, first_row + head * C
+    # Heads are further apart than they have clusters where clusters take tokens in.
+    centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
+    first_row += head * first_stride
     logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride
     clusters += head * clusters_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
@@ -68,15 +70,20 @@ def _logits_kernel(
     tl.store(totals + place, total, mask=of_group)
 
 
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [H, C] or [H, C, D] without gaps but between heads; copied where they have others."""
+    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
+
+
 def _launch(
     query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, scale: float, softcap: float | None,
     first_row: torch.Tensor | None = None, listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
     """Logits and sums of all clusters, or of those that are listed: then the first row of each of these, too."""
     (H, G, D), C, device = query.shape, centroids.shape[1], query.device
-    centroids, counts = centroids.to(query.dtype).contiguous(), counts.contiguous()
+    centroids, counts = _side_by_side(centroids.to(query.dtype)), _side_by_side(counts)
     clusters, known = (counts, counts) if listed is None else listed
-    first_row = counts if first_row is None else first_row.contiguous()
+    first_row = counts if first_row is None else _side_by_side(first_row)
     slots = clusters.shape[1]
     tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
     rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
@@ -90,7 +97,8 @@ def _launch(
     used, queue = torch.empty(2, H, dtype=torch.int32, device=device)
     _logits_kernel[(parts, H)](
         query.contiguous(), centroids, counts, first_row, clusters, known, starts, logits, numbers,
-        peaks, totals, used, queue, C, slots, stride, clusters.stride(0), scale, softcap or 0.0,
+        peaks, totals, used, queue, C, slots, stride, centroids.stride(0), counts.stride(0), first_row.stride(0),
+        clusters.stride(0), scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=rows, STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
         **following(device),
