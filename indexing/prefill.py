@@ -126,11 +126,6 @@ class SparsePrefill(Prefill):
         recent = int(self.prefill_recent * self.prefill_budget)
         query, first = call.query.unflatten(0, (Hk, -1)), min(sinks, self.prefill_budget - recent)
         rows = self.choose(query, call.keys[:, :before], facts, first, recent)
-        keys, values = (_with_chunk(rows, all_rows, before) for all_rows in (call.keys, call.values))
-        return chunk_attention(call.query, keys, values, call.softmax_scale, call.softcap, call.sink_logits)
-
-
-def _with_chunk(rows: torch.Tensor, of: torch.Tensor, before: int) -> torch.Tensor:
-    """Chosen rows [Hk, K] of [Hk, T, D], then those of the chunk, which begin at `before`."""
-    chosen = of.gather(1, rows[..., None].expand(-1, -1, of.shape[-1]))
-    return torch.cat([chosen, of[:, before:]], 1)
+        return chunk_attention(
+            call.query, call.keys, call.values, rows, call.softmax_scale, call.softcap, call.sink_logits
+        )

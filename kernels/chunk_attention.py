@@ -1,41 +1,49 @@
-"""Attention of a chunk that has few keys before it."""
+"""Attention of a chunk to few of the keys before it."""
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.attention import causal_attention
+from sparsekv.kernels.chunk_rows import chunk_rows
 
 
 def chunk_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    chosen: torch.Tensor,
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`causal_attention` of queries [Hq, Q, D] that are the last of keys, values [Hk, T, D]; returns [Hq, Q, D].
+    """Attention of a chunk's queries, which are the last of the keys, to chosen keys before it and, causally, to it.
 
-    On a GPU in half precision, where no more keys come before the chunk than are in it, `padded_attention`.
+    On a GPU in half precision, where no more keys are chosen than the chunk has, `padded_attention`.
+
+    Args:
+        query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
+        sink_logits: [Hq].
+
+    Returns:
+        [Hq, B, D]. Copies the rows that are attended.
     """
-    before = keys.shape[1] - query.shape[1]
     plain = softcap is None and sink_logits is None
-    if query.is_cuda and query.dtype != torch.float32 and plain and 0 < before <= query.shape[1]:
-        return padded_attention(query, keys, values, softmax_scale)
+    if query.is_cuda and query.dtype != torch.float32 and plain and chosen.shape[1] <= query.shape[1]:
+        return padded_attention(query, keys, values, chosen, softmax_scale)
+    query, keys, values = chunk_rows(query, keys, values, chosen)
     return causal_attention(query, keys, values, softmax_scale, softcap, sink_logits=sink_logits)
 
 
 def padded_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """The same with a query of nothing for each key before the chunk, so that the mask is a square's.
+    """The same with a query of anything for each key that is chosen, so that the mask is a square's.
 
     cuDNN's kernel, on Hopper the fastest that torch has, knows that mask only; what is computed in vain is less than
-    what it gains. Copies the queries.
+    what it gains. Copies the queries too.
     """
-    before = keys.shape[1] - query.shape[1]
-    padded = pad(query, (0, 0, before, 0))[None]
+    query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)
     output = scaled_dot_product_attention(
-        padded, keys[None], values[None], is_causal=True, scale=softmax_scale, enable_gqa=len(query) != len(keys)
+        query[None], keys[None], values[None], is_causal=True, scale=softmax_scale, enable_gqa=len(query) != len(keys)
     )
-    return output[0, :, before:]
+    return output[0, :, chosen.shape[1] :]

@@ -93,7 +93,7 @@ def choose_clusters(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_clusters_triton
 
-        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
             return choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap)
     return choose_clusters_reference(query, centroids, counts, starts, budget, softmax_scale, softcap)
 
@@ -170,7 +170,7 @@ def open_clusters(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import open_clusters_triton
 
-        with torch.cuda.device(query.device):
+        with torch.cuda.device_of(query):
             return open_clusters_triton(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
     return open_clusters_reference(query, centroids, counts, children, wanted, budget, softmax_scale, softcap)
 
@@ -225,7 +225,7 @@ def keep_clusters(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import keep_clusters_triton
 
-        with torch.cuda.device(query.device):
+        with torch.cuda.device_of(query):
             return keep_clusters_triton(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
     return keep_clusters_reference(query, centroids, counts, starts, threshold, most, softmax_scale, softcap, seen)
 
@@ -270,7 +270,7 @@ def choose_listed(
     if query.is_cuda:
         from sparsekv.kernels.cluster_choice_triton import choose_listed_triton
 
-        with torch.cuda.device(query.device):
+        with torch.cuda.device_of(query):
             return choose_listed_triton(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
     return choose_listed_reference(query, centroids, counts, first_row, listed, budget, softmax_scale, softcap)
 

@@ -73,7 +73,7 @@ def decode_attention(
     if query.is_cuda:
         from sparsekv.kernels.decode_attention_triton import decode_attention_triton
 
-        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
             return decode_attention_triton(
                 query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count
             )

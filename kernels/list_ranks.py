@@ -88,7 +88,7 @@ def rank_tokens(
     if query.is_cuda:
         from sparsekv.kernels.list_ranks_triton import rank_tokens_triton
 
-        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
             return rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap)
     return rank_tokens_reference(query, lists, exact, wanted, softmax_scale, softcap)
 

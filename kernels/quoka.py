@@ -41,7 +41,7 @@ def directions(query: torch.Tensor) -> torch.Tensor:
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     """The directions of the queries that `subselect_queries` keeps, in the order of their similarity.
 
-    On a GPU one mean and two kernels; where two queries are as near to the mean, another may come first than in torch.
+    On a GPU two kernels; where two queries are as near to the mean, another may come first than in torch.
 
     Args:
         query: [Hk, G, B, D].
@@ -54,7 +54,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     if query.is_cuda and count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES:
         from sparsekv.kernels.quoka_triton import far_directions_triton
 
-        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
             return far_directions_triton(query, count)
     return directions(subselect_queries(query, count))
 
@@ -80,7 +80,7 @@ def nearest_keys(
     if keys.is_cuda and some.shape[1] <= MOST_DIRECTIONS:
         from sparsekv.kernels.quoka_triton import nearest_keys_triton
 
-        with torch.cuda.device(keys.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(keys):  # Triton launches on the current one, which may be another
             return nearest_keys_triton(some, keys, count, first, last)
     return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
 

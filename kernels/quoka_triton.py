@@ -14,26 +14,33 @@ from sparsekv.kernels.tiles_triton import aligned, dot, group_rows, power_of_two
 HALF_BITS = 8  # of a rank: counts are kept of its upper half and of all of it
 RANKS = 4**HALF_BITS
 ALWAYS = RANKS - 1  # the rank of keys that are chosen whatever their cosine
-PROGRAMS_PER_MULTIPROCESSOR = 4
-TILE_BYTES, WARPS, STAGES = 32_768, 4, 2
+PROGRAMS_PER_MULTIPROCESSOR = 6
+TILE_BYTES, WARPS, STAGES = 8192, 4, 1
+QUERY_TILE_BYTES, QUERY_WARPS, QUERY_STAGES = 32_768, 8, 3
 PARTS, CHUNK = 32, 2048  # programs a head that write rows; keys that one looks at in one go
 LARGEST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
 def _nearness_kernel(
-    query, mean, nearness, B, head_stride, row_stride,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    query, nearness, B, head_stride, row_stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Cosine of a tile of a head's queries to their mean, but for the mean's length, which all have in common."""
+    """Cosines of a head's queries to their mean, but for the mean's length, which all have in common."""
     start(EARLY)
-    head = tl.program_id(1).to(tl.int64)
-    b, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    m = tl.load(mean + head * D + d, mask=d < D, other=0.0)
-    inside = (b < B)[:, None] & (d < D)
-    q = tl.load(query + head * head_stride + b[:, None] * row_stride + d, mask=inside, other=0.0).to(tl.float32)
-    length = tl.maximum(tl.sqrt(tl.sum(q * q, 1)), 1e-12)
-    tl.store(nearness + head * B + b, tl.sum(q * m, 1) / length, mask=b < B)
+    head = tl.program_id(0).to(tl.int64)
+    t, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    query, nearness = query + head * head_stride, nearness + head * B
+    total = tl.zeros([TILE, BLOCK_D], tl.float32)
+    for at in tl.range(0, B, TILE, num_stages=STAGES):
+        inside = (at + t < B)[:, None] & (d < D)
+        total += tl.load(query + (at + t)[:, None].to(tl.int64) * row_stride + d, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / B
+    for at in tl.range(0, B, TILE, num_stages=STAGES):
+        inside = (at + t < B)[:, None] & (d < D)
+        q = tl.load(query + (at + t)[:, None].to(tl.int64) * row_stride + d, mask=inside, other=0.0).to(tl.float32)
+        length = tl.maximum(tl.sqrt(tl.sum(q * q, 1)), 1e-12)
+        tl.store(nearness + at + t, tl.sum(q * mean, 1) / length, mask=at + t < B)
 
 
 @triton.jit
@@ -73,12 +80,11 @@ def far_directions_triton(query: torch.Tensor, count: int) -> torch.Tensor:
     Hk, G, B, D = query.shape
     heads = query.flatten(0, 1)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
-    mean = heads.mean(1, dtype=torch.float32)
     nearness = torch.empty(Hk * G, B, device=query.device)
     found = torch.empty(Hk, count, D, device=query.device)
-    tile = tile_rows(D, query.dtype, TILE_BYTES)
-    _nearness_kernel[(triton.cdiv(B, tile), Hk * G)](
-        heads, mean, nearness, B, *heads.stride()[:2], D=D, BLOCK_D=power_of_two(D), TILE=tile, num_warps=WARPS,
+    _nearness_kernel[(Hk * G,)](
+        heads, nearness, B, *heads.stride()[:2], D=D, BLOCK_D=power_of_two(D),
+        TILE=tile_rows(D, query.dtype, QUERY_TILE_BYTES), STAGES=QUERY_STAGES, num_warps=QUERY_WARPS,
         **following(query.device),
     )  # fmt: skip
     _directions_kernel[(Hk,)](

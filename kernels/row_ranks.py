@@ -30,7 +30,7 @@ def rank_rows(
     if query.is_cuda:
         from sparsekv.kernels.row_ranks_triton import rank_rows_triton
 
-        with torch.cuda.device(query.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
             return rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
     return rank_rows_reference(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
 

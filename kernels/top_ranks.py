@@ -20,7 +20,7 @@ def top_ranked(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = Non
     if ranked.ranks.is_cuda:
         from sparsekv.kernels.top_ranks_triton import top_ranked_triton
 
-        with torch.cuda.device(ranked.ranks.device):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(ranked.ranks):  # Triton launches on the current one, which may be another
             return top_ranked_triton(ranked, wanted, names)
     return top_ranked_reference(ranked, wanted, names)
 
