@@ -24,22 +24,24 @@ measure() { # NAME SHOWN COMMAND...: shows so many of the last lines
 
 tests() { measure tests 3 python -m pytest -m gpu -n 8; }
 
+sanitize() { # TOOL
+    local name
+    for name in cluster_choice listed_choice decode_attention list_ranks top_ranks row_ranks kmeans_triton quoka_triton chunk_rows; do
+        measure "$1-$name" 2 compute-sanitizer --tool "$1" --error-exitcode 9 \
+            python -m pytest -m gpu "tests/kernels/test_$name.py"
+    done
+    exit "$failed"
+}
+
 sanitizer() {
-    local tool name
     # Every tensor in memory of its own, so that what is past it is nobody's.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    local tool pid pids=()
     for tool in memcheck racecheck; do
-        for name in cluster_choice listed_choice decode_attention list_ranks top_ranks row_ranks kmeans_triton; do
-            measure "$tool-$name" 2 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-                python -m pytest -m gpu "tests/kernels/test_$name.py"
-        done
+        sanitize "$tool" &
+        pids+=($!)
     done
-    # QuoKA's prefill makes use of cuDNN's attention, of which racecheck has something to say.
-    for tool in memcheck "racecheck --kernel-name-exclude kernel_substring=cudnn"; do
-        # shellcheck disable=SC2086  # a tool and its options
-        measure "${tool%% *}-quoka_triton" 2 compute-sanitizer --tool $tool --error-exitcode 9 \
-            python -m pytest -m gpu tests/kernels/test_quoka_triton.py
-    done
+    for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
     unset PYTORCH_NO_CUDA_MEMORY_CACHING
 }
 

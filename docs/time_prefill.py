@@ -3,15 +3,14 @@
 Elsewhere than on a GPU one layer of SmolLM2's shape in float32, chunks of 128 and 512 after 32,768 keys; dense is the
 faster of torch's fused attention with grouped heads and with keys and values repeated. On a GPU 32 query heads on 8,
 D = 128, bfloat16, a chunk of 2,048 after 65,536 keys; dense is each form that torch can be made to compute this in, and
-caches are cold. Sparse prefills are timed launch by launch on a GPU that has nothing else to do, where the host may be
-what is slow; launched while it still reads other memory, for as long as the rest of a layer of 8B is estimated to take;
-and as a graph.
+caches are cold. Sparse prefills are timed launch by launch on a GPU that has little else to do, where the host may be
+what is slow; in the layers of a model of 8B's shape, as a prefill launches them; and as a graph.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
 
@@ -19,12 +18,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 
 from sparsekv.indexing.prefill import SparsePrefill
 from sparsekv.indexing.prefill_quoka import QuokaPrefill
 from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
 from sparsekv.kernels.attention import causal_mask
-from sparsekv.kernels.hook import AttentionCall
+from sparsekv.kernels.hook import AttentionCall, route_attention
+from sparsekv.runtime.benchmark.configs import model_config, random_model
 
 SINKS = 10
 Run = Callable[[], torch.Tensor]
@@ -46,7 +47,7 @@ class Shape:
 
 ON_CPU = Shape("cpu", torch.float32, 3, 3, 64, 32_768, (128, 512), 15)
 ON_GPU = Shape("cuda", torch.bfloat16, 8, 4, 128, 65_536, (2048,), 40)
-READS_OF_A_LAYER = 20  # 1.2 ms; the matrix products of a layer of 8B for a chunk are 0.8 TFLOP
+LAYERS = 8  # of a model that a chunk passes through
 LARGEST_ERROR = 1e-2  # of a form of dense attention against another, in bfloat16
 
 
@@ -62,21 +63,45 @@ def timed(run: Run, runs: int) -> tuple[float, float]:
     return median(found), high - low
 
 
-def timed_on_gpu(run: Run, runs: int, reads: int = 1) -> tuple[float, float]:
-    """The same by events, with other memory read before each run, some 60 microseconds a time."""
+def timed_on_gpu(run: Run, runs: int) -> tuple[float, float]:
+    """The same by events, with other memory read before each run, for some 60 microseconds."""
     scrap = torch.ones(2**26, device="cuda")
     for _ in range(3):
         run()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for start, stop in events:
-        for _ in range(reads):
-            scrap.sum()
+        scrap.sum()
         start.record()
         run()
         stop.record()
+    return between(events)
+
+
+def between(events: list[list[torch.cuda.Event]]) -> tuple[float, float]:
+    """Milliseconds between pairs of events, as `timed` gives them."""
     torch.cuda.synchronize()
     low, middle, high = quantiles([start.elapsed_time(stop) for start, stop in events], n=4)
     return middle, high - low
+
+
+def timed_in_a_model(
+    model: PreTrainedModel, prefill: SparsePrefill, call: AttentionCall, passes: int = 5
+) -> tuple[float, float]:
+    """The same by events around the attention of each layer that a chunk passes through, as `build-index` runs it."""
+    events: list[list[torch.cuda.Event]] = []
+
+    def attend(asked: AttentionCall) -> torch.Tensor:
+        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        events[-1][0].record()
+        output = prefill.attend(replace(call, query=asked.query), SINKS)
+        events[-1][1].record()
+        return output
+
+    chunk = torch.arange(call.query.shape[1], device=call.query.device)[None]
+    with route_attention(model, attend):
+        for _ in range(1 + passes):
+            model.base_model(input_ids=chunk, use_cache=False)
+    return between(events[LAYERS:])
 
 
 def chunk_call(shape: Shape, before: int, chunk: int) -> AttentionCall:
@@ -181,11 +206,14 @@ def time_on_gpu(call: AttentionCall, sparse: dict[str, SparsePrefill], runs: int
     best = min(took[0] for took in found.values())
     for name, took in found.items():
         show(f"dense, {name}", took, best)
+    config = model_config("qwen3-8b")
+    config.num_hidden_layers = LAYERS
+    model = random_model(config, call.query.device, call.query.dtype, 0)
     for name, prefill in sparse.items():
         step = partial(prefill.attend, call, SINKS)
         eager = step()
         show(f"{name}, launch by launch", timed_on_gpu(step, runs), best)
-        show(f"{name}, launched ahead", timed_on_gpu(step, runs, READS_OF_A_LAYER), best)
+        show(f"{name}, in a model's layers", timed_in_a_model(model, prefill, call), best)
         try:
             replay, output = as_graph(step)
         except RuntimeError:
