@@ -34,8 +34,9 @@ help:
 
 demo: .venv/installed
 	@mkdir -p demo
-	@echo "Writing Python's own help on its language to demo/python-topics.txt."
-	@$(BIN)/python -c 'from pydoc_data.topics import topics; print("\n\n".join(topics.values()))' > demo/python-topics.txt
+	@echo "Writing Python 3.11's help on its language to demo/python-topics.txt."
+	@$(BIN)/python -c 'import json; print("\n\n".join(json.load(open("tests/data/python-topics.json", encoding="utf-8")).values()))' \
+		> demo/python-topics.txt
 	@echo "Getting the embedded model ready (the first time: 89 MiB to download, half a minute to convert)."
 	@$(BIN)/sparsekv models pull
 	@echo "Indexing the text's first 6,144 tokens."

@@ -1,11 +1,11 @@
 """Indices of a real document with the real model, built once for all workers by the real command."""
 
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 from filelock import FileLock
 from support.command import sparsekv
+from support.python_help import DOCUMENT
 
 from sparsekv.formats.reader import Artifact
 
@@ -21,11 +21,11 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 
 @pytest.fixture(scope="session")
 def document(shared_folder: Path) -> Path:
-    """Python's own help topics: 465,126 characters of technical prose."""
+    """Python's help on its language, of one version: 465,126 characters of technical prose."""
     path = shared_folder / "topics.txt"
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            path.write_text("\n\n".join(topics.values()), encoding="utf-8")
+            path.write_text(DOCUMENT, encoding="utf-8")
     return path
 
 

@@ -1,9 +1,8 @@
 """The size of the prefill's chunks changes nothing: the real model, by 64, by 512 and all at once."""
 
-from pydoc_data.topics import topics
-
 import pytest
 import torch
+from support.python_help import DOCUMENT
 from support.reference import assert_close
 
 from sparsekv.indexing.capture import capture
@@ -15,7 +14,7 @@ TOKENS = 700
 
 @pytest.mark.parametrize("chunk_size", [64, 512])
 def test_chunks_give_the_keys_of_the_whole(embedded: LoadedModel, chunk_size: int) -> None:
-    ids = encode_prompt(embedded.tokenizer, "\n\n".join(topics.values()), max_tokens=TOKENS).input_ids
+    ids = encode_prompt(embedded.tokenizer, DOCUMENT, max_tokens=TOKENS).input_ids
     whole = capture(embedded.model, ids, tail=32, chunk_size=len(ids))
     chunks = capture(embedded.model, ids, tail=32, chunk_size=chunk_size)
     for layer in range(embedded.model.config.num_hidden_layers):

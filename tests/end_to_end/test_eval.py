@@ -4,12 +4,12 @@ import csv
 import io
 import json
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 from support.command import run_here
 from support.killed import Command
+from support.python_help import DOCUMENT
 from support.tiny_models import save_tiny
 
 TASKS = ("--task", "niah-multikey", "--task", "perplexity", "--length", "500", "--contexts", "2", "--questions", "2")
@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and a document."""
     folder = tmp_path_factory.mktemp("eval")
     save_tiny(folder / "model")
-    (folder / "doc.txt").write_text("\n\n".join(topics.values())[:40_000], encoding="utf-8")
+    (folder / "doc.txt").write_text(DOCUMENT[:40_000], encoding="utf-8")
     return folder
 
 
@@ -145,7 +145,7 @@ def test_a_questions_own_prefill_changes_answers_but_not_dense_attentions(
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    text = "\n\n".join(topics.values())
+    text = DOCUMENT
     records = [
         {"context": text[:40_000], "questions": ["What is an assert?", "What is a name?"], "answers": ["a", ["b", "c"]]}
     ]

@@ -7,17 +7,11 @@ import torch
 from support.random_tensors import clustered
 from support.reference import assert_close, attention_probabilities, random_attention, reference_attention
 from support.replaced_decoding import decoding_errors
-from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits
+from support.small_index import INDEXERS, plain_logits, random_ids, reopen, small_plan, stepped_logits
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.clustering import kmeans
-from sparsekv.indexing.csattention import CSAttentionIndexer
-from sparsekv.indexing.h2o import H2OIndexer
-from sparsekv.indexing.multipole import MultipoleIndexer
-from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
-from sparsekv.indexing.pqcache import PQCacheIndexer
-from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.attention import Segment, attend
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.kmeans import cluster_means
@@ -48,14 +42,6 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
-INDEXERS = {
-    "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
-    "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
-    "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
-    "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
-    "h2o": H2OIndexer(query_sample=128),
-    "pqcache": PQCacheIndexer(pq_bytes=4),
-}
 METHODS: dict[str, tuple[Method, bool]] = {
     "squeezed": (Squeezed(), False),
     "squeezed hierarchical": (Squeezed("hierarchical"), False),

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import random_ids, reopen, small_plan, stepped_logits
+from support.small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import build_tiny, tiny_tokenizer
 from transformers import LlamaConfig
 
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.csattention import CSAttentionIndexer
 from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.multipole import MultipoleIndexer
-from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
-from sparsekv.indexing.pqcache import PQCacheIndexer
-from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.csattention import CSAttention
 from sparsekv.runtime.guard import Guard
@@ -42,14 +37,6 @@ from sparsekv.runtime.squeezed import Squeezed
 from sparsekv.runtime.tidaldecode import TidalDecode
 
 pytestmark = pytest.mark.gpu
-
-INDEXERS = {
-    "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
-    "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
-    "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
-    "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
-    "pqcache": PQCacheIndexer(pq_bytes=4),
-}
 
 
 @dataclass(frozen=True)

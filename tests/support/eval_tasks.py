@@ -1,12 +1,13 @@
 """Requests for tasks over a real text, with a tokenizer that is quick to count with."""
 
 import re
-from pydoc_data.topics import topics
 from typing import Any
 
 from sparsekv.runtime.evaluation.tasks import Request
 
-TEXT = "\n\n".join(topics[name] for name in sorted(topics))
+from .python_help import BY_NAME
+
+TEXT = BY_NAME
 PAIRS = (
     ("What is an assert statement for?", ("debugging assertions",)),
     ("What is nowhere in it?", ("forty-two elephants",)),

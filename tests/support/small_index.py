@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -12,18 +11,33 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.csattention import CSAttentionIndexer
+from sparsekv.indexing.h2o import H2OIndexer
 from sparsekv.indexing.identify import identify
 from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.pqcache import PQCacheIndexer
 from sparsekv.indexing.prompt import encode_prompt
 from sparsekv.indexing.squeezed import SqueezedIndexer
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.cache import IndexCache
 from sparsekv.runtime.open import OpenIndex, open_index
 
+from .python_help import BY_NAME
 from .tiny_models import FAMILIES, tiny_tokenizer
 
-TEXT = "\n\n".join(topics[name] for name in sorted(topics))[:20_000]
+INDEXERS = {
+    "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
+    "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "multipole-windowed": WindowedMultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
+    "h2o": H2OIndexer(query_sample=128),
+    "pqcache": PQCacheIndexer(pq_bytes=4),
+}
+"""Every method with an index, in sizes for a prompt of a few hundred tokens."""
+TEXT = BY_NAME[:20_000]
 
 
 def without_window(family: str) -> PreTrainedModel:
