@@ -7,7 +7,6 @@ from sparsekv.runtime.evaluation.tasks import Request
 
 from .python_help import BY_NAME
 
-TEXT = BY_NAME
 PAIRS = (
     ("What is an assert statement for?", ("debugging assertions",)),
     ("What is nowhere in it?", ("forty-two elephants",)),
@@ -23,7 +22,7 @@ def request(**changes: Any) -> Request:
     """Two contexts of 1,000 tokens with three questions each."""
     return Request(
         **(
-            {"text": TEXT, "count": count_words, "length": 1000, "contexts": 2, "questions": 3, "pairs": PAIRS}
+            {"text": BY_NAME, "count": count_words, "length": 1000, "contexts": 2, "questions": 3, "pairs": PAIRS}
             | changes
         )
     )

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.eval_tasks import PAIRS, TEXT, count_words, request
+from support.eval_tasks import PAIRS, count_words, request
+from support.python_help import BY_NAME
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.metrics import METRICS
@@ -134,9 +135,9 @@ def test_frequent_words_follow_zipf() -> None:
 
 
 def test_a_question_whose_answer_was_cut_off_is_not_asked() -> None:
-    late = ("What comes late?", (TEXT[-300:-280],))
+    late = ("What comes late?", (BY_NAME[-300:-280],))
     (context,) = tasks()["qa"].make(request(pairs=(*PAIRS, late)))
-    assert TEXT.startswith(context.text)
+    assert BY_NAME.startswith(context.text)
     assert [question.answers for question in context.questions] == [PAIRS[0][1], PAIRS[1][1]]
     assert [question.depth is None for question in context.questions] == [False, True]
     with pytest.raises(UsageError, match="no answer of --pairs"):
@@ -151,7 +152,7 @@ def test_a_short_text_is_asked_about_whole() -> None:
 def test_a_continuation_follows_its_context() -> None:
     for context in tasks()["perplexity"].make(request()):
         assert context.bare
-        assert context.text + context.questions[0].answers[0] in TEXT
+        assert context.text + context.questions[0].answers[0] in BY_NAME
 
 
 @pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa")])
