@@ -10,7 +10,14 @@ from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, ModelOption, QuietOption
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, refuse_other_dtype
+from sparsekv.formats.schema import Addition
+from sparsekv.indexing.append import (
+    addition_record,
+    encode_addition,
+    growing_plan,
+    online_methods,
+    refuse_other_dtype,
+)
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.models import LoadedModel
 from sparsekv.indexing.prompt import read_document
@@ -25,6 +32,9 @@ def append(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Build methods that cannot take new tokens again, from all tokens.")
     ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Add the text once more where the index holds it already.")
+    ] = False,
     model: ModelOption = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
     device: DeviceOption = "auto",
@@ -34,7 +44,8 @@ def append(
     """Add a blank line and MORE to the end of an index's document, and print the index's path.
 
     Only what is new is prefilled. The index stays as it was until the longer one is whole; an interrupted run goes on
-    where it stopped when the same command runs again. Methods that cluster block by block (multipole) keep their
+    where it stopped when the same command runs again. A text that the index holds already, by the sha256 of what was
+    added, is not added again: repeating a command is safe. Methods that cluster block by block (multipole) keep their
     closed blocks; the command stops before any work when the index has another method, unless --rebuild is given.
 
     \b
@@ -51,11 +62,23 @@ def append(
     identity = artifact.manifest.model
     loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
     addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat)
+    record = addition_record(addition)
+    if record in artifact.manifest.additions and not again:
+        note(f"{artifact.folder} holds this text already ({_named(record)}); --again adds it once more", quiet=quiet)
+        typer.echo(artifact.folder)
+        return
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
     with progress(quiet=quiet) as show:
         build_index(plan, artifact.folder, show)
+    note(f"added {_named(record)}", quiet=quiet)
+    if artifact.manifest.defaults is not None:
+        note("the default that `tune` found was for the shorter text: run `sparsekv tune` again", quiet=quiet)
     typer.echo(artifact.folder)
+
+
+def _named(addition: Addition) -> str:
+    return f"sha256 {addition.sha256[:12]}, {addition.tokens:,} tokens"
 
 
 def _refuse_fixed_methods(artifact: Artifact) -> None:

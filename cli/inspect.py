@@ -133,7 +133,7 @@ def _inspection(
         "verified": verified,
         "model": manifest.model.model_dump(),
         "dtype": manifest.dtype,
-        "rope": manifest.rope,
+        "rope": manifest.rope.model_dump(),
         "prefill": manifest.prefill.model_dump(),
         "versions": manifest.versions,
         "split": {**manifest.split.model_dump(), "tokens": manifest.split.tokens},

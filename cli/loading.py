@@ -26,5 +26,5 @@ def load_for(artifact: Artifact, name: str | None, device: str, dtype: str, *, q
     """
     manifest = artifact.manifest
     dtype = manifest.dtype if dtype == "auto" else dtype
-    loaded = load(name or manifest.model.id, device, dtype, manifest.rope["scaling"], quiet=quiet)
+    loaded = load(name or manifest.model.id, device, dtype, manifest.rope.scaling, quiet=quiet)
     return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded))

@@ -7,8 +7,9 @@ import torch
 from sparsekv.cli.console import note, progress
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import Addition, copied_index, growing_plan, refuse_other_dtype, stored_indexers
+from sparsekv.indexing.append import Addition, growing_plan, refuse_other_dtype, stored_indexers
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.copied_index import copied_index
 from sparsekv.indexing.models import LoadedModel
 from sparsekv.indexing.turns import next_turn
 from sparsekv.runtime.open import OpenIndex

@@ -18,7 +18,6 @@ from time_kmeans import DEVICE, ON_GPU, SHARE, mixture
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Probe, TokenizerIdentity, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture import CapturedLayer
@@ -88,7 +87,7 @@ def check(job: BuildJob, layer: int, rows: CapturedLayer, indexer: SqueezedIndex
     assert all(torch.equal(built[name], tensor) for name, tensor in expected.items())
     for folder in ("context", "squeezed"):
         record = job.writer.files[layer_file(folder, layer)]
-        assert hash_file(job.writer.folder / record.path) == record.sha256
+        assert job.writer.is_whole(record)
 
 
 def time_build(shape: Shape, folder: Path) -> None:

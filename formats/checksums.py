@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 BLOCK_TOKENS = 256
+_PIECE = 1 << 20
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
@@ -20,6 +22,15 @@ def hash_file(path: Path) -> str:
     """sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_descriptor(descriptor: int) -> str:
+    """sha256 of an open file from its beginning, in hex; safe to call from several threads, which share its place."""
+    digest, place = hashlib.sha256(), 0
+    while piece := os.pread(descriptor, _PIECE, place):
+        digest.update(piece)
+        place += len(piece)
+    return digest.hexdigest()
 
 
 def hash_json(value: Any) -> str:

@@ -1,12 +1,18 @@
 """Writing the setting that an index is used with by default: the manifest alone changes."""
 
+import os
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.lock import acquire_lock
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.manifest import manifest_bytes, manifest_in, open_folder
 from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
-from sparsekv.formats.sync import write_atomically
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise ArtifactError for an index whose manifest could not be replaced: better before the measuring than after."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ArtifactError(f"cannot write {folder}: no permission; get it, or measure alone with --dry-run")
 
 
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
@@ -23,15 +29,17 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest
     Raises:
         ArtifactError: the index is gone or another one by now, another process builds it, or it cannot be written.
     """
-    read_manifest(folder)  # before the lock, which would make a folder that is gone
+    opened = open_folder(folder)
+    manifest_in(opened)  # before the lock, which would be made in any folder
     try:
         lock = acquire_lock(folder)
         try:
-            manifest = read_manifest(folder)
+            manifest = manifest_in(opened)
             if manifest.uuid != base.uuid:
                 raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
             data, sealed = manifest_bytes(manifest.model_copy(update={"defaults": defaults}))
-            write_atomically(folder / MANIFEST, [data])
+            opened.write(MANIFEST, [data])
+            opened.remove([], leftovers_of=[MANIFEST])
         finally:
             lock.release()
     except OSError as error:

@@ -14,7 +14,7 @@ def acquire_lock(folder: Path) -> FileLock:
 
     Raises:
         ArtifactError: another process holds it.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or a link lies in the lock's place.
     """
     lock = FileLock(folder / LOCK)
     try:

@@ -7,7 +7,13 @@ from pydantic import ValidationError
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.journal import read_journal
+from sparsekv.formats.marker import is_marked
 from sparsekv.formats.schema import MANIFEST, SCHEMA_VERSION, Manifest
+
+MOST_BYTES = 256 << 20
+REBUILD = "build the index again from its document with `sparsekv build-index --force`"
 
 
 def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:
@@ -16,40 +22,97 @@ def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:
     return json.dumps(sealed.model_dump(mode="json"), indent=1).encode(), sealed
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of an index.
+def open_folder(path: Path) -> Folder:
+    """The folder of an index, held open.
 
     Raises:
-        ArtifactError: the folder is no index, is unfinished, was written by a newer version, or is damaged.
+        ArtifactError: there is no such folder, or it cannot be read.
     """
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise ArtifactError(f"no index at {folder}; build one with `sparsekv build-index DOC -o {folder}`")
-    if not path.exists():
-        raise ArtifactError(
-            f"{folder} is unfinished: {MANIFEST} is missing; run the same `sparsekv build-index` again to resume"
-        )
     try:
-        fields = json.loads(path.read_bytes())
+        return Folder(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(f"no index at {path}; build one with `sparsekv build-index DOC -o {path}`") from None
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {_reason(error)}; name an index that you may read") from None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check the manifest of the index in a folder.
+
+    Raises:
+        ArtifactError: the folder is no index, is unfinished, was written by a newer version, is damaged or cannot be
+            read.
+    """
+    return manifest_in(open_folder(path))
+
+
+def manifest_in(folder: Folder) -> Manifest:
+    """The same, of a folder that is open."""
+    return parse_manifest(manifest_data(folder), folder)
+
+
+def manifest_data(folder: Folder) -> bytes:
+    """The manifest's bytes. ArtifactError as `read_manifest` raises it."""
+    path = folder.path / MANIFEST
+    try:
+        return folder.read(MANIFEST, MOST_BYTES)
+    except FileNotFoundError:
+        if is_marked(folder) or read_journal(folder) is not None:
+            raise ArtifactError(
+                f"{folder.path} is unfinished: {MANIFEST} is missing; run the same `sparsekv build-index` again "
+                "to resume"
+            ) from None
+        raise ArtifactError(
+            f"{folder.path} is a folder, but no index: {MANIFEST} is missing; name an index, or build one with "
+            "`sparsekv build-index DOC`"
+        ) from None
+    except PermissionError as error:
+        raise ArtifactError(f"cannot read {path}: {_reason(error)}; get permission to read it") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} is damaged: {_reason(error)}; {_remedy(folder)}") from None
+
+
+def parse_manifest(data: bytes, folder: Folder) -> Manifest:
+    """The manifest in some bytes that were read from a folder. ArtifactError as `read_manifest` raises it."""
+    path = folder.path / MANIFEST
+    try:
+        fields = json.loads(data)
         least = fields["least_reader_version"]
-        newer = least > SCHEMA_VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} is damaged ({type(error).__name__}); {_REBUILD}") from None
+        newer, intact = least > SCHEMA_VERSION, fields.get("manifest_sha256") == _self_hash(fields)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{path} is damaged ({type(error).__name__}); {_remedy(folder)}") from None
     if newer:
         raise ArtifactError(
             f"{path} has schema {fields.get('schema_version')} and needs a reader of schema {least}, this version "
             f"reads up to {SCHEMA_VERSION}; upgrade sparsekv"
         )
-    if fields.get("manifest_sha256") != _self_hash(fields):
-        raise ArtifactError(f"{path} was changed since it was written: its own hash does not match; {_REBUILD}")
+    if not intact:
+        raise ArtifactError(f"{path} was changed since it was written: its own hash does not match; {_remedy(folder)}")
     try:
         return Manifest.model_validate(fields)
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ArtifactError(f"{path} is damaged: field {where} is not valid; {_REBUILD}") from None
+    except (ValidationError, RecursionError) as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"]) if isinstance(error, ValidationError) else "?"
+        raise ArtifactError(f"{path} is damaged: field {where[:200]} is not valid; {_remedy(folder)}") from None
 
 
-_REBUILD = "build the index again with `sparsekv build-index --force`"
+def is_index(folder: Folder) -> bool:
+    """Whether a folder holds a manifest of ours that is as it was written, of whatever version."""
+    try:
+        fields = json.loads(folder.read(MANIFEST, MOST_BYTES))
+        return bool(fields["manifest_sha256"] == _self_hash(fields))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _remedy(folder: Folder) -> str:
+    """A folder that is not marked may be another program's, which `--force` would not touch."""
+    if is_marked(folder):
+        return REBUILD
+    return "if it is an index, build it again with `sparsekv build-index -o ANOTHER_NAME`"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def _self_hash(fields: dict[str, object]) -> str:

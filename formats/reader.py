@@ -1,50 +1,82 @@
 """Reading an artifact: mapped into memory, so that only the rows that are touched are read."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.layout import check_layout
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, layer_file
+from sparsekv.formats.snapshot import Snapshot
+from sparsekv.formats.values import not_finite
 
-_REMEDY = "build the index again with `sparsekv build-index --force`"
+THREADS = min(16, os.cpu_count() or 1)
 
 
-def map_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file, as views of its mapping.
+def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
+    """All tensors of an open safetensors file, as views of its mapping, which outlives the descriptor.
+
+    Args:
+        what: the file's name, for an error.
 
     Raises:
-        ArtifactError: the file is missing or is not one.
+        ArtifactError: it is no such file.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"cannot read {path}: {error}; {_REMEDY}") from None
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ArtifactError(f"cannot read {what}: {error}; {REBUILD}") from None
 
 
 class Artifact:
-    """A finished index on disk.
+    """A finished index on disk, as it was when it was opened, whatever a writer does since.
 
-    Opening reads the manifest and compares every file's presence and size; `verify` rechecks every sum.
+    Opening reads the manifest, holds every file open, and compares their sizes, and the shapes that the manifest gives,
+    with each other. A file that is read for the first time is compared with the manifest: names, shapes and dtypes of
+    its tensors, and its sha256 if it is smaller than a layer's keys and values.
+
+    Args:
+        thorough: of every file the sha256, and that it holds no number that is not finite, when it is first read: for
+            those who read all of it anyway, and measure.
 
     Raises:
-        ArtifactError: no index there, unfinished, newer, damaged, or a file is missing or truncated.
+        ArtifactError: no index there, unfinished, newer, damaged, not readable, or a file is missing or truncated.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
-        for name, record in self.manifest.files.items():
-            self._check_size(name, record)
+    def __init__(self, folder: Path, *, thorough: bool = False):
+        self.folder, self.thorough = folder, thorough
+        self._snapshot = Snapshot(folder)
+        self.manifest: Manifest = self._snapshot.manifest
+        check_layout(self.manifest, folder)
+        self._checked, self._summed = set[str](), set[str]()
+
+    @property
+    def manifest_data(self) -> bytes:
+        """The manifest as it lies on disk."""
+        return self._snapshot.data
+
+    def descriptor(self, name: str) -> int:
+        """The open file of a logical name, for as long as this index is open."""
+        return self._snapshot.descriptors[name]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """All tensors of one logical file, as views of its mapping: rows are read when they are touched."""
-        return map_tensors(self._path(name))
+        """All tensors of one logical file, as views of its mapping: rows are read when they are touched.
+
+        Raises:
+            ArtifactError: the file is not what the manifest says.
+        """
+        tensors = map_tensors(self.descriptor(name), f"{name} of {self.folder}")
+        if name not in self._checked:
+            self._check(name, self.manifest.files[name], tensors)
+            self._checked.add(name)
+        return tensors
 
     def input_ids(self) -> torch.Tensor:
         """Token ids of the fixed prompt, [N] int64."""
@@ -63,25 +95,39 @@ class Artifact:
         """What one method built for one layer; an unknown method is a KeyError of the caller's."""
         return self.tensors(layer_file(method, layer))
 
+    def check_sums(self, names: Iterable[str]) -> None:
+        """Compare at once, in threads, the sha256 that reading these files would compare one by one.
+
+        Raises:
+            ArtifactError: a file whose content has changed.
+        """
+        wanted = [name for name in names if name not in self._summed and self._is_summed(self.manifest.files[name])]
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(self._check_sum, wanted))
+
     def verify(self) -> Iterator[str]:
         """Recheck every file's sha256, yielding each logical name once it is right.
 
         Raises:
             ArtifactError: at the first file whose content has changed.
         """
-        for name, record in self.manifest.files.items():
-            if hash_file(self._path(name)) != record.sha256:
-                raise ArtifactError(f"{name} of {self.folder} is damaged: its sha256 does not match; {_REMEDY}")
+        for name in self.manifest.files:
+            self._check_sum(name)
             yield name
 
-    def _path(self, name: str) -> Path:
-        return self.folder / self.manifest.files[name].path
+    def _check(self, name: str, record: FileRecord, tensors: dict[str, torch.Tensor]) -> None:
+        found = {key: (list(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
+        if found != {key: (one.shape, f"torch.{one.dtype}") for key, one in record.tensors.items()}:
+            raise ArtifactError(f"{name} of {self.folder} holds other tensors than its manifest says; {REBUILD}")
+        if name not in self._summed and self._is_summed(record):
+            self._check_sum(name)
+        if self.thorough and (wrong := not_finite(tensors)):
+            raise ArtifactError(f"{wrong} in {name} of {self.folder} holds numbers that are not finite; {REBUILD}")
 
-    def _check_size(self, name: str, record: FileRecord) -> None:
-        path = self.folder / record.path
-        if not path.is_file():
-            raise ArtifactError(f"{name} of {self.folder} is missing; {_REMEDY}")
-        if path.stat().st_size != record.bytes:
-            raise ArtifactError(
-                f"{name} of {self.folder} is truncated: {path.stat().st_size} bytes, not {record.bytes}; {_REMEDY}"
-            )
+    def _is_summed(self, record: FileRecord) -> bool:
+        return self.thorough or record.bytes < self.manifest.files[layer_file("context", 0)].bytes
+
+    def _check_sum(self, name: str) -> None:
+        if hash_descriptor(self.descriptor(name)) != self.manifest.files[name].sha256:
+            raise ArtifactError(f"{name} of {self.folder} is damaged: its sha256 does not match; {REBUILD}")
+        self._summed.add(name)

@@ -5,13 +5,25 @@ A folder `NAME.skv/` holds `manifest.json`, `tokens.safetensors` (input_ids [N] 
 and one folder a method. The manifest names every file by its logical path and says where it lies.
 """
 
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from sparsekv.formats.names import FILE_NAME, METHOD_NAME
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
+
+
+MOST_TOKENS = 2**31 - 1  # positions are int32
+
+FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
+MethodName = Annotated[str, StringConstraints(pattern=METHOD_NAME)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 def layer_file(folder: str, layer: int) -> str:
@@ -22,7 +34,7 @@ def layer_file(folder: str, layer: int) -> str:
 class Record(BaseModel):
     """Base of everything in the manifest: immutable. Fields of a newer schema that this one may read are left out."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelIdentity(Record):
@@ -57,18 +69,19 @@ class Prompt(Record):
     """The fixed prompt, by its hashes. `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens."""
 
     text_sha256: str
-    ids_sha256: str
+    ids_sha256: Sha256
     block_hashes: list[str]
-    tokens: int
+    tokens: Size
     chat: ChatFrame | None
+    special_tokens: bool = Field(default=False, description="special tokens in the text kept their meaning")
 
 
 class Split(Record):
     """N = sinks + middle + tail tokens, in this order; an index covers the middle."""
 
-    sinks: int
-    middle: int
-    tail: int
+    sinks: Size
+    middle: Size
+    tail: Annotated[int, Field(ge=2, le=MOST_TOKENS)]
 
     @property
     def tokens(self) -> int:
@@ -89,9 +102,9 @@ class RopeFacts(Record):
 class LayerFacts(Record):
     """How one layer attends; a layer with a sliding window stays dense and is not indexed."""
 
-    softmax_scale: float
-    softcap: float | None
-    sliding_window: int | None
+    softmax_scale: Annotated[float, Field(gt=0)]
+    softcap: Annotated[float, Field(gt=0)] | None
+    sliding_window: Size | None
     attention_sinks: bool = Field(description="the layer has a learned logit per head in its softmax")
     rope: RopeFacts | None = Field(default=None, description="null where it is not known")
 
@@ -100,7 +113,7 @@ class Prefill(Record):
     """How the context was computed: `dense`, or an approximation with its parameters."""
 
     kind: str
-    chunk_size: int
+    chunk_size: Size
     parameters: dict[str, Any] = {}
     exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
 
@@ -117,29 +130,35 @@ class MethodRecord(Record):
     parameters: dict[str, Any]
     seed: int
     calibration: dict[str, Any]
-    built_from: dict[str, str]
+    built_from: dict[FileName, str]
 
 
 class Probe(Record):
     """The top logits of the last prompt token, to be recomputed over the stored context."""
 
-    token_ids: list[int]
-    logits: list[float]
+    token_ids: list[Count] = Field(min_length=1)
+    logits: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_logit_a_token(self) -> Self:
+        if len(self.token_ids) != len(self.logits):
+            raise ValueError("as many logits as tokens")
+        return self
 
 
 class TensorRecord(Record):
     """Shape and dtype of one tensor in a file."""
 
-    shape: list[int]
+    shape: list[Count] = Field(max_length=8)
     dtype: str
 
 
 class FileRecord(Record):
     """Where a logical file lies, what is in it, and the hash of everything that decides its content."""
 
-    path: str
-    bytes: int
-    sha256: str
+    path: FileName
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Sha256
     recipe: str
     tensors: dict[str, TensorRecord]
 
@@ -167,13 +186,28 @@ class Defaults(Record):
     method: str
     variant: str
     parameters: dict[str, Any]
-    budget: float
-    layer_budgets: dict[int, float] | None
+    budget: Share
+    layer_budgets: dict[int, Share] | None
     residual: bool
     target: Target
     calibration: float
     held_out: float
     kv_fraction: float
+
+
+class Addition(Record):
+    """Text that `append` added: the sha256 of what was added, and how many tokens it gave."""
+
+    sha256: Sha256
+    tokens: Size
+
+
+class RopeRecord(Record):
+    """The stretch of positions that was asked for when the index was built, and what the model's config says."""
+
+    scaling: str | None = None
+    parameters: dict[str, Any] | None = None
+    max_position_embeddings: Any = None
 
 
 class Manifest(Record):
@@ -189,14 +223,15 @@ class Manifest(Record):
     tokenizer: TokenizerIdentity
     prompt: Prompt
     split: Split
-    dtype: str
-    rope: dict[str, Any]
-    layers: list[LayerFacts]
+    dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]
+    rope: RopeRecord
+    layers: list[LayerFacts] = Field(min_length=1)
     prefill: Prefill
     versions: dict[str, str]
-    methods: dict[str, MethodRecord]
+    methods: dict[MethodName, MethodRecord]
     probe: Probe
-    files: dict[str, FileRecord]
+    files: dict[FileName, FileRecord]
+    additions: list[Addition] = Field(default=[], description="what was appended since it was built, in order")
     defaults: Defaults | None = Field(default=None, description="null where no setting was measured")
     manifest_sha256: str = ""
 

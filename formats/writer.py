@@ -4,33 +4,46 @@ Every file is written to a temporary name, synced and renamed; a journal (`unfin
 ones with the hash of what decides their content (their recipe); the manifest comes last. A finished index that is
 built upon stays valid until the new manifest replaces its own: changed files get a name of their own meanwhile.
 Threads write several files at once, each of which is in the journal as soon as it is whole.
+
+The journal also names every path before something is written to it, and the paths of the index that is built upon.
+What is removed at the end is what it names and the new manifest does not: nothing else in the folder is ever touched.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.lock import LOCK, acquire_lock
-from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.journal import JOURNAL, Journal, read_journal
+from sparsekv.formats.lock import acquire_lock
+from sparsekv.formats.manifest import manifest_bytes, manifest_in
+from sparsekv.formats.marker import MARKER, mark
+from sparsekv.formats.ours import refuse_foreign
 from sparsekv.formats.reader import map_tensors
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
-from sparsekv.formats.sync import write_atomically
 from sparsekv.formats.tensor_bytes import safetensors_bytes
 
-JOURNAL = "unfinished.json"
 THREADS = min(16, os.cpu_count() or 1)
 HELD_BYTES = 6 << 30
+
+
+@dataclass(frozen=True)
+class WaysOut:
+    """What a person can do beside making room where an index is written: elsewhere, and with less."""
+
+    elsewhere: str = "choose another folder with --output"
+    less: str = "shorten the document with --max-tokens"
 
 
 class ArtifactWriter:
@@ -44,16 +57,16 @@ class ArtifactWriter:
         force: reuse nothing; a finished index in the folder still stays valid until `finish`.
 
     Raises:
-        ArtifactError: the folder cannot be written, or another build holds it.
+        ArtifactError: the folder cannot be written, is not ours, or another build holds it.
     """
 
-    def __init__(self, folder: Path, *, force: bool = False):
+    def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
         self.folder = folder
         self.force = force
         self.base: Manifest | None = None
-        self.notes: dict[str, Any] = {}
+        self._ways_out = ways_out or WaysOut()
         self._made: dict[str, Future[FileRecord]] = {}
-        self._journal: dict[str, FileRecord] = {}
+        self._journal = Journal()
         self._held: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(THREADS)
         self._changed = threading.Condition()  # guards the journal with its notes, and what is held
@@ -61,7 +74,8 @@ class ArtifactWriter:
     def __enter__(self) -> Self:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._refuse_other_folders()
+            self._folder = Folder(self.folder)
+            refuse_foreign(self._folder)
             self._lock = acquire_lock(self.folder)
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -91,18 +105,23 @@ class ArtifactWriter:
         """
         return {name: made.result() for name, made in self._made.items()}
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What builds before this one, that were interrupted, have noted, and this one."""
+        return self._journal.notes
+
     def reuse(self, name: str, recipe: str) -> bool:
         """Take over a whole file of an earlier build when the same recipe made it. True when it was there."""
         if name in self._made:
             self._made[name].result()
         elif self.force:
             return False
-        for record in (self._journal.get(name), self.base.files.get(name) if self.base else None):
-            if record and record.recipe == recipe and self._is_whole(record):
+        for record in (self._journal.files.get(name), self.base.files.get(name) if self.base else None):
+            if record and record.recipe == recipe and self.is_whole(record):
                 self._made[name] = Future()
                 self._made[name].set_result(record)
                 with self._changed:
-                    self._journal[name] = record
+                    self._journal.files[name] = record
                 return True
         return False
 
@@ -126,12 +145,24 @@ class ArtifactWriter:
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file that this build has written or taken over; waits until it is on disk."""
-        return map_tensors(self.folder / self._made[name].result().path)
+        return self._map(name, self._made[name].result())
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of the finished index that is being built upon."""
         assert self.base is not None
-        return map_tensors(self.folder / self.base.files[name].path)
+        return self._map(name, self.base.files[name])
+
+    def is_whole(self, record: FileRecord) -> bool:
+        """Whether the file that a record names is there and holds what was written."""
+        # The sum, not only the size: a kill between a rename and the journal leaves another recipe's file there.
+        try:
+            descriptor = self._folder.open(record.path)
+        except OSError:
+            return False
+        try:
+            return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
+        finally:
+            os.close(descriptor)
 
     def leave_as_it_was(self) -> None:
         """End a build that changed nothing."""
@@ -140,7 +171,7 @@ class ArtifactWriter:
     def note(self, name: str, value: Any) -> None:
         """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
         with self._changed:
-            self.notes[name] = value
+            self._journal.notes[name] = value
             self._write_journal()
 
     def need_space(self, size: int) -> None:
@@ -149,15 +180,15 @@ class ArtifactWriter:
         if free < size:
             raise ArtifactError(
                 f"{self.folder} needs {size / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; "
-                "make room, choose another folder with --output, or shorten the document with --max-tokens"
+                + ", or ".join(part for part in ("make room", self._ways_out.elsewhere, self._ways_out.less) if part)
             )
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Seal the index: the manifest replaces the earlier one, and files that nothing names are removed."""
         data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
-        self._write_atomically(MANIFEST, [data])
+        self._write_file(MANIFEST, [data])
         self._remove_strays()
-        self.base, self._journal = sealed, {}
+        self.base, self._journal = sealed, Journal()
         return sealed
 
     def _has_room(self, size: int) -> bool:
@@ -171,6 +202,7 @@ class ArtifactWriter:
     def _store(self, name: str, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
         try:
             sha256, size = hashlib.sha256(), 0
+            self._name_before(path)
 
             def counted() -> Iterator[bytes | memoryview]:
                 nonlocal size
@@ -179,7 +211,7 @@ class ArtifactWriter:
                     size += len(piece)
                     yield piece
 
-            self._write_atomically(path, counted())
+            self._write_file(path, counted())
             record = FileRecord(
                 path=path,
                 bytes=size,
@@ -191,7 +223,7 @@ class ArtifactWriter:
                 },
             )
             with self._changed:
-                self._journal[name] = record
+                self._journal.files[name] = record
                 self._write_journal()
             return record
         finally:
@@ -199,42 +231,39 @@ class ArtifactWriter:
                 del self._held[name]
                 self._changed.notify_all()
 
+    def _name_before(self, path: str) -> None:
+        with self._changed:
+            if path not in self._journal.paths:
+                self._journal.paths.add(path)
+                self._write_journal()
+
+    def _map(self, name: str, record: FileRecord) -> dict[str, torch.Tensor]:
+        descriptor = self._folder.open(record.path)
+        try:
+            return map_tensors(descriptor, f"{name} of {self.folder}")
+        finally:
+            os.close(descriptor)
+
     def _recover(self) -> None:
-        if (self.folder / MANIFEST).exists():
-            try:
-                self.base = read_manifest(self.folder)
-            except ArtifactError:
-                if not self.force:
-                    raise
-        if not self.force:
-            self._read_journal()
+        try:
+            if MANIFEST in self._folder.names():
+                self.base = manifest_in(self._folder)
+        except ArtifactError:
+            if not self.force:
+                raise
+        earlier = read_journal(self._folder) or Journal()
+        self._journal = Journal(paths=earlier.paths) if self.force else earlier
+        if self.base is not None:
+            # So that they are still known when the manifest that names them has been replaced.
+            self._journal.paths |= {record.path for record in self.base.files.values()}
+        try:
+            mark(self._folder)
+        except OSError as error:
+            raise self._cannot_write(error) from None
         self._write_journal()
 
-    def _refuse_other_folders(self) -> None:
-        """An index may only go where nothing else is: finishing removes files that the manifest does not name."""
-        others = [path.name for path in self.folder.iterdir() if path.name != LOCK]
-        if others and MANIFEST not in others and not any(name.startswith(JOURNAL) for name in others):
-            raise ArtifactError(
-                f"{self.folder} is a folder with other things in it ({others[0]}); choose another name with --output"
-            )
-
-    def _read_journal(self) -> None:
-        try:
-            journal = json.loads((self.folder / JOURNAL).read_bytes())
-            files = {name: FileRecord.model_validate(record) for name, record in journal["files"].items()}
-            notes = dict(journal["notes"])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return  # no journal, or none that this version can read: there is nothing to resume
-        self._journal, self.notes = files, notes
-
     def _write_journal(self) -> None:
-        files = {name: record.model_dump() for name, record in self._journal.items()}
-        self._write_atomically(JOURNAL, [json.dumps({"files": files, "notes": self.notes}).encode()])
-
-    def _is_whole(self, record: FileRecord) -> bool:
-        # The sum, not only the size: a kill between a rename and the journal leaves another recipe's file there.
-        path = self.folder / record.path
-        return path.is_file() and path.stat().st_size == record.bytes and hash_file(path) == record.sha256
+        self._write_file(JOURNAL, [self._journal.to_bytes()])
 
     def _free_path(self, name: str, recipe: str) -> str:
         """The logical name itself, unless the finished index that is being built upon still needs it."""
@@ -244,24 +273,22 @@ class ArtifactWriter:
         stem, suffix = os.path.splitext(name)
         return f"{stem}.{recipe[:8]}{suffix}"
 
-    def _write_atomically(self, path: str, data: Iterable[bytes | memoryview]) -> None:
+    def _write_file(self, path: str, data: Iterable[bytes | memoryview]) -> None:
         try:
-            write_atomically(self.folder / path, data)
+            self._folder.write(path, data)
         except OSError as error:
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> ArtifactError:
         reason = (error.strerror or str(error)).lower()
-        return ArtifactError(
-            f"cannot write {self.folder}: {reason}; make room or permission there, or choose another folder "
-            "with --output, and run the same command again"
-        )
+        ways = ", or ".join(part for part in ("make room or permission there", self._ways_out.elsewhere) if part)
+        return ArtifactError(f"cannot write {self.folder}: {reason}; {ways}, and run the same command again")
 
     def _remove_strays(self) -> None:
-        kept = {self.folder / record.path for record in self.files.values()}
-        for path in [*self.folder.rglob("*.safetensors"), *self.folder.rglob("*.tmp"), self.folder / JOURNAL]:
-            if path not in kept:
-                path.unlink(missing_ok=True)
-        for path in self.folder.iterdir():
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+        kept = {record.path for record in self.files.values()}
+        try:
+            self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
+            # Last: until then it names what is still to be removed, should this process die.
+            self._folder.remove([JOURNAL])
+        except OSError as error:
+            raise self._cannot_write(error) from None

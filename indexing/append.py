@@ -1,22 +1,20 @@
 """More tokens for an index that is there: what its methods can do with them, and the build that takes them in."""
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, ChatFrame, Manifest
+from sparsekv.formats.schema import Addition as AdditionRecord
+from sparsekv.formats.schema import ChatFrame, Manifest
+from sparsekv.formats.values import check_values
 from sparsekv.indexing.methods import Indexer, indexers
 from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.partial_folder import partial_folder
 from sparsekv.indexing.plan import BuildPlan, Growth
 from sparsekv.indexing.prefill import Prefill, prefills
 from sparsekv.indexing.prompt import FixedPrompt
@@ -58,13 +56,22 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
         parameters = {
             key: tuple(value) if isinstance(value, list) else value for key, value in record.parameters.items()
         }
-        found[name] = known[name](**parameters)
+        try:
+            found[name] = known[name](**parameters)
+        except (TypeError, ValueError, UsageError) as error:
+            raise ArtifactError(f"parameters of {name} in the index cannot be: {error}; {REBUILD}") from None
     return found
+
+
+def addition_record(addition: Addition) -> AdditionRecord:
+    """What a manifest says of an addition: the same for the same text, whatever it was added to."""
+    text = addition.text.encode(errors="surrogatepass")
+    return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids))
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:
     """Names of the methods of an index that take new tokens; none where every key changes with the prompt's length."""
-    if rope_depends_on_length(manifest.rope["parameters"]):
+    if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
     return frozenset(name for name, indexer in stored_indexers(manifest).items() if indexer.takes_tokens)
 
@@ -84,6 +91,10 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
     for _ in artifact.verify():
         pass
     manifest = artifact.manifest
+    for name in manifest.files:
+        folder = name.partition("/")[0]
+        if folder == "samples" or folder in manifest.methods:
+            check_values(artifact.tensors(name), manifest.split, f"{name} of {artifact.folder}")
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
     return BuildPlan(
         loaded=loaded,
@@ -93,40 +104,14 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
         tail=manifest.split.tail,
         chunk_size=chunk_size if manifest.prefill.exact else manifest.prefill.chunk_size,
         prefill=_stored_prefill(manifest),
-        rope_scaling=manifest.rope["scaling"],
-        growth=Growth(manifest.uuid, online_methods(manifest)),
+        rope_scaling=manifest.rope.scaling,
+        growth=Growth(manifest.uuid, online_methods(manifest), addition_record(addition)),
     )
 
 
 def _stored_prefill(manifest: Manifest) -> Prefill:
     known: dict[str, Callable[..., Prefill]] = dict(prefills())
-    return known[manifest.prefill.kind](**manifest.prefill.parameters)
-
-
-@contextmanager
-def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
-    """A copy of an index to build upon, which takes the name `folder` at the end, and only if all went well.
-
-    Files of an index are replaced and never changed in place, so the copy shares them with it where the disk can. What
-    killed processes left of such copies goes away first.
-
-    Raises:
-        ArtifactError: the folder exists or cannot be written.
-    """
     try:
-        with partial_folder(folder) as unfinished:
-            for path in [*(record.path for record in artifact.manifest.files.values()), MANIFEST]:
-                target = unfinished / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _link(artifact.folder / path, target)
-            yield unfinished
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        return known[manifest.prefill.kind](**manifest.prefill.parameters)
+    except (KeyError, TypeError, ValueError, UsageError) as error:
+        raise ArtifactError(f"the prefill of the index cannot be repeated: {error}; {REBUILD}") from None

@@ -15,8 +15,8 @@ import transformers
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.schema import Manifest, MethodRecord, Prompt
-from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.formats.schema import Addition, Manifest, MethodRecord, Prompt, RopeRecord
+from sparsekv.formats.writer import ArtifactWriter, WaysOut
 from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.identify import identify
 from sparsekv.indexing.method_stage import build_method, keep_methods
@@ -38,9 +38,11 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
     """
     split = plan.split()
     model, tokenizer = identify(plan.loaded)
-    with ArtifactWriter(folder, force=plan.force) as writer:
+    ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
+    with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
         if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
             raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
+        _keep_additions(plan, writer)
         job = BuildJob(plan, split, model, tokenizer, writer, progress)
         facts = build_context(job)
         built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}
@@ -50,6 +52,27 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
             writer.leave_as_it_was()
             return writer.base
         return writer.finish(manifest)
+
+
+def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
+    """Raise ArtifactError where text that was appended would be lost unasked."""
+    base = writer.base
+    if base is None or not base.additions or plan.growth or plan.force:
+        return
+    if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
+        added = sum(addition.tokens for addition in base.additions)
+        raise ArtifactError(
+            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; build another "
+            "index with --output, or give --force to lose them and append them again"
+        )
+
+
+def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:
+    earlier = base.additions if base else []
+    if plan.growth:
+        return [*earlier, plan.growth.addition]
+    same = base is not None and base.prompt.ids_sha256 == hash_tokens(plan.prompt.input_ids.tolist())
+    return earlier if same else []
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
@@ -77,11 +100,11 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         ),
         split=job.split,
         dtype=plan.dtype,
-        rope={
-            "scaling": plan.rope_scaling,
-            "parameters": getattr(config, "rope_parameters", None),
-            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
-        },
+        rope=RopeRecord(
+            scaling=plan.rope_scaling,
+            parameters=getattr(config, "rope_parameters", None),
+            max_position_embeddings=getattr(config, "max_position_embeddings", None),
+        ),
         layers=facts.layers,
         prefill=plan.prefill_record,
         versions={
@@ -92,4 +115,5 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         methods=methods,
         probe=facts.probe,
         files=job.writer.files,
+        additions=_additions(plan, job.writer.base),
     )

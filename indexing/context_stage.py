@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_file, hash_json, hash_tokens
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.schema import TOKENS, FileRecord, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
+from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
 from sparsekv.indexing.capture import Capture, CapturedLayer, capture
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.rotation import measure_rotations
@@ -132,18 +132,13 @@ def _shared_prefix(job: BuildJob) -> int:
     if _decides_context(base.prefill) != _decides_context(job.plan.prefill_record):
         return 0
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
-    if not all(_is_whole(job, base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
+    # Damaged rows that were copied would get a sum of their own, and nobody would ever know.
+    if not all(job.writer.is_whole(base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
         return 0
     # The tail's queries are not stored as far back as an edit may reach, so all of them are computed anew.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
     # What a sparse prefill gives to a chunk depends on where it begins.
     return shared if job.plan.prefill.exact else shared // job.plan.chunk_size * job.plan.chunk_size
-
-
-def _is_whole(job: BuildJob, record: FileRecord) -> bool:
-    # Damaged rows that were copied would get a sum of their own, and nobody would ever know.
-    path = job.writer.folder / record.path
-    return path.is_file() and hash_file(path) == record.sha256
 
 
 def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

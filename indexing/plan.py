@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.methods import Indexer
@@ -21,10 +21,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Growth:
-    """That a build adds tokens to the index with the uuid `base`; methods in `online` take them, others start over."""
+    """That a build adds tokens to the index with the uuid `base`; methods in `online` take them, others start over.
+    `addition` is what the manifest will say of them."""
 
     base: str
     online: frozenset[str]
+    addition: Addition
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ a prefill is cut up changes nothing, and when a document grows, its sample is so
 import numpy as np
 import torch
 
-from sparsekv.formats.checksums import hash_file, hash_json
+from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import Manifest, Split, layer_file
 from sparsekv.indexing.plan import BuildJob
 
@@ -80,8 +80,7 @@ def _folders(job: BuildJob) -> list[str]:
 def _is_whole(job: BuildJob) -> bool:
     base = _base(job)
     files = [base.files[layer_file(folder, layer)] for folder in _folders(job) for layer in base.indexed_layers]
-    paths = [(job.writer.folder / record.path, record.sha256) for record in files]
-    return all(path.is_file() and hash_file(path) == sha256 for path, sha256 in paths)
+    return all(job.writer.is_whole(record) for record in files)
 
 
 def _known_positions(job: BuildJob) -> torch.Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsekv.formats.errors import IdentityError, UsageError
+from sparsekv.formats.errors import ArtifactError, IdentityError, UsageError
 from sparsekv.formats.identity import check_model, check_tokenizer
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
+from sparsekv.formats.values import check_values
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
@@ -44,6 +46,7 @@ def middle_context(
     record = manifest.methods.get(name) if methods()[name].needs_index else None
     stored = {} if record is None else artifact.method_tensors(name, layer)
     tensors = {key: tensor.to(device) for key, tensor in stored.items()}
+    check_values(tensors, manifest.split, f"layer {layer} of {name} of {artifact.folder}")
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers
@@ -83,7 +86,13 @@ def prepare_layer(
         UsageError: no method of the index has value centroids.
     """
     context = middle_context(artifact, layer, name, device, board)
-    selector = method.prepare(context)
+    try:
+        selector = method.prepare(context)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        # Parameters and calibration are a method's own: it alone can tell that a manifest's are not.
+        raise ArtifactError(
+            f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
+        ) from error
     selector.mapped = context.mapped
     if not residual or method.replaces() or selector.replace_by_own_clusters():
         return selector
@@ -120,6 +129,12 @@ class OpenIndex:
 
     def __post_init__(self) -> None:
         self.input_ids = self.artifact.input_ids().clone()
+        known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+        named = torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])
+        if named.amin() < 0 or named.amax() >= known:
+            raise ArtifactError(
+                f"{self.artifact.folder} names tokens that its model does not have, which knows {known}; {REBUILD}"
+            )
 
     @property
     def split(self) -> Split:

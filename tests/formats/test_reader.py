@@ -69,9 +69,8 @@ def test_verify_names_every_file(index: Path) -> None:
 
 def test_a_file_that_is_no_tensor_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"rubbish" * 100)
-    for name in ("file", "missing"):
-        with pytest.raises(ArtifactError, match=f"cannot read {tmp_path / name}"):
-            map_tensors(tmp_path / name)
+    with (tmp_path / "file").open("rb") as file, pytest.raises(ArtifactError, match="cannot read some file"):
+        map_tensors(file.fileno(), "some file")
 
 
 def test_an_index_can_be_checked_without_this_program(index: Path) -> None:

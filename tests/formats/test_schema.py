@@ -11,14 +11,17 @@ from pydantic import ValidationError
 from support.artifacts import small_manifest
 
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.names import FILE_NAME, METHOD_NAME
 from sparsekv.formats.schema import (
     MANIFEST,
+    Addition,
     ChatFrame,
     FileRecord,
     LayerFacts,
     Manifest,
     MethodRecord,
     Probe,
+    RopeRecord,
     Split,
     TensorRecord,
     layer_file,
@@ -26,18 +29,22 @@ from sparsekv.formats.schema import (
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=20)
-sizes = st.integers(0, 2**40)
+sizes = st.integers(1, 2**31 - 1)
+tails = st.integers(2, 2**31 - 1)
+positive = st.floats(0, 1e300, exclude_min=True)
+names = st.from_regex(FILE_NAME, fullmatch=True)
+hashes = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | finite | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
 json_objects = st.dictionaries(text, json_values, max_size=3)
-splits = st.builds(Split, sinks=sizes, middle=sizes, tail=sizes)
+splits = st.builds(Split, sinks=sizes, middle=sizes, tail=tails)
 layers = st.builds(
     LayerFacts,
-    softmax_scale=finite,
-    softcap=st.none() | finite,
+    softmax_scale=positive,
+    softcap=st.none() | positive,
     sliding_window=st.none() | sizes,
     attention_sinks=st.booleans(),
 )
@@ -47,26 +54,30 @@ methods = st.builds(
     parameters=json_objects,
     seed=sizes,
     calibration=json_objects,
-    built_from=st.dictionaries(text, text, max_size=2),
+    built_from=st.dictionaries(names, text, max_size=2),
 )
 files = st.builds(
     FileRecord,
-    path=text,
+    path=names,
     bytes=sizes,
-    sha256=text,
+    sha256=hashes,
     recipe=text,
     tensors=st.dictionaries(text, st.builds(TensorRecord, shape=st.lists(sizes, max_size=4), dtype=text), max_size=2),
+)
+probes = st.lists(st.tuples(sizes, finite), min_size=1, max_size=4).map(
+    lambda pairs: Probe(token_ids=[token for token, _ in pairs], logits=[logit for _, logit in pairs])
 )
 changes = st.fixed_dictionaries(
     {
         "created": text,
         "parent_uuid": st.none() | text,
         "split": splits,
-        "rope": json_objects,
-        "layers": st.lists(layers, max_size=3),
-        "methods": st.dictionaries(text, methods, max_size=2),
-        "probe": st.builds(Probe, token_ids=st.lists(sizes, max_size=4), logits=st.lists(finite, max_size=4)),
-        "files": st.dictionaries(text, files, max_size=2),
+        "rope": st.builds(RopeRecord, scaling=st.none() | text, parameters=st.none() | json_objects),
+        "layers": st.lists(layers, min_size=1, max_size=3),
+        "methods": st.dictionaries(st.from_regex(METHOD_NAME, fullmatch=True), methods, max_size=2),
+        "probe": probes,
+        "files": st.dictionaries(names, files, max_size=2),
+        "additions": st.lists(st.builds(Addition, sha256=hashes, tokens=sizes), max_size=2),
     }
 )
 

@@ -1,6 +1,5 @@
 """What a build takes over, what it writes anew, and what it leaves behind."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,16 +185,44 @@ def test_tensors_on_a_gpu_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 def test_strays_of_earlier_builds_are_removed(index: Path) -> None:
-    shutil.copy(index / CONTEXT, index / "context" / "layer_000.1234abcd.safetensors")
-    (index / "context" / "layer_000.safetensors.tmp").write_bytes(b"half")
-    (index / "left_empty").mkdir()
+    with ArtifactWriter(index) as writer:
+        for seed in (1, 2):
+            writer.write(CONTEXT, small_files(seed)[CONTEXT], small_recipe(CONTEXT, seed, 0))
+            assert writer.files
+    (index / "context" / "layer_000.safetensors.01234567.tmp").write_bytes(b"half")
+    (index / "manifest.json.89abcdef.tmp").write_bytes(b"half")
     small_artifact(index, method=1)
     assert_no_strays(index)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_what_no_build_of_ours_named_is_never_touched(index: Path, force: bool) -> None:
+    ours = files_in(index)
+    others = {
+        "notes.tmp",
+        "model.safetensors",
+        "context/layer_000.1234abcd.safetensors",
+        "context/layer_000.safetensors.tmp",
+        "context/mine.safetensors.01234567.tmp",
+        "talk.skv/manifest.json",
+        "talk.skv/context/layer_000.safetensors",
+    }
+    for name in others:
+        (index / name).parent.mkdir(parents=True, exist_ok=True)
+        (index / name).write_text("precious")
+    (index / "empty").mkdir()
+    small_artifact(index, context=1, method=1, force=force)
+    small_artifact(index, context=0, method=1, force=force)
+    assert_holds(index, context=0, method=1)
+    assert others <= files_in(index)
+    assert all((index / name).read_text() == "precious" for name in others)
+    assert (index / "empty").is_dir()
+    assert len(files_in(index) - others) == len(ours)
+
+
 def test_a_build_that_changed_nothing_leaves_the_index_as_it_was(index: Path) -> None:
     manifest = (index / MANIFEST).read_bytes()
-    (index / "context" / "layer_000.safetensors.tmp").write_bytes(b"half")
+    (index / "context" / "layer_000.safetensors.01234567.tmp").write_bytes(b"half")
     with ArtifactWriter(index) as writer:
         assert all(writer.reuse(name, small_recipe(name, 0, 0)) for name in small_files())
         writer.leave_as_it_was()

@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_bytes, hash_json, hash_tokens
 from sparsekv.formats.lock import LOCK
+from sparsekv.formats.marker import MARKER
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import (
     MANIFEST,
@@ -121,12 +122,13 @@ def assert_holds(folder: Path, *, context: int = 0, method: int = 0) -> None:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Relative paths of everything in an index's folder but its lock."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    """Relative paths of everything in an index's folder but its lock and its mark."""
+    own = (LOCK, MARKER)
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in own}
 
 
 def assert_no_strays(folder: Path) -> None:
     """Fail unless the folder holds the manifest and the files it names, and nothing else."""
     manifest = Artifact(folder).manifest
-    assert files_in(folder) == {MANIFEST, *(record.path for record in manifest.files.values())}
+    assert sorted(files_in(folder)) == sorted({MANIFEST, *(record.path for record in manifest.files.values())})
     assert all(any(path.iterdir()) for path in folder.rglob("*") if path.is_dir())

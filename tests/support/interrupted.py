@@ -1,4 +1,7 @@
-"""Builds that are killed before each of their file operations in turn, one operation later every time."""
+"""Builds that are killed before each of their file operations in turn, one operation later every time.
+
+An index's folder is held open and its files are named below its descriptor, so an operation on a bare name is one too.
+"""
 
 import os
 import shutil
@@ -25,16 +28,20 @@ _hooked = False
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if not _running or event not in OPERATIONS or not str(arguments[0]).startswith(str(_running[0].folder)):
+    if not _running or event not in OPERATIONS or not _is_below(_running[0].folder, str(arguments[0])):
         return
     _running[0].operations -= 1
     if _running[0].operations > 0:
         return
     if event == "os.rename" and _running[0].operations == 0:
         # as if the kill had come in the middle of writing the file that is about to be renamed
-        half_written = Path(str(arguments[0]))
-        os.truncate(half_written, half_written.stat().st_size // 2)
+        for half_written in _running[0].folder.rglob(Path(str(arguments[0])).name):
+            os.truncate(half_written, half_written.stat().st_size // 2)
     raise Killed
+
+
+def _is_below(folder: Path, name: str) -> bool:
+    return name.startswith(str(folder)) or (not name.startswith("/") and not name.isdigit())
 
 
 def _is_killed(build: Callable[[Path], object], folder: Path, operation: int) -> bool:

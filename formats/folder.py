@@ -1,0 +1,138 @@
+"""The folder of an index, held open: its files are reached by plain names below it, and through no link.
+
+Whoever made an index may have put links, pipes or folders where files belong, so every name is opened below the
+folder's own descriptor, without following, and what is no plain file is refused. Nothing is removed but plain files.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
+
+
+class Folder:
+    """An open folder. Names are those of `formats.names`, or of files at its top.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def open(self, name: str) -> int:
+        """Descriptor of a plain file, for reading; the caller closes it.
+
+        Raises:
+            OSError: it is missing, cannot be read, or is a link, a pipe or a folder.
+        """
+        with self._parent(name) as (parent, last):
+            try:
+                # A pipe would be waited for until somebody writes to it.
+                descriptor = os.open(last, _READ | os.O_NONBLOCK, dir_fd=parent)
+            except OSError as error:
+                raise _not_plain(name) if error.errno == errno.ELOOP else error from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _not_plain(name)
+        return descriptor
+
+    def read(self, name: str, most: int) -> bytes:
+        """A file's bytes, of which there are `most` at most. OSError as `open` raises it, or for a larger file."""
+        with os.fdopen(self.open(name), "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", name)
+        return data
+
+    def names(self) -> list[str]:
+        """Whatever lies at its top."""
+        return sorted(os.listdir(self._descriptor))
+
+    def link(self, descriptor: int, name: str) -> None:
+        """Give an open file a name here too. OSError where the disk cannot, or the file has lost its last name."""
+        with self._parent(name, make=True) as (parent, last):
+            os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
+
+    def write(self, name: str, data: Iterable[bytes | memoryview]) -> None:
+        """Write a file, its bytes given in pieces, so that it is there whole or as it was before, whatever happens;
+        makes its folder when missing.
+
+        Raises:
+            OSError: it could not be written; nothing is left of the attempt.
+        """
+        with self._parent(name, make=True) as (parent, last):
+            temporary = f"{last}.{secrets.token_hex(4)}.tmp"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags, 0o666, dir_fd=parent)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.writelines(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
+                os.fsync(parent)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=parent)
+                raise
+
+    def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = ()) -> None:
+        """Remove plain files, what a process that died has left of writing to them or to other names, and folders that
+        are empty then."""
+        gone = set(names)
+        for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
+            try:
+                self._remove_from(above, gone, {*gone, *leftovers_of})
+            except FileNotFoundError:
+                continue
+            if above:
+                with contextlib.suppress(OSError):
+                    os.rmdir(above, dir_fd=self._descriptor)
+
+    def _remove_from(self, above: str, gone: set[str], written: set[str]) -> None:
+        beginning = f"{above}/" if above else ""
+        with self._parent(beginning) as (parent, _):
+            for found in os.listdir(parent):
+                temporary = _TEMPORARY.fullmatch(found)
+                ours = beginning + found in gone or (temporary and beginning + temporary[1] in written)
+                if ours and _is_plain(found, parent):
+                    os.unlink(found, dir_fd=parent)
+
+    @contextmanager
+    def _parent(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Descriptor of the folder that a name lies in, and the name's last part."""
+        above, _, last = name.rpartition("/")
+        if not above:
+            yield self._descriptor, last
+            return
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(above, dir_fd=self._descriptor)
+        try:
+            descriptor = os.open(above, _READ | os.O_DIRECTORY, dir_fd=self._descriptor)
+        except NotADirectoryError:
+            raise _not_plain(name) from None
+        try:
+            yield descriptor, last
+        finally:
+            os.close(descriptor)
+
+
+def _is_plain(name: str, parent: int) -> bool:
+    return stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+
+
+def _not_plain(name: str) -> OSError:
+    return OSError(errno.EINVAL, "a link, a pipe or a folder lies where a plain file belongs", name)

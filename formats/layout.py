@@ -1,0 +1,117 @@
+"""What shapes the tensors of an index must have, so that a manifest fits itself.
+
+Axes are letters, the same for all files of a layer: N tokens, M of the middle, R of the tail, Hk KV heads, D channels.
+Others hold within one file: C0, C1, ... clusters of each level, m parts of d channels, C centroids, lists of L tokens.
+"""
+
+import re
+from pathlib import Path
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, Split, TensorRecord, layer_file
+
+Letters = dict[str, int]
+Shape = tuple[str, tuple[str, ...]]
+"""A dtype, `rows` for that of the index, and the axes; `X+1` is one more than X."""
+
+_CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
+_QUERIES: dict[str, Shape] = {"tail": ("rows", ("Hq", "R", "D")), "sink_logits": ("", ("Hq",))}
+_SAMPLES: dict[str, Shape] = {"queries": ("rows", ("Hq", "P", "D")), "positions": ("int32", ("P",))}
+_OF_LEVELS: dict[str, Shape] = {
+    "centroids": ("rows", ("Hk", "C{level}", "D")),
+    "lookup_centroids": ("rows", ("Hk", "C{level}", "D")),
+    "value_centroids": ("rows", ("Hk", "C{level}", "D")),
+    "counts": ("int32", ("Hk", "C{level}")),
+    "parent": ("int32", ("Hk", "C{level}")),
+}
+_OF_METHODS: dict[str, Shape] = {
+    "token_order": ("int32", ("Hk", "M")),
+    "token_offsets": ("int32", ("Hk", "C0+1")),
+    "block_offsets": ("int32", ("blocks+1",)),
+    "block_clusters": ("int32", ("Hk", "blocks+1")),
+    "channels": ("int32", ("m", "d")),
+    "centroids": ("float16", ("Hk", "m", "C", "d")),
+    "table_tokens": ("int32", ("Hk", "m", "C", "L")),
+    "table_scores": ("float16", ("Hk", "m", "C", "L")),
+    "key_mean": ("float32", ("Hk", "m", "d")),
+    "part_weights": ("float32", ("Hk", "m")),
+    "codes": ("uint8", ("Hk", "M", "m")),
+    "codebooks": ("float16", ("Hk", "m", "C", "d")),
+    "scores": ("float32", ("Hk", "M")),
+}
+_LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
+
+
+def check_layout(manifest: Manifest, folder: Path) -> None:
+    """Raise ArtifactError where files are missing from a manifest, or their tensors' shapes do not fit each other.
+
+    Tensors of names that are not the artifact's own, which another package's method may have, are not looked at.
+    """
+    split, remedy = manifest.split, f"the manifest of {folder} contradicts itself: {{}}; {REBUILD}"
+    if split.tokens != manifest.prompt.tokens:
+        raise ArtifactError(remedy.format(f"its split has {split.tokens} tokens, its prompt {manifest.prompt.tokens}"))
+    if not manifest.indexed_layers:
+        raise ArtifactError(remedy.format("no layer is indexed"))
+    if len({record.path for record in manifest.files.values()}) < len(manifest.files):
+        raise ArtifactError(remedy.format("two files lie at one path"))
+    try:
+        _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
+        for layer in range(len(manifest.layers)):
+            _check_layer(manifest, layer, _letters(split))
+    except KeyError as error:
+        raise ArtifactError(remedy.format(f"{error.args[0]} is not in it")) from None
+    except ValueError as error:
+        raise ArtifactError(remedy.format(error)) from None
+
+
+def _letters(split: Split) -> Letters:
+    return {"N": split.tokens, "M": split.middle, "R": split.tail}
+
+
+def _check_layer(manifest: Manifest, layer: int, letters: Letters) -> None:
+    context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
+    _check(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
+    wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
+    _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
+    if letters["Hq"] % letters["Hk"]:
+        raise ValueError(f"layer {layer} has {letters['Hq']} query heads on {letters['Hk']} KV heads")
+    if layer not in manifest.indexed_layers:
+        return
+    samples = layer_file("samples", layer)
+    if samples in manifest.files:
+        _check(samples, manifest.files[samples], _SAMPLES, dict(letters), manifest.dtype)
+    for method in manifest.methods:
+        name = layer_file(method, layer)
+        record = manifest.files[name]
+        known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
+        _check(name, record, known, own := dict(letters), manifest.dtype)
+        if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
+            raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
+
+
+def _of_method(tensor: str) -> Shape | None:
+    if level := _LEVEL.fullmatch(tensor):
+        shape = _OF_LEVELS.get(level[2])
+        return None if shape is None else (shape[0], tuple(axis.format(level=int(level[1])) for axis in shape[1]))
+    return _OF_METHODS.get(tensor)
+
+
+def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
+    """Raises ValueError for a tensor that does not fit; learns from the first that has them what letters mean."""
+    for tensor, (dtype, axes) in wanted.items():
+        if tensor not in record.tensors:
+            raise ValueError(f"{tensor} is not in {name}")
+        if not _fits(record.tensors[tensor], rows if dtype == "rows" else dtype, axes, letters):
+            shape = ", ".join(map(str, record.tensors[tensor].shape))
+            raise ValueError(f"{tensor} of {name} is {record.tensors[tensor].dtype} [{shape}]")
+
+
+def _fits(found: TensorRecord, dtype: str, axes: tuple[str, ...], letters: Letters) -> bool:
+    if (dtype and found.dtype != dtype) or len(found.shape) != len(axes):
+        return False
+    for size, axis in zip(found.shape, axes, strict=True):
+        letter, _, more = axis.partition("+")
+        if size < 1 + int(more or 0) or letters.setdefault(letter, size - int(more or 0)) != size - int(more or 0):
+            return False
+    return True

@@ -1,0 +1,24 @@
+"""Which folders a build may write to: empty ones, and indices of ours. Nothing else is ever touched."""
+
+import re
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.journal import read_journal
+from sparsekv.formats.lock import LOCK
+from sparsekv.formats.manifest import is_index
+from sparsekv.formats.marker import MARKER, is_marked
+
+_BEFORE_ALL = re.compile(rf"{re.escape(LOCK)}|{re.escape(MARKER)}(\.[0-9a-f]{{8}}\.tmp)?")
+"""What a build that dies at its beginning can leave."""
+
+
+def refuse_foreign(folder: Folder) -> None:
+    """Raise ArtifactError for a folder that has something in it and neither the mark of an index nor, as those of
+    earlier versions, a manifest or journal that is whole."""
+    others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
+    if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
+        raise ArtifactError(
+            f"{folder.path} is a folder with other things in it ({others[0]}) and no index; choose another name with "
+            "--output, or move it away first"
+        )

@@ -1,0 +1,53 @@
+"""A copy of an index to build upon, that is there under its name only when it is whole."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.marker import mark
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import MANIFEST
+from sparsekv.indexing.partial_folder import partial_folder
+
+PIECE = 16 << 20
+
+
+@contextmanager
+def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
+    """A copy of an index as it was when it was opened, which takes the name `folder` at the end, and only if all went
+    well.
+
+    Files of an index are replaced and never changed in place, so the copy shares them with it where the disk can. What
+    killed processes left of such copies goes away first.
+
+    Raises:
+        ArtifactError: the folder exists or cannot be written.
+    """
+    try:
+        with partial_folder(folder) as unfinished:
+            copy = Folder(unfinished)
+            mark(copy)
+            for name, record in artifact.manifest.files.items():
+                _copy(artifact.descriptor(name), copy, record.path)
+            copy.write(MANIFEST, [artifact.manifest_data])
+            yield unfinished
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
+
+
+def _copy(descriptor: int, folder: Folder, path: str) -> None:
+    try:
+        folder.link(descriptor, path)
+    except OSError:
+        folder.write(path, _pieces(descriptor))
+
+
+def _pieces(descriptor: int) -> Iterator[bytes]:
+    place = 0
+    while piece := os.pread(descriptor, PIECE, place):
+        yield piece
+        place += len(piece)

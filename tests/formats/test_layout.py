@@ -1,0 +1,123 @@
+"""A manifest that contradicts itself, or the files beside it, is refused when it is opened."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.artifacts import CONTEXT, METHOD, QUERIES, small_artifact
+from support.resealed import reseal, reseal_tensors
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import TOKENS
+
+Fields = dict[str, Any]
+
+
+def _shape(file: str, tensor: str, shape: list[int]) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        fields["files"][file]["tensors"][tensor]["shape"] = shape
+
+    return change
+
+
+def _dtype(file: str, tensor: str, dtype: str) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        fields["files"][file]["tensors"][tensor]["dtype"] = dtype
+
+    return change
+
+
+def _set(path: str, value: object) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        *above, last = path.split(".")
+        for part in above:
+            fields = fields[int(part)] if part.isdigit() else fields[part]
+        fields[last] = value
+
+    return change
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "sinks": (_set("split.sinks", 5000), "its split has 5036 tokens, its prompt 40"),
+    "tokens": (_set("prompt.tokens", 41), "its prompt 41"),
+    "every layer slides": (_set("layers.0.sliding_window", 8), "no layer is indexed"),
+    "keys": (_shape(CONTEXT, "keys", [2, 41, 8]), f"keys of {CONTEXT} is float32 \\[2, 41, 8\\]"),
+    "values": (_shape(CONTEXT, "values", [2, 40, 9]), "values of"),
+    "rank": (_shape(CONTEXT, "keys", [2, 320]), "keys of"),
+    "no heads": (_shape(CONTEXT, "keys", [0, 40, 8]), "keys of"),
+    "queries": (_shape(QUERIES, "tail", [4, 13, 8]), "tail of"),
+    "heads": (_shape(QUERIES, "tail", [3, 12, 8]), "layer 0 has 3 query heads on 2 KV heads"),
+    "ids": (_shape(TOKENS, "input_ids", [39]), "input_ids of"),
+    "ids' dtype": (_dtype(TOKENS, "input_ids", "int32"), "input_ids of"),
+    "centroids": (_shape(METHOD, "level0.centroids", [2, 5, 9]), "level0.centroids of"),
+    "counts": (_shape(METHOD, "level0.counts", [2, 6]), "level0.counts of"),
+    "counts' dtype": (_dtype(METHOD, "level0.counts", "int64"), "level0.counts of"),
+    "dtype": (_set("dtype", "float16"), "keys of"),
+    "a sink logit": (_set("layers.0.attention_sinks", True), f"sink_logits is not in {QUERIES}"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_named(index: Path, name: str) -> None:
+    change, says = CONTRADICTIONS[name]
+    reseal(index, change)
+    with pytest.raises(ArtifactError, match=f"contradicts itself: .*{says}.*--force"):
+        Artifact(index)
+
+
+@pytest.mark.parametrize("file", [TOKENS, CONTEXT, QUERIES, METHOD])
+def test_a_file_that_is_not_recorded_is_named(index: Path, file: str) -> None:
+    reseal(index, lambda fields: fields["files"].pop(file))
+    with pytest.raises(ArtifactError, match=f"contradicts itself: {file} is not in it"):
+        Artifact(index)
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["other"] = tensors.pop(next(iter(tensors)))
+
+
+@pytest.mark.parametrize("file", [TOKENS, CONTEXT, QUERIES])
+def test_a_tensor_that_is_missing_is_named(index: Path, file: str) -> None:
+    reseal_tensors(index, file, _renamed)
+    with pytest.raises(ArtifactError, match=f"is not in {file}"):
+        Artifact(index)
+
+
+def test_a_file_with_other_tensors_than_its_record_is_told_when_it_is_read(tmp_path: Path, index: Path) -> None:
+    small_artifact(tmp_path / "other.skv")
+    reseal_tensors(tmp_path / "other.skv", METHOD, lambda tensors: tensors.update(more=torch.zeros(3)))
+    data = (tmp_path / "other.skv" / METHOD).read_bytes()
+    (index / METHOD).write_bytes(data)
+    reseal(index, lambda fields: fields["files"][METHOD].update(bytes=len(data)))
+    artifact = Artifact(index)
+    with pytest.raises(ArtifactError, match="holds other tensors than its manifest says"):
+        artifact.method_tensors("squeezed", 0)
+
+
+def test_a_small_file_with_another_sum_is_told_when_it_is_read(index: Path) -> None:
+    data = bytearray((index / METHOD).read_bytes())
+    data[-1] ^= 1
+    (index / METHOD).write_bytes(data)
+    artifact = Artifact(index)
+    with pytest.raises(ArtifactError, match="its sha256 does not match"):
+        artifact.method_tensors("squeezed", 0)
+    with pytest.raises(ArtifactError, match="its sha256 does not match"):
+        Artifact(index).check_sums([METHOD])
+
+
+def test_whoever_measures_is_told_of_every_file(index: Path) -> None:
+    data = bytearray((index / CONTEXT).read_bytes())
+    data[-1] ^= 1
+    (index / CONTEXT).write_bytes(data)
+    Artifact(index).context(0)
+    with pytest.raises(ArtifactError, match="its sha256 does not match"):
+        Artifact(index, thorough=True).context(0)
+
+
+def test_whoever_measures_is_told_of_numbers_that_are_not_finite(index: Path) -> None:
+    reseal_tensors(index, CONTEXT, lambda tensors: tensors["keys"].fill_(torch.nan))
+    with pytest.raises(ArtifactError, match=r"keys in .* holds numbers that are not finite"):
+        Artifact(index, thorough=True).context(0)
