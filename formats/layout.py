@@ -5,11 +5,12 @@ Others hold within one file: C0, C1, ... clusters of each level, m parts of d ch
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, Split, TensorRecord, layer_file
+from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, TensorRecord, layer_file
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
@@ -57,26 +58,24 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
         raise ArtifactError(remedy.format("two files lie at one path"))
     try:
         _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
+        indexed = set(manifest.indexed_layers)
         for layer in range(len(manifest.layers)):
-            _check_layer(manifest, layer, _letters(split))
+            letters = {"N": split.tokens, "M": split.middle, "R": split.tail}
+            _check_layer(manifest, layer, letters, indexed=layer in indexed)
     except KeyError as error:
         raise ArtifactError(remedy.format(f"{error.args[0]} is not in it")) from None
     except ValueError as error:
         raise ArtifactError(remedy.format(error)) from None
 
 
-def _letters(split: Split) -> Letters:
-    return {"N": split.tokens, "M": split.middle, "R": split.tail}
-
-
-def _check_layer(manifest: Manifest, layer: int, letters: Letters) -> None:
+def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
     _check(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     if letters["Hq"] % letters["Hk"]:
         raise ValueError(f"layer {layer} has {letters['Hq']} query heads on {letters['Hk']} KV heads")
-    if layer not in manifest.indexed_layers:
+    if not indexed:
         return
     samples = layer_file("samples", layer)
     if samples in manifest.files:
@@ -90,6 +89,7 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters) -> None:
             raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
 
 
+@cache
 def _of_method(tensor: str) -> Shape | None:
     if level := _LEVEL.fullmatch(tensor):
         shape = _OF_LEVELS.get(level[2])
@@ -111,7 +111,7 @@ def _fits(found: TensorRecord, dtype: str, axes: tuple[str, ...], letters: Lette
     if (dtype and found.dtype != dtype) or len(found.shape) != len(axes):
         return False
     for size, axis in zip(found.shape, axes, strict=True):
-        letter, _, more = axis.partition("+")
-        if size < 1 + int(more or 0) or letters.setdefault(letter, size - int(more or 0)) != size - int(more or 0):
+        count = size - 1 if axis.endswith("+1") else size
+        if count < 1 or letters.setdefault(axis.removesuffix("+1"), count) != count:
             return False
     return True

@@ -179,6 +179,8 @@ class OpenIndex:
             guard.check(name, method, residual=residual)
         gauged = guard is not None or (gauge and (residual or method.tells_missed))
         manifest = self.artifact.manifest
+        read = [name, "queries"] if method.needs_index else ["queries"]
+        self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
         board: dict[str, Any] = {}

@@ -171,3 +171,44 @@ def test_methods_that_take_no_tokens_are_built_again_for_a_conversation(place: P
     assert talk.prompt.chat == document.prompt.chat
     again = run_here("generate", "And then?", "-i", "talk.skv", "--method", "squeezed", "--max-new-tokens", "4", "-q")
     assert again.code == 0, again.stderr
+
+
+def test_a_text_that_was_added_is_not_added_again_unless_it_is_wanted(online: Path) -> None:
+    first = run_here("append", "more.txt")
+    assert first.code == 0, first.stderr
+    manifest = Artifact(Path("doc.skv")).manifest
+    added = manifest.additions[0]
+    assert f"added sha256 {added.sha256[:12]}, {added.tokens} tokens" in first.stderr
+    repeated = run_here("append", "more.txt")
+    assert (repeated.code, repeated.stdout) == (0, "doc.skv\n")
+    assert f"holds this text already (sha256 {added.sha256[:12]}" in repeated.stderr
+    assert "--again" in repeated.stderr
+    assert Artifact(Path("doc.skv")).manifest == manifest
+    assert run_here("append", "more.txt", "--again", "-q").code == 0
+    ids = Artifact(Path("doc.skv")).input_ids()
+    assert str(tiny_tokenizer().decode(ids)).endswith(f"\n\n{MORE}\n\n{MORE}")
+    assert Artifact(Path("doc.skv")).manifest.additions == [added, added]
+
+
+def test_a_build_of_the_document_alone_does_not_lose_what_was_appended(online: Path) -> None:
+    assert run_here("append", "more.txt", "-q").code == 0
+    build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    _refused(1, ("doc.skv holds", "tokens that were appended", "--output", "--force"), *build)
+    assert run_here(*build, "--force").code == 0
+    assert Artifact(Path("doc.skv")).manifest.additions == []
+
+
+def test_a_full_disk_names_no_option_that_the_command_lacks(online: Path) -> None:
+    free = shutil.disk_usage(online)._replace(free=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: free)
+        outcome = run_here("append", "more.txt", "-q")
+    assert outcome.code == 1
+    assert "make room, or add less" in outcome.error()
+    assert "--output" not in outcome.stderr
+
+
+def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
+    tuned = run_here("tune", "--target-recall", "0.5", "--method", "multipole", "-q")
+    assert tuned.code == 0, tuned.stderr
+    assert "run `sparsekv tune` again" in run_here("append", "more.txt").stderr
