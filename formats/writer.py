@@ -165,8 +165,9 @@ class ArtifactWriter:
             os.close(descriptor)
 
     def leave_as_it_was(self) -> None:
-        """End a build that changed nothing."""
-        self._remove_strays()
+        """End a build that changed nothing of the finished index."""
+        assert self.base is not None
+        self._remove_strays(self.base)
 
     def note(self, name: str, value: Any) -> None:
         """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
@@ -186,8 +187,9 @@ class ArtifactWriter:
     def finish(self, manifest: Manifest) -> Manifest:
         """Seal the index: the manifest replaces the earlier one, and files that nothing names are removed."""
         data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
+        self._write_journal()
         self._write_file(MANIFEST, [data])
-        self._remove_strays()
+        self._remove_strays(sealed)
         self.base, self._journal = sealed, Journal()
         return sealed
 
@@ -260,7 +262,6 @@ class ArtifactWriter:
             mark(self._folder)
         except OSError as error:
             raise self._cannot_write(error) from None
-        self._write_journal()
 
     def _write_journal(self) -> None:
         self._write_file(JOURNAL, [self._journal.to_bytes()])
@@ -284,8 +285,8 @@ class ArtifactWriter:
         ways = ", or ".join(part for part in ("make room or permission there", self._ways_out.elsewhere) if part)
         return ArtifactError(f"cannot write {self.folder}: {reason}; {ways}, and run the same command again")
 
-    def _remove_strays(self) -> None:
-        kept = {record.path for record in self.files.values()}
+    def _remove_strays(self, manifest: Manifest) -> None:
+        kept = {record.path for record in manifest.files.values()}
         try:
             self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
             # Last: until then it names what is still to be removed, should this process die.
