@@ -1,21 +1,18 @@
 """`sparsekv bench --end-to-end`: tokens a second of a whole model, dense and with methods."""
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 from rich.table import Table
 
 from sparsekv.cli.bench_layers import index_mixture
 from sparsekv.cli.bench_run import check_runs, configured, machine
 from sparsekv.cli.bench_sources import Asked, Mixtures, check_dtype
-from sparsekv.cli.console import note
+from sparsekv.cli.console import note, say, show
 from sparsekv.cli.method_options import refuse_unused
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.indexing.methods import Indexer
@@ -71,7 +68,7 @@ def time_models(
         ) from None
     about = timer.about()
     if as_json:
-        typer.echo(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+        say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         _print(rows, about)
     if timer.refused:
@@ -180,5 +177,4 @@ def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
             f"{row.kv_fraction:.3f}",
             row.timed,
         )
-    # Brackets are no markup here; piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table, markup=False)
+    show(table, width=140)

@@ -12,6 +12,7 @@ from sparsekv.cli.eval_run import Comparison, check_room, evaluate
 from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.identify import identify
@@ -125,8 +126,7 @@ def evaluate_methods(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+    refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}

@@ -1,16 +1,14 @@
 """`sparsekv tune`: the cheapest setting that holds a target, as the index's default."""
 
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, progress, say, show
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
@@ -76,12 +74,12 @@ def tune(
     elif target_perplexity is not None:
         open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
-    with progress(quiet=quiet) as show:
-        tuned = find(artifact, goal, method or [], show)
+    with progress(quiet=quiet) as tell:
+        tuned = find(artifact, goal, method or [], tell)
     best = tuned[0]
     defaults = _defaults(best, goal) if best.holds else None
     if as_json:
-        typer.echo(json.dumps(_record(artifact, goal, tuned, defaults), indent=1))
+        say(json.dumps(_record(artifact, goal, tuned, defaults), indent=1))
     else:
         _print_table(artifact, goal, tuned)
     if defaults is None:
@@ -157,8 +155,7 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
             f"{one.kv_fraction:.3f}",
             _said(one, goal, one is tuned[0]),
         )
-    # Piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    show(table)
 
 
 def _said(one: Tuned, goal: Goal, first: bool) -> str:
