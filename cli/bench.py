@@ -17,6 +17,7 @@ from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.method_options import refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, QuietOption
 from sparsekv.cli.plot_option import refuse_unwritable_plot
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.methods import indexers
@@ -121,6 +122,7 @@ def bench(
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    note_small_budgets(budgets, quiet=quiet)
     where = choose_device(device)
     times = check_runs(RUNS[where.type] if runs is None else runs)
     check_dtype(dtype)

@@ -14,6 +14,7 @@ from sparsekv.cli.bench_run import check_runs, configured, machine
 from sparsekv.cli.bench_sources import Asked, Mixtures, check_dtype
 from sparsekv.cli.console import note, say, show
 from sparsekv.cli.method_options import refuse_unused
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.indexing.methods import Indexer
 from sparsekv.indexing.models import DTYPES, choose_device
@@ -88,6 +89,7 @@ class _Timer:
         if not 1 <= self.distinct <= layers:
             raise UsageError(f"--distinct-layers {self.distinct}: give 1 to {layers}, which is how many the model has")
         self.budgets = [Budget.parse(text) for text in dict.fromkeys(what.budgets)]
+        note_small_budgets(self.budgets, quiet=quiet)
         self.runs = check_runs(RUNS[kind] if what.runs is None else what.runs)
         check_dtype(what.asked.dtype)
         heads = int(self.config.num_attention_heads)

@@ -13,6 +13,7 @@ from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.plot_option import refuse_unwritable_plot
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.identify import identify
@@ -128,6 +129,7 @@ def evaluate_methods(
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    note_small_budgets(budgets, quiet=quiet)
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
     asking = _methods([question_prefill]) if question_prefill else {}

@@ -9,11 +9,13 @@ import typer
 from rich.table import Table
 
 from sparsekv.cli.console import note, progress, say, say_csv, show
+from sparsekv.cli.generate_stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.questions import read_questions
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Guard
@@ -91,6 +93,7 @@ def recall_report(
         raise UsageError("--json and --csv exclude each other: choose one")
     groups = _groups(by)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    note_small_budgets(budgets, quiet=quiet)
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index)
     names = choose_methods(method or [], list(artifact.manifest.methods))
@@ -134,6 +137,9 @@ def recall_report(
     else:
         _print_table(report, report.by(*groups), groups)
         say(_best_line(best, within))
+        if most := [row for row in rows if row.kv_fraction > 1]:
+            named = dict.fromkeys(f"{row.method} {row.variant}".strip() for row in most)
+            say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
 
 
 def _groups(by: str | None) -> list[str]:

@@ -18,10 +18,13 @@ _PIECE = 2**20
 
 
 @contextmanager
-def open_source(source: str) -> Iterator[BinaryIO]:
+def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
     """Gives a reader of a file's bytes, or of standard input's for `-`; every error of its reads names the source.
 
     A pipe is read for as long as its writer takes; only one that nobody opens to write is given up.
+
+    Args:
+        option: what a person named the file with, for errors to say.
 
     Raises:
         UsageError: no such file, a folder, a socket, or standard input that is closed.
@@ -33,17 +36,18 @@ def open_source(source: str) -> Iterator[BinaryIO]:
         stdin: Any = sys.stdin.buffer  # one that buffers, which its type does not say
         yield io.BufferedReader(_Source(stdin.read1, "standard input"))
         return
-    with _open(source) as file:
-        reader = io.BufferedReader(_Source(file.read, source))
+    name = f"{option} {source or repr('')}".lstrip()
+    with _open(source, name) as file:
+        reader = io.BufferedReader(_Source(file.read, name))
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             _await_writer(file, reader)
         os.set_blocking(file.fileno(), True)
         yield reader
 
 
-def read_bytes(source: str, *, most: int | None = None) -> bytes:
+def read_bytes(source: str, *, most: int | None = None, option: str = "") -> bytes:
     """All bytes of what `open_source` opens, or the first `most`; raises what it raises."""
-    with open_source(source) as reader:
+    with open_source(source, option=option) as reader:
         return reader.read(-1 if most is None else most)
 
 
@@ -68,18 +72,18 @@ class _Source(io.RawIOBase):
         return len(data)
 
 
-def _open(source: str) -> io.FileIO:
+def _open(source: str, name: str) -> io.FileIO:
     """Without waiting for a pipe's writer, as an open otherwise does for ever."""
     try:
         if stat.S_ISSOCK(os.stat(source).st_mode):
-            raise UsageError(f"{source} is a socket; name a text file")
+            raise UsageError(f"{name} is a socket; name a text file")
         return io.FileIO(source, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise UsageError(f"no such file: {source or 'its name is empty'}") from None
+        raise UsageError(f"no such file: {name}") from None
     except IsADirectoryError:
-        raise UsageError(f"{source} is a folder; name a text file in it") from None
+        raise UsageError(f"{name} is a folder; name a text file in it") from None
     except OSError as error:
-        raise _unreadable(source, error) from None
+        raise _unreadable(name, error) from None
 
 
 def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None:

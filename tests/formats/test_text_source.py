@@ -123,7 +123,7 @@ def _socket(place: Path) -> str:
     [
         (lambda place: str(place), UsageError, "is a folder; name a text file in it"),
         (lambda place: str(place / "none"), UsageError, "no such file: .*none"),
-        (lambda place: "", UsageError, "no such file: its name is empty"),
+        (lambda place: "", UsageError, "no such file: ''"),
         (lambda place: "a\0b", UsageError, "no such file"),
         (lambda place: str(place / ("n" * 300)), SparsekvError, "cannot read .*: file name too long; "),
         (lambda place: "/proc/self/mem", SparsekvError, "cannot read /proc/self/mem: input/output error; "),
