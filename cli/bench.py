@@ -122,7 +122,6 @@ def bench(
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
-    note_small_budgets(budgets, quiet=quiet)
     where = choose_device(device)
     times = check_runs(RUNS[where.type] if runs is None else runs)
     check_dtype(dtype)
@@ -135,6 +134,7 @@ def bench(
     # Better before the measuring than in it.
     for one in chosen.values():
         forms(one, None)
+    note_small_budgets(budgets, quiet=quiet)
     note(f"timing {', '.join(chosen)}", quiet=quiet)
     timer = Timer(source, chosen, built, forms, budgets, partial(note, quiet=quiet))
     timed = timer.run(clock_for(where, times, cold=not warm))

@@ -89,7 +89,6 @@ class _Timer:
         if not 1 <= self.distinct <= layers:
             raise UsageError(f"--distinct-layers {self.distinct}: give 1 to {layers}, which is how many the model has")
         self.budgets = [Budget.parse(text) for text in dict.fromkeys(what.budgets)]
-        note_small_budgets(self.budgets, quiet=quiet)
         self.runs = check_runs(RUNS[kind] if what.runs is None else what.runs)
         check_dtype(what.asked.dtype)
         heads = int(self.config.num_attention_heads)
@@ -108,6 +107,7 @@ class _Timer:
         self.forms = partial(configured, parameters)
         for one in self.chosen.values():
             self.forms(one, None)
+        note_small_budgets(self.budgets, quiet=quiet)
         self.tell, self.refused = partial(note, quiet=quiet), list[str]()
 
     def run(self) -> list[ModelRow]:

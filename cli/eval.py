@@ -129,7 +129,6 @@ def evaluate_methods(
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
-    note_small_budgets(budgets, quiet=quiet)
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
     asking = _methods([question_prefill]) if question_prefill else {}
@@ -151,6 +150,7 @@ def evaluate_methods(
     inputs = Inputs.read(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
+    note_small_budgets(budgets, quiet=quiet)
     loaded = load(model or EMBEDDED, device, dtype, None, quiet=quiet)
     comparison = Comparison(
         loaded=loaded,

@@ -114,12 +114,8 @@ def _device(error: BaseException, less: str) -> str:
     return f"the GPU failed: {first}; run it again, and with --device cpu if it fails again"
 
 
-def reason_of(error: OSError) -> str:
-    """Why, in the system's words."""
-    return (error.strerror or " ".join(str(error).split()) or type(error).__name__).lower()
-
-
 def _system(error: OSError) -> str:
+    reason = (error.strerror or " ".join(str(error).split()) or type(error).__name__).lower()
     remedy = REMEDIES.get(error.errno or 0, "check it, and run the same command again")
     thing = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    return f"{thing or 'the system'}: {reason_of(error)}; {remedy}"
+    return f"{thing or 'the system'}: {reason}; {remedy}"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from sparsekv.cli.batch import encode_questions
 from sparsekv.cli.console import note, say
 from sparsekv.cli.defaults import choose_setting
 from sparsekv.cli.generate_stats import print_stats
@@ -25,7 +26,7 @@ from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.generate import NO_ANSWER, Answer, Sampling, answer_room, question_ids
+from sparsekv.runtime.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.generate import generate as answer
 from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import methods
@@ -105,9 +106,9 @@ def generate(
 ) -> None:
     """Answer a question over an index; the text streams to stdout.
 
-    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them; a
-    blank line has a blank answer.
-    What --save-to keeps can be asked the next question; methods that cannot take new tokens are built again for it.
+    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them;
+    a blank line has a blank answer. What --save-to keeps can be asked the next question; methods that cannot take new
+    tokens are built again for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"
@@ -123,7 +124,6 @@ def generate(
     artifact = open_artifact(index)
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
-    note_small_budgets([setting.budget], quiet=quiet)
     name, configured, wanted, residual = setting.name, setting.method, setting.budget, setting.residual
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if save_to is not None and batch_file is not None:
@@ -151,10 +151,11 @@ def generate(
         question=asking,
         budgets=setting.layer_budgets,
     )
+    note_small_budgets([wanted], quiet=quiet)
     note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, gauged=stats or guarded is not None)
-    batch = _encoded(opened, questions, batch_file, raw=raw)
+    batch = encode_questions(opened, questions, batch_file, raw=raw)
     for question in batch:
         result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
         if as_json:
@@ -174,33 +175,6 @@ def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | No
     if prompt is not None or prompt_file is not None:
         raise UsageError("give --batch-file alone, or one question")
     return read_lines(batch_file, "--batch-file")
-
-
-def _encoded(
-    opened: OpenIndex, questions: list[str], batch_file: str | None, *, raw: bool
-) -> list[torch.Tensor | None]:
-    """Token ids [Q] of each question, None of a blank line: all are checked before the first is answered.
-
-    Raises:
-        UsageError: a question is empty or too long for the model; it names a file's line.
-    """
-    found: list[torch.Tensor | None] = []
-    for line, question in enumerate(questions, 1):
-        if batch_file is not None and not question.strip():
-            found.append(None)
-            continue
-        try:
-            ids = question_ids(opened, question, raw=raw)
-            answer_room(opened, len(opened.input_ids) + len(ids))
-        except UsageError as error:
-            where = "" if batch_file is None else f"{_shown(batch_file)} line {line}: "
-            raise UsageError(f"{where}{error}") from None
-        found.append(ids)
-    return found
-
-
-def _shown(file: str) -> str:
-    return "standard input" if file == "-" else file
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from sparsekv.cli.failures import describe, reason_of
+from sparsekv.cli.failures import describe
 from sparsekv.cli.interruption import INTERRUPTED, interruptions
 from sparsekv.cli.printable import printable
 from sparsekv.cli.streams import flush_streams, prepare_streams
-from sparsekv.formats.errors import SparsekvError
 
 
 def run() -> None:
@@ -36,8 +35,7 @@ def run() -> None:
     unwritten = flush_streams()
     if interruption.came and (error is not None or code):
         _end(INTERRUPTED, interruption.told(_command()))
-    if unwritten is not None and (error is None or getattr(error, "filename", "") is None):
-        error = SparsekvError(f"cannot write standard output: {reason_of(unwritten)}; make room, or send it elsewhere")
+    error = error or unwritten
     if isinstance(error, SystemExit):
         raise error
     if error is None:

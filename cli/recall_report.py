@@ -93,7 +93,6 @@ def recall_report(
         raise UsageError("--json and --csv exclude each other: choose one")
     groups = _groups(by)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
-    note_small_budgets(budgets, quiet=quiet)
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index)
     names = choose_methods(method or [], list(artifact.manifest.methods))
@@ -104,6 +103,7 @@ def recall_report(
     if queries is not None:
         questions = read_questions(queries, "--queries")
         asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
+    note_small_budgets(budgets, quiet=quiet)
     with progress(quiet=quiet) as tell:
         report = measure(
             artifact,

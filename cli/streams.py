@@ -3,12 +3,23 @@
 import io
 import os
 import sys
+from typing import Any
 
 from sparsekv.formats.errors import SparsekvError
 
 
+class _Stdout(io.FileIO):
+    """Standard output whose errors name it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from None
+
+
 def prepare_streams() -> None:
-    """Make all three usable: text is UTF-8, bytes of names that are not come out as they were.
+    """Make all three usable: text is UTF-8, and bytes of names that are not come out as they were.
 
     Raises:
         SparsekvError: standard output is closed, so that no result could be shown.
@@ -24,7 +35,10 @@ def prepare_streams() -> None:
     if sys.stdout is None:
         raise SparsekvError("standard output is closed; send it to a file, or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+        sys.stdout.flush()
+        raw = io.BufferedWriter(_Stdout(sys.stdout.fileno(), "w", closefd=False))
+        lines = sys.stdout.line_buffering
+        sys.stdout = io.TextIOWrapper(raw, "utf-8", "surrogateescape", line_buffering=lines)
 
 
 def flush_streams() -> OSError | None:

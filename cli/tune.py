@@ -12,7 +12,7 @@ from sparsekv.cli.console import note, progress, say, show
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
-from sparsekv.formats.defaults import write_defaults
+from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
@@ -66,6 +66,8 @@ def tune(
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")
     artifact = open_artifact(index)
+    if not dry_run:
+        refuse_unwritable(artifact.folder)
     goal: Goal
     if target_recall is not None:
         goal = RecallGoal(target_recall, reference)

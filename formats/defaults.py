@@ -1,5 +1,6 @@
 """Writing the setting that an index is used with by default: the manifest alone changes."""
 
+import os
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
@@ -7,6 +8,12 @@ from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
 from sparsekv.formats.sync import write_atomically
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Better before the measuring than after it: raise ArtifactError for an index whose manifest cannot be replaced."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
 
 
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
