@@ -13,10 +13,12 @@ from sparsekv.cli.bench_output import print_rows
 from sparsekv.cli.bench_run import Timer, check_runs, configured, machine
 from sparsekv.cli.bench_sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource, check_dtype
 from sparsekv.cli.console import note
+from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.method_options import refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, QuietOption
+from sparsekv.cli.plot_option import refuse_unwritable_plot
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.methods import indexers
 from sparsekv.indexing.models import choose_device
@@ -118,8 +120,7 @@ def bench(
             raise UsageError(f"--{name} {value}: means nothing without --end-to-end; leave it out")
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+    refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     where = choose_device(device)
     times = check_runs(RUNS[where.type] if runs is None else runs)
@@ -133,6 +134,7 @@ def bench(
     # Better before the measuring than in it.
     for one in chosen.values():
         forms(one, None)
+    note_small_budgets(budgets, quiet=quiet)
     note(f"timing {', '.join(chosen)}", quiet=quiet)
     timer = Timer(source, chosen, built, forms, budgets, partial(note, quiet=quiet))
     timed = timer.run(clock_for(where, times, cold=not warm))
@@ -158,7 +160,7 @@ def bench(
 
 def _source(index: Path | None, layer: int | None, asked: Asked, where: torch.device) -> Source:
     if index is not None:
-        return StoredLayerSource(Artifact(index), layer, asked, where)
+        return StoredLayerSource(open_artifact(index), layer, asked, where)
     if layer is not None:
         raise UsageError(f"--layer {layer}: a mixture has no other; leave it out, or give an --index")
     return Mixtures(asked, where)

@@ -1,22 +1,20 @@
 """`sparsekv bench --end-to-end`: tokens a second of a whole model, dense and with methods."""
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import typer
-from rich.console import Console
 from rich.table import Table
 
 from sparsekv.cli.bench_layers import index_mixture
 from sparsekv.cli.bench_run import check_runs, configured, machine
 from sparsekv.cli.bench_sources import Asked, Mixtures, check_dtype
-from sparsekv.cli.console import note
+from sparsekv.cli.console import note, say, show
 from sparsekv.cli.method_options import refuse_unused
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.indexing.methods import Indexer
 from sparsekv.indexing.models import DTYPES, choose_device
@@ -71,7 +69,7 @@ def time_models(
         ) from None
     about = timer.about()
     if as_json:
-        typer.echo(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+        say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         _print(rows, about)
     if timer.refused:
@@ -109,6 +107,7 @@ class _Timer:
         self.forms = partial(configured, parameters)
         for one in self.chosen.values():
             self.forms(one, None)
+        note_small_budgets(self.budgets, quiet=quiet)
         self.tell, self.refused = partial(note, quiet=quiet), list[str]()
 
     def run(self) -> list[ModelRow]:
@@ -180,5 +179,4 @@ def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
             f"{row.kv_fraction:.3f}",
             row.timed,
         )
-    # Brackets are no markup here; piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table, markup=False)
+    show(table, width=140)

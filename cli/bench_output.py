@@ -1,16 +1,13 @@
 """The table of timed steps: for a person, as JSON, as CSV."""
 
-import csv
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
+from sparsekv.cli.console import say, say_csv, show
 from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.budget import Budget
 
@@ -18,11 +15,9 @@ from sparsekv.runtime.budget import Budget
 def print_rows(rows: Sequence[Row], about: dict[str, Any], *, as_json: bool, as_csv: bool) -> None:
     """Everything on stdout."""
     if as_json:
-        typer.echo(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+        say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     elif as_csv:
-        writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
     else:
         groups: dict[tuple[int, int], list[Row]] = {}
         for row in rows:
@@ -61,5 +56,4 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
             f"{row.output_error:.4f}",
             row.timed,
         )
-    # Brackets are no markup here; piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 140, markup=False).print(table, markup=False)
+    show(table, width=140)

@@ -1,25 +1,68 @@
-"""What a person sees while a command runs: notes and progress, on stderr, the bars only on a terminal."""
+"""What a person sees: tables and results on stdout, notes and progress on stderr, the bars only on a terminal.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Whatever is shown goes through here: names and words are never taken for markup, emoji codes or a terminal's commands.
+"""
 
-from rich.console import Console
+import csv
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-stderr = Console(stderr=True, highlight=False)
+from sparsekv.cli.printable import printable
+
+
+class _PlainConsole(Console):
+    """Shows every string, in tables and titles too, as its characters."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+stderr = _PlainConsole(stderr=True)
+
+
+def show(*things: RenderableType, width: int = 120) -> None:
+    """Tables or lines on stdout, as wide as the terminal, or `width` where there is none."""
+    console = _PlainConsole(width=None if sys.stdout.isatty() else width)
+    for thing in things:
+        console.print(thing)
+
+
+def say(text: str, *, end: str = "\n") -> None:
+    """A result on stdout: printable on a terminal, character for character as it is elsewhere."""
+    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
+
+
+def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A CSV on stdout: its header, and a line for each row."""
+    writer = csv.DictWriter(sys.stdout, names)
+    writer.writeheader()
+    clean = printable if sys.stdout.isatty() else str
+    for row in rows:
+        writer.writerow({name: clean(value) if isinstance(value, str) else value for name, value in row.items()})
 
 
 def note(text: str, *, quiet: bool) -> None:
     """One line on stderr, unless the person asked for quiet."""
     if not quiet:
-        stderr.print(text, markup=False, soft_wrap=True)
+        with suppress(OSError):  # a log that is full is no reason to stop
+            stderr.print(" ".join(printable(text).splitlines()), soft_wrap=True)
 
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Gives a function of (stage, done, of) that draws one bar a stage; it draws nothing where no one is watching."""
     bars = Progress(
-        TextColumn("{task.description:14}"),
+        TextColumn("{task.description:14}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -30,7 +73,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
     def show(stage: str, done: int, of: int) -> None:
         if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=of)
+            tasks[stage] = bars.add_task(printable(stage), total=of)
         bars.update(tasks[stage], completed=done)
 
     with bars:

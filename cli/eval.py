@@ -12,6 +12,8 @@ from sparsekv.cli.eval_run import Comparison, check_room, evaluate
 from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.plot_option import refuse_unwritable_plot
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.identify import identify
@@ -125,8 +127,7 @@ def evaluate_methods(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
+    refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
@@ -149,6 +150,7 @@ def evaluate_methods(
     inputs = Inputs.read(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
+    note_small_budgets(budgets, quiet=quiet)
     loaded = load(model or EMBEDDED, device, dtype, None, quiet=quiet)
     comparison = Comparison(
         loaded=loaded,

@@ -1,16 +1,13 @@
 """The table of an evaluation: for a person, as JSON, as CSV."""
 
-import csv
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
+from sparsekv.cli.console import say, say_csv, show
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.evaluation.table import Cell, Row
 
@@ -21,11 +18,9 @@ def print_rows(
     """Everything on stdout."""
     if as_json:
         told = {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
-        typer.echo(json.dumps(told, indent=1))
+        say(json.dumps(told, indent=1))
     elif as_csv:
-        writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
     else:
         groups: dict[tuple[str, int | None, str], list[Row]] = {}
         for row in rows:
@@ -59,8 +54,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
             f"{row.kv_fraction:.3f}",
             f"{row.seconds:.2f}",
         )
-    # Brackets are no markup here; piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table, markup=False)
+    show(table)
 
 
 def _difference(row: Row) -> str:

@@ -1,28 +1,32 @@
 """`sparsekv generate`: answer questions over an index."""
 
-import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from sparsekv.cli.console import note
+from sparsekv.cli.batch import encode_questions
+from sparsekv.cli.console import note, say
 from sparsekv.cli.defaults import choose_setting
-from sparsekv.cli.generate_stats import print_layers
+from sparsekv.cli.generate_stats import print_stats
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.printable import json_text
 from sparsekv.cli.question_prefill import prefill_method, question_prefill
-from sparsekv.cli.questions import read_question, read_questions
+from sparsekv.cli.questions import read_lines, read_question
 from sparsekv.cli.schedule import parse_schedule
 from sparsekv.cli.session import refuse_unsavable, save_session
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.generate import generate as answer
 from sparsekv.runtime.guard import Guard
 from sparsekv.runtime.methods import methods
@@ -102,8 +106,9 @@ def generate(
 ) -> None:
     """Answer a question over an index; the text streams to stdout.
 
-    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them.
-    What --save-to keeps can be asked the next question; methods that cannot take new tokens are built again for it.
+    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them;
+    a blank line has a blank answer. What --save-to keeps can be asked the next question; methods that cannot take new
+    tokens are built again for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"
@@ -146,22 +151,22 @@ def generate(
         question=asking,
         budgets=setting.layer_budgets,
     )
+    note_small_budgets([wanted], quiet=quiet)
     note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    asked = _Asked(opened, cache, name, wanted, sampling, raw)
-    for question in questions:
+    asked = _Asked(opened, cache, name, wanted, sampling, gauged=stats or guarded is not None)
+    batch = encode_questions(opened, questions, batch_file, raw=raw)
+    for question in batch:
         result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
         if as_json:
-            typer.echo(json.dumps(asked.record(result), ensure_ascii=False))
+            say(json_text(asked.record(result)))
         elif batch_file:
-            typer.echo(" ".join(result.text.split()))
-        note(_summary(result), quiet=quiet or not stats)
-        if stats and not quiet:
-            print_layers(result.layers)
-    if save_to is not None:
+            say(" ".join(result.text.split()))
+        if question is not None and stats and not quiet:
+            print_stats(result)
+    if save_to is not None and batch[0] is not None:
         del asked, cache  # the prefill of what is new needs the room
-        ids = question_ids(opened, questions[0], raw=raw)
-        save_session(opened, save_to, ids, result.ids, raw=raw, quiet=quiet)
+        save_session(opened, save_to, batch[0], result.ids, raw=raw, quiet=quiet)
 
 
 def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
@@ -169,7 +174,7 @@ def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | No
         return [read_question(prompt, prompt_file)]
     if prompt is not None or prompt_file is not None:
         raise UsageError("give --batch-file alone, or one question")
-    return read_questions(batch_file, "--batch-file")
+    return read_lines(batch_file, "--batch-file")
 
 
 @dataclass(frozen=True)
@@ -181,25 +186,18 @@ class _Asked:
     method: str
     budget: Budget
     sampling: Sampling
-    raw: bool
+    gauged: bool
 
-    def answer(self, question: str) -> Answer:
-        return answer(self.index, self.cache, question_ids(self.index, question, raw=self.raw), self.sampling)
+    def answer(self, question: torch.Tensor | None, on_text: Callable[[str], None] = lambda text: None) -> Answer:
+        return NO_ANSWER if question is None else answer(self.index, self.cache, question, self.sampling, on_text)
 
-    def stream(self, question: str) -> Answer:
-        ids = question_ids(self.index, question, raw=self.raw)
-        result = answer(self.index, self.cache, ids, self.sampling, lambda text: typer.echo(text, nl=False))
-        typer.echo()
+    def stream(self, question: torch.Tensor | None) -> Answer:
+        result = self.answer(question, lambda text: say(text, end=""))
+        say("")
         return result
 
     def record(self, result: Answer) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(result).items() if name != "ids" and (value or name != "layers")}
+        """The same keys for every question of a call."""
+        left_out = {"ids"} if self.gauged else {"ids", "layers"}
+        told = {name: value for name, value in asdict(result).items() if name not in left_out}
         return {**told, "method": self.method, "budget": self.budget.value}
-
-
-def _summary(result: Answer) -> str:
-    return (
-        f"{result.prompt_tokens:,} prompt tokens, first token after {result.time_to_first_token:.2f} s, "
-        f"{result.generated_tokens} tokens at {result.tokens_per_second:.1f} a second, "
-        f"read {result.kv_fraction:.1%} of the document's keys and values"
-    )

@@ -1,5 +1,7 @@
 """Which index a command means."""
 
+import os
+import stat
 from pathlib import Path
 
 from sparsekv.formats.errors import UsageError
@@ -10,10 +12,11 @@ def open_artifact(given: Path | None) -> Artifact:
     """The index that was named, or the only `*.skv` of the current folder.
 
     Raises:
-        UsageError: none was named, and there is none or more than one.
+        UsageError: none was named, and there is none or more than one; what was named cannot be a folder.
         ArtifactError: it is unfinished, damaged or newer than this version.
     """
     if given is not None:
+        _refuse_other_than_folder(given)
         return Artifact(given)
     found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
     if not found:
@@ -21,3 +24,18 @@ def open_artifact(given: Path | None) -> Artifact:
     if len(found) > 1:
         raise UsageError(f"several indices in this folder ({', '.join(map(str, found))}): name one with --index")
     return Artifact(found[0])
+
+
+def _refuse_other_than_folder(given: Path) -> None:
+    """What is not there is told by who opens it, as what cannot be read."""
+    try:
+        mode = os.stat(given).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"--index {given}: {reason}; name the folder that `sparsekv build-index` printed") from None
+    if not stat.S_ISDIR(mode):
+        raise UsageError(
+            f"--index {given} is no folder, and an index is one; name the folder that `sparsekv build-index` printed"
+        )

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, progress, say
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.inspect_tables import print_inspection
 from sparsekv.cli.options import IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.plots import plot_clusters, plot_lists
 from sparsekv.cli.words import telling_words, words_of
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -55,6 +56,7 @@ def inspect(
     sparsekv inspect --index manual.skv --method csattention --plot shares.png
     sparsekv inspect --index manual.skv --json | python -m json.tool
     """
+    refuse_unwritable_plot(plot)
     artifact = open_artifact(index)
     shown, names = _shown_layer(artifact, layer), _shown_methods(artifact, method or [])
     if verify:
@@ -69,7 +71,7 @@ def inspect(
         _plot(artifact, described, plot)
         note(f"plot: {plot}", quiet=quiet)
     if as_json:
-        typer.echo(json.dumps(inspection, indent=1))
+        say(json.dumps(inspection, indent=1))
     else:
         print_inspection(inspection)
 

@@ -1,12 +1,12 @@
 """What `sparsekv inspect` prints for a person, from the same record that --json gives."""
 
-import sys
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from sparsekv.cli.console import show
+from sparsekv.cli.printable import printable
 from sparsekv.runtime.budget import Budget
 
 WORDS_SHOWN = 8
@@ -15,21 +15,14 @@ BLOCKS_SHOWN = 6
 
 def print_inspection(inspection: dict[str, Any]) -> None:
     """Facts, then for each method its parameters, cluster sizes, biggest clusters and lists."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(_facts(inspection))
+    show(_facts(inspection))
     for name, method in inspection["methods"].items():
         parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
-        console.print(f"\n[bold]{escape(name)}[/bold]: {escape(parameters)}")
-        for line in _held_out(method["calibration"]):
-            console.print(line)
-        if method["blocks"]:
-            console.print(_blocks(method["blocks"]))
-        if method["layers"]:
-            console.print(_sizes(method["layers"]))
-        if method["biggest"]:
-            console.print(_biggest(method["biggest"]))
-        if method["lists"]:
-            console.print(_lists(method["lists"]))
+        show("", Text.assemble((printable(name), "bold"), f": {printable(parameters)}"))
+        show(*_held_out(method["calibration"]))
+        for part, table in TABLES.items():
+            if method[part]:
+                show(table(method[part]))
 
 
 def _facts(inspection: dict[str, Any]) -> Table:
@@ -51,7 +44,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
     if inspection["defaults"] is not None:
         facts["default"] = _default(inspection["defaults"])
     for name, fact in facts.items():
-        table.add_row(name, escape(fact))
+        table.add_row(name, fact)
     return table
 
 
@@ -116,7 +109,7 @@ def _biggest(clusters: list[dict[str, Any]]) -> Table:
     for cluster in clusters:
         words = list(cluster["words"].items())[:WORDS_SHOWN]
         text = "  ".join(f"{word} {count}" for word, count in words)
-        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), escape(text))
+        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), text)
     return table
 
 
@@ -142,3 +135,7 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
             *(f"{share:.3f}" for share in (ranked[0], ranked[-1])),
         )
     return table
+
+
+TABLES = {"blocks": _blocks, "layers": _sizes, "biggest": _biggest, "lists": _lists}
+"""What shows each part of a method's record."""

@@ -1,86 +1,81 @@
-"""The command line's entry: names the commands, imports one only when it is called, and turns errors into one line."""
+"""The command line's entry: every failure becomes one line and an exit code. What is heavy is imported inside of it."""
 
-import importlib
+import logging
+import os
 import signal
 import sys
 import traceback
-from typing import Annotated, Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
-import typer
-from typer.core import TyperGroup
-
-from sparsekv.formats.errors import SparsekvError
-
-COMMANDS = {
-    "build-index": "Prefill a document once and index what its attention reads.",
-    "generate": "Answer questions over an index.",
-    "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
-    "eval": "Measure what each method's answers are worth beside dense attention's.",
-    "tune": "Find the cheapest setting that holds a target, and make it the index's default.",
-    "bench": "Time a decode step with each method beside the fastest dense attention.",
-    "append": "Take more text into an index.",
-    "inspect": "Show what is in an index, and recheck it.",
-    "models": "List models that are ready, and fetch one.",
-}
-
-
-class _LazyGroup(TyperGroup):
-    """Commands by name; a module is imported when its command is asked for, so that --help needs no torch."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
-        return typer.main.get_command(module.app)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-
-app = typer.Typer(cls=_LazyGroup, rich_markup_mode=None, add_completion=False)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"sparsekv {version('sparsekv')}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def main(
-    ctx: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
-
-    \b
-    sparsekv build-index manual.txt
-    sparsekv generate --index manual.skv "How is it installed?"
-    sparsekv recall-report --index manual.skv
-    """
-    if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help())
+from sparsekv.cli.failures import describe
+from sparsekv.cli.interruption import INTERRUPTED, interruptions
+from sparsekv.cli.printable import printable
+from sparsekv.cli.streams import flush_streams, prepare_streams
 
 
 def run() -> None:
-    """Run the command line on `sys.argv`: exit code 0 done, 1 failed, 2 wrong usage."""
+    """Run the command line on `sys.argv`: exit code 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     # A reader that has enough (`| head -1`) ends a writer in silence, as with any other program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    debug = "--debug" in sys.argv
+    error: BaseException | None = None
+    code = 0
+    with interruptions() as interruption:
+        try:
+            prepare_streams()
+            with _quiet_libraries(debug=debug):
+                code = _call()
+        except BaseException as caught:
+            error = caught
+            if debug and not isinstance(caught, SystemExit):
+                print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    unwritten = flush_streams()
+    if interruption.came and (error is not None or code):
+        _end(INTERRUPTED, interruption.told(_command()))
+    error = error or unwritten
+    if isinstance(error, SystemExit):
+        raise error
+    if error is None:
+        _end(code, "")
+    usage = getattr(error, "format_message", None)  # of typer, which may not even be loaded
+    message = describe(error, _command()) if usage is None else usage()
+    _end(int(getattr(error, "exit_code", 1)), f"error: {message}")
+
+
+def _end(code: int, message: str) -> NoReturn:
+    if message:
+        with suppress(OSError):
+            print(f"sparsekv: {' '.join(printable(message).split())}", file=sys.stderr)
+        flush_streams()
+    sys.exit(code)
+
+
+def _call() -> int:
+    from sparsekv.cli.app import app
+
+    code = app(standalone_mode=False, prog_name="sparsekv")
+    return code if isinstance(code, int) else 0
+
+
+def _command() -> str:
+    return next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+
+
+@contextmanager
+def _quiet_libraries(*, debug: bool) -> Iterator[None]:
+    """Keeps warnings of libraries, which a person can do nothing about, off the screen."""
+    if debug:
+        yield
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    shown, level = warnings.showwarning, logging.root.manager.disable
+    warnings.showwarning = lambda *told, **more: None
+    logging.disable(logging.WARNING)
     try:
-        code = app(standalone_mode=False, prog_name="sparsekv")
-    except (SparsekvError, typer.TyperException) as error:
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        print(f"sparsekv: error: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        yield
+    finally:
+        warnings.showwarning = shown
+        logging.disable(level)

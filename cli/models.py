@@ -1,15 +1,13 @@
 """`sparsekv models`: the models that are ready to run offline."""
 
 import json
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from sparsekv.cli.console import note
+from sparsekv.cli.console import note, say, show
 from sparsekv.cli.options import JsonOption, QuietOption
 from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.models import known_models
@@ -27,7 +25,7 @@ def list_models(as_json: JsonOption = False) -> None:
     """
     known = known_models()
     if as_json:
-        typer.echo(json.dumps([asdict(model) for model in known], default=str, indent=1))
+        say(json.dumps([asdict(model) for model in known], default=str, indent=1))
         return
     table = Table()
     for name in ("name", "what it is", "licence", "in the cache"):
@@ -35,7 +33,7 @@ def list_models(as_json: JsonOption = False) -> None:
     for model in known:
         size = f"{model.bytes / 1e6:.0f} MB in {model.folder}" if model.cached else "no: sparsekv models pull"
         table.add_row(model.name, model.description, model.licence, size)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    show(table, width=200)
 
 
 @app.command()
@@ -48,4 +46,4 @@ def pull(
     \b
     sparsekv models pull
     """
-    typer.echo(fetch(name, lambda text: note(text, quiet=quiet)))
+    say(str(fetch(name, lambda text: note(text, quiet=quiet))))

@@ -5,13 +5,32 @@ from typing import Annotated
 
 import typer
 
+from sparsekv.formats.errors import UsageError
+
+
+def check_model(name: str | None) -> str | None:
+    """The same name; UsageError for one that is empty, or that begins with a user who has no home."""
+    if name is not None and not name.strip():
+        raise UsageError("--model is empty; leave it out for the default, or name one of `sparsekv models list`")
+    try:
+        Path(name or "").expanduser()
+    except RuntimeError:
+        raise UsageError(f"model '{name}': there is no such user's folder here; write its whole path") from None
+    return name
+
+
 IndexOption = Annotated[
     Path | None,
     typer.Option("--index", "-i", metavar="NAME.skv", help="The index; may be left out where exactly one *.skv lies."),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A name of `sparsekv models list`, a Hugging Face id or a local folder."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A name of `sparsekv models list`, a Hugging Face id or a local folder.",
+        callback=check_model,
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]

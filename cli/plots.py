@@ -11,12 +11,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from sparsekv.cli.printable import printable
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.list_shape import ListShape
 from sparsekv.runtime.methods import methods
 from sparsekv.runtime.report import RecallReport, RecallRow
+
+matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
 
 SHOWN_SHARE = 0.05  # budget whose recall the heat map shows, or the nearest one measured
 MARKERS = "osD^vPX*<>"
@@ -31,9 +35,7 @@ def plot_recall(report: RecallReport, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), layout="constrained", width_ratios=(1, 1, 0.8))
     _lines(axes[0], report, "recall", "recall of the oracle's tokens")
     _lines(axes[1], report, "output_error", "relative error of the attention output")
-    axes[1].set_yscale("log")
-    for which in (axes[1].yaxis.set_major_formatter, axes[1].yaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(2, 0.5)))
+    _log_scale(axes[1])
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     _heat_map(figure, axes[2], report)
@@ -43,12 +45,24 @@ def plot_recall(report: RecallReport, path: Path) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure and let go of it; SparsekvError when the file cannot be written."""
+    for text in figure.findobj(Text):
+        text.set_text(printable(text.get_text()))
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"cannot write the plot {path}: {reason}; give --plot another name") from None
+    except ValueError as error:
         raise SparsekvError(f"cannot write the plot {path}: {error}") from None
     finally:
         plt.close(figure)
+
+
+def _log_scale(axis: Axes) -> None:
+    """Of y, with plain numbers: powers of ten would be written as mathematics."""
+    axis.set_yscale("log")
+    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
@@ -117,14 +131,14 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
     filled = [size[size > 0] for size in sizes]
     for quantile, name in ((1.0, "max"), (0.99, "p99"), (0.5, "median"), (0.0, "min")):
         left.plot(layers, [np.quantile(size, quantile) for size in filled], marker="o", markersize=3, label=name)
-    left.set_yscale("log")
+    _log_scale(left)
     left.set_xlabel("layer")
     left.set_ylabel("tokens in a cluster")
     left.legend()
     left.grid(alpha=0.3)
     everything = np.concatenate(filled)
     right.hist(everything, bins=40)
-    right.set_yscale("log")
+    _log_scale(right)
     right.set_xlabel("tokens in a cluster")
     right.set_ylabel("clusters, all layers")
     figure.suptitle(title)

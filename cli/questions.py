@@ -1,9 +1,12 @@
 """Where questions come from: an argument, a file or standard input."""
 
 import sys
-from pathlib import Path
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.text_source import read_bytes
+
+MOST = 2**28
+"""Bytes of questions in one file: more of them come from a device that never ends."""
 
 
 def read_question(argument: str | None, file: str | None) -> str:
@@ -16,27 +19,37 @@ def read_question(argument: str | None, file: str | None) -> str:
         raise UsageError("give the question once: as an argument or with --prompt-file")
     if argument is not None and argument != "-":
         return argument
-    if argument is None and file is None and sys.stdin.isatty():
+    if argument is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("no question: give it as an argument, with --prompt-file or on standard input")
-    return _read(file or "-", "--prompt-file").rstrip("\n")
+    return _read(file or "-", "--prompt-file").replace("\r\n", "\n").rstrip("\n")
+
+
+def read_lines(file: str, option: str) -> list[str]:
+    """Every line of a file or of standard input (`-`), blank ones too; only a newline ends a line.
+
+    Raises:
+        UsageError: the file cannot be read, or all its lines are blank.
+    """
+    lines = [line.removesuffix("\r").strip(" \t") for line in _read(file, option).removesuffix("\n").split("\n")]
+    if not any(map(str.strip, lines)):
+        raise UsageError(f"{option} {file} holds no question; write one a line")
+    return lines
 
 
 def read_questions(file: str, option: str) -> list[str]:
-    """The questions of a file or of standard input (`-`), one a line; empty lines do not count.
-
-    Raises:
-        UsageError: the file cannot be read or holds none.
-    """
-    questions = [line.strip() for line in _read(file, option).splitlines() if line.strip()]
-    if not questions:
-        raise UsageError(f"{option} {file} holds no question; write one a line")
-    return questions
+    """The lines that are not blank; raises what `read_lines` raises."""
+    return [line for line in read_lines(file, option) if line.strip()]
 
 
 def _read(file: str, option: str) -> str:
+    name = "standard input" if file == "-" else f"{option} {file}"
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {file}: {(error.strerror or str(error)).lower()}") from None
+        data = read_bytes(file, most=MOST + 1, option=option)
+    except SparsekvError as error:
+        raise UsageError(str(error)) from None
+    if len(data) > MOST:
+        raise UsageError(f"{name} is longer than {MOST >> 20} MiB; questions are short, give fewer at once")
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UsageError(f"{option} {file} is not text in UTF-8") from None
+        raise UsageError(f"{name} is not text in UTF-8; convert it first") from None

@@ -1,21 +1,21 @@
 """`sparsekv recall-report`: what each method keeps of the model's attention on this document, and what it reads."""
 
-import csv
 import json
-import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, progress, say, say_csv, show
+from sparsekv.cli.generate_stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.questions import read_questions
+from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.guard import Guard
@@ -93,7 +93,7 @@ def recall_report(
         raise UsageError("--json and --csv exclude each other: choose one")
     groups = _groups(by)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
-    _refuse_unwritable(plot)
+    refuse_unwritable_plot(plot)
     artifact = open_artifact(index)
     names = choose_methods(method or [], list(artifact.manifest.methods))
     guarded = None if guard is None else Guard(guard)
@@ -103,13 +103,14 @@ def recall_report(
     if queries is not None:
         questions = read_questions(queries, "--queries")
         asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
-    with progress(quiet=quiet) as show:
+    note_small_budgets(budgets, quiet=quiet)
+    with progress(quiet=quiet) as tell:
         report = measure(
             artifact,
             names,
             budgets,
             asked,
-            lambda done, of: show("layers", done, of),
+            lambda done, of: tell("layers", done, of),
             residual=residual,
             guard=guarded,
         )
@@ -120,7 +121,7 @@ def recall_report(
         note(f"plot: {plot}", quiet=quiet)
     rows, best = report.by() + (report.by(*groups) if groups else []), report.best_within(within)
     if as_json:
-        typer.echo(
+        say(
             json.dumps(
                 {
                     **asdict(report),
@@ -132,12 +133,13 @@ def recall_report(
             )
         )
     elif as_csv:
-        writer = csv.DictWriter(sys.stdout, [field.name for field in fields(RecallRow)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        say_csv([field.name for field in fields(RecallRow)], (asdict(row) for row in rows))
     else:
         _print_table(report, report.by(*groups), groups)
-        typer.echo(_best_line(best, within))
+        say(_best_line(best, within))
+        if most := [row for row in rows if row.kv_fraction > 1]:
+            named = dict.fromkeys(f"{row.method} {row.variant}".strip() for row in most)
+            say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
 
 
 def _groups(by: str | None) -> list[str]:
@@ -146,12 +148,6 @@ def _groups(by: str | None) -> list[str]:
         if name not in BY:
             raise UsageError(f"--by {by}: give layer, head or layer,head")
     return [BY[name] for name in names]
-
-
-def _refuse_unwritable(plot: Path | None) -> None:
-    """Better before the measuring than after it."""
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: its folder does not exist; make it first")
 
 
 def _number(value: float | None) -> str:
@@ -192,5 +188,4 @@ def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str])
             f"{row.missed_mass:.3f}",
             *(_number(getattr(row, name)) for name in told),
         )
-    # Piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    show(table)

@@ -1,20 +1,18 @@
 """`sparsekv tune`: the cheapest setting that holds a target, as the index's default."""
 
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, progress, say, show
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
-from sparsekv.formats.defaults import write_defaults
+from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
@@ -68,6 +66,8 @@ def tune(
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")
     artifact = open_artifact(index)
+    if not dry_run:
+        refuse_unwritable(artifact.folder)
     goal: Goal
     if target_recall is not None:
         goal = RecallGoal(target_recall, reference)
@@ -76,12 +76,12 @@ def tune(
     elif target_perplexity is not None:
         open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
-    with progress(quiet=quiet) as show:
-        tuned = find(artifact, goal, method or [], show)
+    with progress(quiet=quiet) as tell:
+        tuned = find(artifact, goal, method or [], tell)
     best = tuned[0]
     defaults = _defaults(best, goal) if best.holds else None
     if as_json:
-        typer.echo(json.dumps(_record(artifact, goal, tuned, defaults), indent=1))
+        say(json.dumps(_record(artifact, goal, tuned, defaults), indent=1))
     else:
         _print_table(artifact, goal, tuned)
     if defaults is None:
@@ -157,8 +157,7 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
             f"{one.kv_fraction:.3f}",
             _said(one, goal, one is tuned[0]),
         )
-    # Piped output is not wrapped to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    show(table)
 
 
 def _said(one: Tuned, goal: Goal, first: bool) -> str:

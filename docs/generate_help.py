@@ -4,8 +4,8 @@ import io
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from sparsekv.cli.main import COMMANDS as MAIN
-from sparsekv.cli.main import app
+from sparsekv.cli.app import COMMANDS as MAIN
+from sparsekv.cli.app import app
 
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = ["", *MAIN, "models list", "models pull"]

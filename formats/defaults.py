@@ -15,6 +15,12 @@ def refuse_unwritable(folder: Path) -> None:
         raise ArtifactError(f"cannot write {folder}: no permission; get it, or measure alone with --dry-run")
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Better before the measuring than after it: raise ArtifactError for an index whose manifest cannot be replaced."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
+
+
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
     """Replace the manifest of a finished index by one with these defaults, atomically, under the lock of a build.
 

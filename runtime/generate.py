@@ -58,6 +58,10 @@ class Answer:
     layers: list[LayerStats] = field(default_factory=list)
 
 
+NO_ANSWER = Answer("", [], 0, 0, 0.0, 0.0, 0.0)
+"""To a line that asks nothing."""
+
+
 class _Streamer(TextStreamer):
     """Passes text on as it is decoded, and notes when the first and the last token came."""
 
@@ -109,7 +113,7 @@ def generate(
     """
     cache.rewind()
     prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
-    config = _generation_config(index, sampling, _room(index, prompt.shape[1]))
+    config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
     streamer = _Streamer(index, on_text)
     torch.manual_seed(sampling.seed)
     start = time.perf_counter()
@@ -143,7 +147,12 @@ def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> di
     return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
 
 
-def _room(index: OpenIndex, prompt_tokens: int) -> int | None:
+def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
+    """Tokens that an answer to a prompt of so many, the stored ones among them, may have; None for any number.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+    """
     config = index.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     # Phi-3 drops its cache, ours too, when a sequence grows past this: its rotary frequencies may change there.

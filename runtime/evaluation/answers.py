@@ -79,12 +79,12 @@ class Answers:
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
-        file.truncate(whole)
         for number, line in enumerate(data[:whole].splitlines(), 1):
             try:
                 record = json.loads(line)
                 self.known[record["key"]] = Given(**{name: record[name] for name in Given.__dataclass_fields__})
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise SparsekvError(
                     f"line {number} of {self._path} is damaged; remove it, and its question is asked again"
                 ) from None
+        file.truncate(whole)  # not before all of it proved to be ours

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.text_source import read_bytes
 from sparsekv.runtime.evaluation.haystack import largest
 from sparsekv.runtime.evaluation.longbench import DATASETS
 from sparsekv.runtime.evaluation.reading import ask
@@ -66,9 +66,9 @@ def shorten(text: str, count: CountTokens, limit: int) -> str:
 
 def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {file}: {(error.strerror or str(error)).lower()}") from None
+        text = read_bytes(file, option=option).decode("utf-8-sig")
+    except SparsekvError as error:
+        raise UsageError(str(error)) from None
     except UnicodeDecodeError:
         raise UsageError(f"{option} {file} is not text in UTF-8") from None
     found = []
@@ -76,7 +76,7 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
         if line.strip():
             try:
                 found.append((number, dict(json.loads(line))))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
     if not found:
         raise UsageError(f"{option} {file} is empty; give one JSON object a line")

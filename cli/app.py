@@ -1,0 +1,68 @@
+"""The commands by their names; one is imported only when it is called."""
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from sparsekv.cli.values import with_checked_values
+
+COMMANDS = {
+    "build-index": "Prefill a document once and index what its attention reads.",
+    "generate": "Answer questions over an index.",
+    "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
+    "eval": "Measure what each method's answers are worth beside dense attention's.",
+    "tune": "Find the cheapest setting that holds a target, and make it the index's default.",
+    "bench": "Time a decode step with each method beside the fastest dense attention.",
+    "append": "Take more text into an index.",
+    "inspect": "Show what is in an index, and recheck it.",
+    "models": "List models that are ready, and fetch one.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Commands by name; a module is imported when its command is asked for, so that --help needs no torch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
+        return with_checked_values(typer.main.get_command(module.app))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(cls=_LazyGroup, rich_markup_mode=None, add_completion=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"sparsekv {version('sparsekv')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
+
+    \b
+    sparsekv build-index manual.txt
+    sparsekv generate --index manual.skv "How is it installed?"
+    sparsekv recall-report --index manual.skv
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())

@@ -1,0 +1,62 @@
+"""Ctrl-C: one line that says what is kept, at whatever moment it comes."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+KEPT = {
+    "build-index": "what is built is kept, and the same command goes on from there",
+    "append": "the index is as it was; what is prefilled is kept, and the same command goes on from there",
+    "eval": "the answers are kept, and the same command goes on from there",
+    "generate": "the index is as it was",
+    "tune": "the index is as it was",
+}
+"""By command; the others keep nothing and change nothing."""
+
+
+class Interruption:
+    """Whether Ctrl-C has come: libraries turn it into other errors, or lose it."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def told(self, command: str) -> str:
+        """What is kept."""
+        return f"interrupted; {KEPT.get(command, 'nothing was changed')}"
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        if self.came:  # a person who cannot wait for what is being put away
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        self.came = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptions() -> Iterator[Interruption]:
+    """Notes Ctrl-C while it lasts; afterwards one ends the process at once. One that is ignored (nohup) stays so."""
+    interruption = Interruption()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield interruption
+        return
+    hook = sys.unraisablehook
+
+    def again(unraisable: Any) -> None:
+        """An interrupt that came while an object went away: Python would only print it."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            interruption.came = False
+            signal.raise_signal(signal.SIGINT)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = again
+    signal.signal(signal.SIGINT, interruption.take)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.unraisablehook = hook

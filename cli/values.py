@@ -1,0 +1,53 @@
+"""What no option of any command may be: text that is not UTF-8, a number that is none or that no machine can hold."""
+
+import functools
+import math
+from typing import Any
+
+from sparsekv.formats.errors import UsageError
+
+LARGEST = 2**63 - 1
+
+
+def with_checked_values(command: Any) -> Any:
+    """The command, or all of a group, so that it refuses such values before it does anything."""
+    for one in getattr(command, "commands", {}).values():
+        with_checked_values(one)
+    if command.callback is not None:
+        command.callback = _checked(command.callback, {one.name: _named(one) for one in command.params})
+    return command
+
+
+def _named(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        return str(max(parameter.opts, key=len))
+    return str(parameter.metavar or parameter.name)
+
+
+def _checked(callback: Any, names: dict[str, str]) -> Any:
+    @functools.wraps(callback)
+    def run(**values: Any) -> Any:
+        for name, value in values.items():
+            for one in value if isinstance(value, list) else [value]:
+                _check(names[name], one)
+        return callback(**values)
+
+    return run
+
+
+def _check(name: str, value: Any) -> None:
+    """Names of files are left alone: any bytes may be one."""
+    if isinstance(value, str) and not _is_utf8(value):
+        raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{name} {value}: give a number")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise UsageError(f"{name} {value}: give a whole number of at most {LARGEST}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
