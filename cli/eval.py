@@ -13,7 +13,6 @@ from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.identify import identify
 from sparsekv.indexing.methods import Indexer, choose_indexers, indexers
 from sparsekv.indexing.prefill import choose_prefill, prefills
@@ -149,7 +148,7 @@ def evaluate_methods(
     inputs = Inputs.read(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
-    loaded = load(model or EMBEDDED, device, dtype, None, quiet=quiet)
+    loaded = load(model, device, dtype, None, quiet=quiet)
     comparison = Comparison(
         loaded=loaded,
         identity=identify(loaded),

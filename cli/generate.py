@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from sparsekv.cli.console import note
@@ -14,7 +15,15 @@ from sparsekv.cli.generate_stats import print_layers
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
 from sparsekv.cli.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.questions import read_question, read_questions
 from sparsekv.cli.schedule import parse_schedule
@@ -87,6 +96,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
+    special_tokens: SpecialTokensOption = False,
     save_to: Annotated[
         Path | None,
         typer.Option(metavar="NAME.skv", help="Keep document, question and answer as an index to go on with."),
@@ -148,7 +158,7 @@ def generate(
     )
     note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    asked = _Asked(opened, cache, name, wanted, sampling, raw)
+    asked = _Asked(opened, cache, name, wanted, sampling, raw, special_tokens)
     for question in questions:
         result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
         if as_json:
@@ -160,8 +170,8 @@ def generate(
             print_layers(result.layers)
     if save_to is not None:
         del asked, cache  # the prefill of what is new needs the room
-        ids = question_ids(opened, questions[0], raw=raw)
-        save_session(opened, save_to, ids, result.ids, raw=raw, quiet=quiet)
+        ids = question_ids(opened, questions[0], raw=raw, special_tokens=special_tokens)
+        save_session(opened, save_to, ids, result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
 
 
 def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
@@ -182,15 +192,19 @@ class _Asked:
     budget: Budget
     sampling: Sampling
     raw: bool
+    special_tokens: bool
 
     def answer(self, question: str) -> Answer:
-        return answer(self.index, self.cache, question_ids(self.index, question, raw=self.raw), self.sampling)
+        return answer(self.index, self.cache, self._ids(question), self.sampling)
 
     def stream(self, question: str) -> Answer:
-        ids = question_ids(self.index, question, raw=self.raw)
+        ids = self._ids(question)
         result = answer(self.index, self.cache, ids, self.sampling, lambda text: typer.echo(text, nl=False))
         typer.echo()
         return result
+
+    def _ids(self, question: str) -> torch.Tensor:
+        return question_ids(self.index, question, raw=self.raw, special_tokens=self.special_tokens)
 
     def record(self, result: Answer) -> dict[str, Any]:
         told = {name: value for name, value in asdict(result).items() if name != "ids" and (value or name != "layers")}

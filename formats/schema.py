@@ -61,6 +61,7 @@ class Prompt(Record):
     block_hashes: list[str]
     tokens: int
     chat: ChatFrame | None
+    special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
 
 
 class Split(Record):

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.prompt import chat_frame, encode_prompt, read_document
+from sparsekv.indexing.document import read_document
+from sparsekv.indexing.prompt import chat_frame, encode_prompt
 
 TWICE = "{% for message in messages %}{{ message['content'] }}{{ message['content'] }}{% endfor %}"
 UPPER = "{% for message in messages %}{{ message['content'] | upper }}{% endfor %}"
