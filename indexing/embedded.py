@@ -108,7 +108,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
     """Download, convert and put in place; the caller holds the lock."""
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+    _clear(unfinished)  # left by a process that was killed
     free = shutil.disk_usage(folder.parent).free
     if free < SPACE_NEEDED:
         raise SparsekvError(
@@ -128,7 +128,15 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
         converted.rename(folder)
         sync_path(folder.parent)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _clear(unfinished)
+
+
+def _clear(path: Path) -> None:
+    # rmtree opens what it is given, which waits for ever at a pipe.
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _download(folder: Path) -> Path:
