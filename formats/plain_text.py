@@ -65,9 +65,10 @@ def encode_text(
     frame = "".join(part for part in parts if isinstance(part, Trusted))
     meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
     found = _count(ids, control) - meant
-    if unknown and not any(unknown in part for part in parts if not isinstance(part, Trusted)):
-        del found[unknown]  # it stands for characters that the tokenizer does not know
-    if not found:
+    if unknown in found:
+        # The others stand for characters that the tokenizer does not know.
+        found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
+    if not found.total():
         return EncodedText(ids, {})
     untold = {number: token for number, token in control.items() if token != unknown}
     plain = [one for run in _runs(parts, control) for one in _encode_run(tokenizer, run, untold)]
@@ -78,7 +79,7 @@ def encode_text(
             f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; take it "
             "out, or give --special-tokens where all of the text is your own"
         )
-    return EncodedText(ids, dict(found))
+    return EncodedText(ids, dict(+found))
 
 
 def _encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:
