@@ -4,10 +4,17 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, note_plain, progress
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
-from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, ModelOption, QuietOption
+from sparsekv.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
@@ -19,8 +26,8 @@ from sparsekv.indexing.append import (
     refuse_other_dtype,
 )
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.document import read_document
 from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.prompt import read_document
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -35,6 +42,7 @@ def append(
     again: Annotated[
         bool, typer.Option("--again", help="Add the text once more where the index holds it already.")
     ] = False,
+    special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
     device: DeviceOption = "auto",
@@ -61,12 +69,14 @@ def append(
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
     identity = artifact.manifest.model
     loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
-    addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat)
+    chat = artifact.manifest.prompt.chat
+    addition = encode_addition(loaded.tokenizer, text, chat, special_tokens=special_tokens)
     record = addition_record(addition)
     if record in artifact.manifest.additions and not again:
         note(f"{artifact.folder} holds this text already ({_named(record)}); --again adds it once more", quiet=quiet)
         typer.echo(artifact.folder)
         return
+    note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
     with progress(quiet=quiet) as show:

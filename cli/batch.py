@@ -10,7 +10,7 @@ from sparsekv.runtime.open import OpenIndex
 
 
 def encode_questions(
-    index: OpenIndex, questions: Sequence[str], batch_file: str | None, *, raw: bool
+    index: OpenIndex, questions: Sequence[str], batch_file: str | None, *, raw: bool, special_tokens: bool
 ) -> list[torch.Tensor | None]:
     """Token ids [Q] of each question; None for a blank line of a batch.
 
@@ -21,7 +21,9 @@ def encode_questions(
         UsageError: a question is empty, or too long for the model.
     """
     return [
-        None if batch_file is not None and not question.strip() else _encode(index, question, where, raw=raw)
+        None
+        if batch_file is not None and not question.strip()
+        else _encode(index, question, where, raw=raw, special_tokens=special_tokens)
         for question, where in zip(questions, _places(len(questions), batch_file), strict=True)
     ]
 
@@ -31,9 +33,9 @@ def _places(lines: int, batch_file: str | None) -> list[str]:
     return ["" if name is None else f"{name} line {line}: " for line in range(1, lines + 1)]
 
 
-def _encode(index: OpenIndex, question: str, where: str, *, raw: bool) -> torch.Tensor:
+def _encode(index: OpenIndex, question: str, where: str, *, raw: bool, special_tokens: bool) -> torch.Tensor:
     try:
-        ids = question_ids(index, question, raw=raw)
+        ids = question_ids(index, question, raw=raw, special_tokens=special_tokens)
         answer_room(index, len(index.input_ids) + len(ids))
     except UsageError as error:
         raise UsageError(f"{where}{error}") from None

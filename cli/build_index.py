@@ -1,23 +1,26 @@
 """`sparsekv build-index`: prefill a document once and index what its attention reads."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, progress
+from sparsekv.cli.console import note, note_plain, progress
 from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, ModelOption, QuietOption
+from sparsekv.cli.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.build import build_index as build
-from sparsekv.indexing.embedded import EMBEDDED
+from sparsekv.indexing.document import open_document
 from sparsekv.indexing.methods import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill import choose_prefill, prefills
-from sparsekv.indexing.prompt import encode_prompt, read_document
+from sparsekv.indexing.prompt import encode_prompt
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 @app.command()
@@ -44,6 +47,7 @@ def build_index(
         str | None, typer.Option(metavar="yarn|dynamic:FACTOR", help="Stretch the model's positions.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around document and question.")] = False,
+    special_tokens: SpecialTokensOption = False,
     force: Annotated[bool, typer.Option("--force", help="Start over, whatever lies in the folder.")] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -64,12 +68,18 @@ def build_index(
     way = choose_prefill(prefill)
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
     methods = {name: configure(indexer, parameters) for name, indexer in chosen.items()}
-    folder = _folder(document, output)
-    text = read_document(document)
-    loaded = load(model or EMBEDDED, device, dtype, rope_scaling, quiet=quiet)
+    if document == "-" and output is None:
+        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
+    with open_document(document, whole=max_tokens is None) as text:
+        folder = output or _folder_of(document)
+        loaded = load(model, device, dtype, rope_scaling, quiet=quiet)
+        prompt = encode_prompt(loaded.tokenizer, text, raw=raw, max_tokens=max_tokens, special_tokens=special_tokens)
+    note_plain("the document", prompt.plain, quiet=quiet)
+    if prompt.cut:
+        note(f"the first {max_tokens:,} of more tokens are indexed: the document goes on", quiet=quiet)
     plan = BuildPlan(
         loaded=loaded,
-        prompt=encode_prompt(loaded.tokenizer, text, raw=raw, max_tokens=max_tokens),
+        prompt=prompt,
         methods=methods,
         sinks=sinks,
         tail=tail,
@@ -84,9 +94,8 @@ def build_index(
     typer.echo(folder)
 
 
-def _folder(document: str, output: Path | None) -> Path:
-    if output is not None:
-        return output
-    if document == "-":
-        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
-    return Path(document).with_suffix(".skv")
+def _folder_of(document: str) -> Path:
+    folder = Path(document).with_suffix(".skv")
+    if len(os.fsencode(folder.name)) > _LONGEST_NAME:
+        raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
+    return folder

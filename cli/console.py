@@ -58,6 +58,17 @@ def note(text: str, *, quiet: bool) -> None:
             stderr.print(" ".join(printable(text).splitlines()), soft_wrap=True)
 
 
+def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
+    """That special tokens stand in a text, and how often each; nothing where none does."""
+    if plain:
+        told = "; ".join(f"{token}, {'once' if times == 1 else f'{times:,} times'}" for token, times in plain.items())
+        note(
+            f"{document} contains special tokens of the model ({told}): read as plain text; --special-tokens gives "
+            "them their meaning",
+            quiet=quiet,
+        )
+
+
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Gives a function of (stage, done, of) that draws one bar a stage; it draws nothing where no one is watching."""

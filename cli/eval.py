@@ -15,7 +15,6 @@ from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOpt
 from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.embedded import EMBEDDED
 from sparsekv.indexing.identify import identify
 from sparsekv.indexing.methods import Indexer, choose_indexers, indexers
 from sparsekv.indexing.prefill import choose_prefill, prefills
@@ -151,7 +150,7 @@ def evaluate_methods(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
     note_small_budgets(budgets, quiet=quiet)
-    loaded = load(model or EMBEDDED, device, dtype, None, quiet=quiet)
+    loaded = load(model, device, dtype, None, quiet=quiet)
     comparison = Comparison(
         loaded=loaded,
         identity=identify(loaded),

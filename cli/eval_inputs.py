@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sparsekv.cli.eval_run import Comparison
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.prompt import read_document
+from sparsekv.indexing.document import read_document
 from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
 
@@ -69,10 +69,13 @@ class Inputs:
 
 
 def work_folder(document: str | None, data: str | None, given: Path | None) -> Path:
-    """Where the work goes; UsageError for a text from standard input, which has no name."""
+    """Where the work goes; UsageError for a text that has no name, as that from standard input."""
     if given is None and document == "-":
         raise UsageError("a text from standard input has no name: name a folder with --work")
-    return given or Path(Path(data or document or "eval").name).with_suffix(".eval")
+    name = Path(data or document or "eval").name
+    if given is None and not name:
+        raise UsageError(f"{data or document} is a folder; name a text file in it")
+    return given or Path(name).with_suffix(".eval")
 
 
 def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:

@@ -13,6 +13,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import Trusted, encode_text
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 from sparsekv.indexing.build import build_index
@@ -71,14 +72,14 @@ class Comparison:
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
         """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
         beginning; of a continuation its first tokens."""
-        text = f"\n{question.text} {question.prefix}".rstrip()
+        parts = [f"\n{question.text} {question.prefix}".rstrip()]
         if METRICS[question.metric].continuation:
-            text = question.answers[0]
+            parts = [question.answers[0]]
         elif prompt.chat is not None:
-            text = f"{prompt.chat.between}{question.text}{prompt.chat.after}{question.prefix}"
+            parts = [Trusted(prompt.chat.between), question.text, Trusted(prompt.chat.after), question.prefix]
         elif context.length is None:
-            text = f"{question.text}{question.prefix}"
-        ids = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
+            parts = [question.text, question.prefix]
+        ids = encode_text(self.loaded.tokenizer, *parts).ids
         return torch.tensor(ids[: question.max_new_tokens] if METRICS[question.metric].continuation else ids)
 
     def longest(self, question: Question) -> int:

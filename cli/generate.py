@@ -16,7 +16,15 @@ from sparsekv.cli.generate_stats import print_stats
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.method_options import with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
 from sparsekv.cli.printable import json_text
 from sparsekv.cli.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.questions import read_lines, read_question
@@ -91,6 +99,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
+    special_tokens: SpecialTokensOption = False,
     save_to: Annotated[
         Path | None,
         typer.Option(metavar="NAME.skv", help="Keep document, question and answer as an index to go on with."),
@@ -155,7 +164,7 @@ def generate(
     note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     asked = _Asked(opened, cache, name, wanted, sampling, gauged=stats or guarded is not None)
-    batch = encode_questions(opened, questions, batch_file, raw=raw)
+    batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
     for question in batch:
         result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
         if as_json:
@@ -166,7 +175,7 @@ def generate(
             print_stats(result)
     if save_to is not None and batch[0] is not None:
         del asked, cache  # the prefill of what is new needs the room
-        save_session(opened, save_to, batch[0], result.ids, raw=raw, quiet=quiet)
+        save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
 
 
 def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:

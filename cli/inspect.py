@@ -10,6 +10,7 @@ import typer
 from sparsekv.cli.console import note, progress, say
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.inspect_tables import print_inspection
+from sparsekv.cli.named_models import named_by_index
 from sparsekv.cli.options import IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.plots import plot_clusters, plot_lists
@@ -110,9 +111,10 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _words(artifact: Artifact, model: str | None, *, quiet: bool) -> list[str]:
-    """The word of each token of the prompt; none where the model's tokenizer is not to be had."""
+    """The word of each token of the prompt; none where the model's tokenizer is not on this machine or not trusted."""
     try:
-        tokenizer = load_tokenizer(model or artifact.manifest.model.id)
+        name = named_by_index(artifact.manifest.model.id, quiet=quiet) if model is None else model
+        tokenizer = load_tokenizer(name)
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)
         return []

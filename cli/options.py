@@ -34,5 +34,11 @@ ModelOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+SpecialTokensOption = Annotated[
+    bool,
+    typer.Option(
+        "--special-tokens", help="Special tokens in the text keep their meaning: only for text you wrote yourself."
+    ),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, numbers unrounded.")]

@@ -12,7 +12,15 @@ from sparsekv.cli.console import note, progress, say, say_csv, show
 from sparsekv.cli.generate_stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
-from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
 from sparsekv.cli.plot_option import refuse_unwritable_plot
 from sparsekv.cli.questions import read_questions
 from sparsekv.cli.small_budgets import note_small_budgets
@@ -71,6 +79,7 @@ def recall_report(
         Path | None,
         typer.Option(metavar="FILE.png", help="Recall and error against rows read, recall by layer and head."),
     ] = None,
+    special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -102,7 +111,8 @@ def recall_report(
     asked = Queries(artifact)
     if queries is not None:
         questions = read_questions(queries, "--queries")
-        asked = Queries(artifact, load_for(artifact, model, device, dtype, quiet=quiet), questions)
+        opened = load_for(artifact, model, device, dtype, quiet=quiet)
+        asked = Queries(artifact, opened, questions, special_tokens=special_tokens)
     note_small_budgets(budgets, quiet=quiet)
     with progress(quiet=quiet) as tell:
         report = measure(

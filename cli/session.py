@@ -31,9 +31,20 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str) -> None:
 
 
 def save_session(
-    opened: OpenIndex, folder: Path, question: torch.Tensor, answer: list[int], *, raw: bool, quiet: bool
+    opened: OpenIndex,
+    folder: Path,
+    question: torch.Tensor,
+    answer: list[int],
+    *,
+    raw: bool,
+    special_tokens: bool,
+    quiet: bool,
 ) -> None:
     """An index of the stored prompt, a question's ids [Q] and its answer's [A], in the same model.
+
+    Args:
+        raw: no chat template stood around the question.
+        special_tokens: those of the question kept their meaning.
 
     Raises:
         ArtifactError: it cannot be written, or the index it grows from is damaged.
@@ -43,7 +54,8 @@ def save_session(
     if chat is not None and not raw:
         chat = next_turn(opened.tokenizer, chat, str(opened.tokenizer.decode(answer[-1:])))
     loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
-    plan = growing_plan(opened.artifact, loaded, Addition(ids, str(opened.tokenizer.decode(ids)), chat))
+    addition = Addition(ids, str(opened.tokenizer.decode(ids)), chat, special_tokens)
+    plan = growing_plan(opened.artifact, loaded, addition)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show)
     note(f"saved {folder}", quiet=quiet)

@@ -10,12 +10,6 @@ from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise ArtifactError for an index whose manifest could not be replaced: better before the measuring than after."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ArtifactError(f"cannot write {folder}: no permission; get it, or measure alone with --dry-run")
-
-
-def refuse_unwritable(folder: Path) -> None:
     """Better before the measuring than after it: raise ArtifactError for an index whose manifest cannot be replaced."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")

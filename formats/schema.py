@@ -73,7 +73,7 @@ class Prompt(Record):
     block_hashes: list[str]
     tokens: Size
     chat: ChatFrame | None
-    special_tokens: bool = Field(default=False, description="special tokens in the text kept their meaning")
+    special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
 
 
 class Split(Record):

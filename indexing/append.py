@@ -1,7 +1,7 @@
 """More tokens for an index that is there: what its methods can do with them, and the build that takes them in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.plain_text import encode_text
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition as AdditionRecord
 from sparsekv.formats.schema import ChatFrame, Manifest
@@ -25,17 +26,32 @@ BETWEEN = "\n\n"  # what stands between the document and text that is added to i
 
 @dataclass(frozen=True)
 class Addition:
-    """input_ids [T] to add, the text they stand for, and the chat frame of a question that comes after it."""
+    """input_ids [T] to add, the text they stand for, and the chat frame of a question that comes after it.
+
+    `special_tokens` says that those of the text kept their meaning, `plain` how often which stand in it as plain text.
+    """
 
     input_ids: torch.Tensor
     text: str
     chat: ChatFrame | None
+    special_tokens: bool = False
+    plain: dict[str, int] = field(default_factory=dict)
 
 
-def encode_addition(tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFrame | None) -> Addition:
-    """A text to be added after a blank line; tokens never join what is before with it."""
+def encode_addition(
+    tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFrame | None, *, special_tokens: bool = False
+) -> Addition:
+    """A text to be added after a blank line; tokens never join what is before with it.
+
+    Args:
+        special_tokens: let those of the text keep their meaning; otherwise they are plain text.
+
+    Raises:
+        SparsekvError: the special tokens of the text cannot be read as plain text.
+    """
     text = f"{BETWEEN}{text}"
-    return Addition(torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids), text, chat)
+    encoded = encode_text(tokenizer, text, special_tokens=special_tokens)
+    return Addition(torch.tensor(encoded.ids), text, chat, special_tokens, encoded.plain)
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
@@ -98,7 +114,12 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
     return BuildPlan(
         loaded=loaded,
-        prompt=FixedPrompt(torch.cat([artifact.input_ids(), addition.input_ids]), text_sha256, addition.chat),
+        prompt=FixedPrompt(
+            torch.cat([artifact.input_ids(), addition.input_ids]),
+            text_sha256,
+            addition.chat,
+            manifest.prompt.special_tokens or addition.special_tokens,
+        ),
         methods=stored_indexers(manifest),
         sinks=manifest.split.sinks,
         tail=manifest.split.tail,

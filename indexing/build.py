@@ -97,6 +97,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
             block_hashes=chained_block_hashes(ids),
             tokens=len(ids),
             chat=plan.prompt.chat,
+            special_tokens=plan.prompt.special_tokens,
         ),
         split=job.split,
         dtype=plan.dtype,

@@ -147,6 +147,16 @@ class Capture:
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
 
+    def not_finite(self) -> str | None:
+        """What overflowed or is no number: keys, values or queries of the first such layer, or the logits."""
+        for number, layer in enumerate(self._layers):
+            recorder = self._recorder
+            queries = [recorder.tails[number], recorder.samples.get(number)]
+            for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
+                if not all(_is_finite(some) for some in rows if some is not None):
+                    return f"{name} of layer {number}"
+        return None if _is_finite(torch.tensor(self.probe.logits)) else "logits"
+
     def take(self, layer: int) -> CapturedLayer:
         rows = self._layers[layer]
         keys, values = rows.keys, rows.values
@@ -160,6 +170,11 @@ class Capture:
             sink_logits=self._recorder.sink_logits.get(layer),
             sample=self._recorder.samples.pop(layer, None),
         )
+
+
+def _is_finite(rows: torch.Tensor) -> bool:
+    # One pass without a mask of its size: both extremes are not numbers where any value is not.
+    return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
 
 @torch.inference_mode()

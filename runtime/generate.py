@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import Trusted, encode_text
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.cache import IndexCache, LayerStats
 from sparsekv.runtime.decode_loop import DecodeLoop
@@ -81,17 +82,21 @@ class _Streamer(TextStreamer):
             self.on_text(text)
 
 
-def question_ids(index: OpenIndex, question: str, *, raw: bool = False) -> torch.Tensor:
+def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
     """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is.
+
+    Args:
+        special_tokens: let those of the question keep their meaning; otherwise they are plain text.
 
     Raises:
         UsageError: the question is empty.
+        SparsekvError: its special tokens cannot be read as plain text.
     """
     if not question.strip():
         raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
     chat = None if raw else index.artifact.manifest.prompt.chat
-    text = question if chat is None else f"{chat.between}{question}{chat.after}"
-    return torch.tensor(index.tokenizer(text, add_special_tokens=False).input_ids)
+    parts = [question] if chat is None else [Trusted(chat.between), question, Trusted(chat.after)]
+    return torch.tensor(encode_text(index.tokenizer, *parts, special_tokens=special_tokens).ids)
 
 
 @torch.inference_mode()

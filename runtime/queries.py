@@ -87,12 +87,19 @@ class _QuestionRecorder:
 class Queries:
     """Where a report's queries come from; `blocks(layer)` gives one layer's."""
 
-    def __init__(self, artifact: Artifact, index: OpenIndex | None = None, questions: list[str] | None = None):
+    def __init__(
+        self,
+        artifact: Artifact,
+        index: OpenIndex | None = None,
+        questions: list[str] | None = None,
+        *,
+        special_tokens: bool = False,
+    ):
         self.artifact, self._recorder = artifact, None
         if index is not None and questions:
             self._recorder = _QuestionRecorder(index)
             for question in questions:
-                self._recorder.record(question_ids(index, question))
+                self._recorder.record(question_ids(index, question, special_tokens=special_tokens))
 
     def blocks(self, layer: int) -> Iterator[QueryBlock]:
         if self._recorder is None:

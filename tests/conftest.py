@@ -1,6 +1,7 @@
 """Fixtures of all tests: the embedded model, converted at most once per machine."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,24 @@ if not torch.cuda.is_available():
 
 from sparsekv.indexing.embedded import EMBEDDED, pull_embedded
 from sparsekv.indexing.models import LoadedModel, load_model
+from sparsekv.indexing.user_cache import cache_root
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _own_cache(config)
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+def _own_cache(config: pytest.Config) -> None:
+    """What commands remember of their calls stays out of the user's cache, whose models are used."""
+    models = cache_root() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.TemporaryDirectory(prefix="sparsekv-tests-")
+    config.add_cleanup(folder.cleanup)
+    (Path(folder.name) / "models").symlink_to(models.resolve())
+    os.environ["SPARSEKV_CACHE"] = folder.name
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ from support.tiny_models import POSITIONS
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest, layer_file
-from sparsekv.indexing.append import copied_index, encode_addition, growing_plan, online_methods, stored_indexers
+from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.copied_index import copied_index
 from sparsekv.indexing.models import LoadedModel, load_model
 from sparsekv.indexing.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildPlan

@@ -1,9 +1,12 @@
 """The embedded model: what the conversion gives, and what happens when it cannot be made or was damaged."""
 
+import json
+import os
 import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,12 +87,67 @@ def test_damage_shows_by_size_or_by_checksum(cached_copy: Path) -> None:
     assert damaged_files(cached_copy, full=True) == []
     config = cached_copy / "config.json"
     config.write_text(config.read_text().replace("llama", "lLama"))
-    assert damaged_files(cached_copy, full=False) == []
-    assert damaged_files(cached_copy, full=True) == ["config.json"]
+    assert damaged_files(cached_copy, full=False) == damaged_files(cached_copy, full=True) == ["config.json"]
     config.write_text("{}")
     assert damaged_files(cached_copy, full=False) == ["config.json"]
-    (cached_copy / "sha256.json").write_text("[]")
-    assert damaged_files(cached_copy, full=False) == ["sha256.json"]
+    for nothing in ("[]", "{}", "", "[" * 200_000):
+        (cached_copy / "sha256.json").write_text(nothing)
+        assert damaged_files(cached_copy, full=False) == ["sha256.json"]
+
+
+def test_damage_of_the_right_size_is_made_again_and_not_used(cached_copy: Path) -> None:
+    assert pull_embedded() == cached_copy
+    tokenizer = cached_copy / "tokenizer.json"
+    tokenizer.write_bytes(bytes(tokenizer.stat().st_size))
+    steps: list[str] = []
+    with pytest.raises(SparsekvError, match="cannot download"):
+        pull_embedded(steps.append)
+    assert "is damaged (tokenizer.json); making it again" in steps[0]
+
+
+def test_a_model_that_is_whole_is_read_in_full_once(cached_copy: Path) -> None:
+    sums = cached_copy / "sha256.json"
+    kept = json.loads(sums.read_text())
+    for entry in kept.values():
+        entry.pop("mtime_ns", None)  # as earlier versions wrote it
+    sums.write_text(json.dumps(kept))
+    assert pull_embedded() == cached_copy
+    noted = json.loads(sums.read_text())
+    assert {name: entry["mtime_ns"] for name, entry in noted.items()} == {
+        name: (cached_copy / name).stat().st_mtime_ns for name in kept
+    }
+    assert sums.stat().st_mode & 0o777 == 0o644
+    # What was read is told by its time alone: with it put back, only a full check sees a change.
+    config = cached_copy / "config.json"
+    times = config.stat().st_atime_ns, config.stat().st_mtime_ns
+    config.write_text(config.read_text().replace("llama", "lLama"))
+    os.utime(config, ns=times)
+    assert damaged_files(cached_copy, full=False) == []
+    assert damaged_files(cached_copy, full=True) == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["sha256.json", "config.json", "model.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_pipe_or_a_folder_where_a_file_was_is_damage(
+    name: str, make: Callable[[Path], None], cached_copy: Path
+) -> None:
+    (cached_copy / name).unlink()
+    make(cached_copy / name)
+    assert damaged_files(cached_copy, full=False) == damaged_files(cached_copy, full=True) == [name]
+    with pytest.raises(SparsekvError, match="cannot download"):
+        pull_embedded()
+
+
+@pytest.mark.parametrize("name", [EMBEDDED, f"{EMBEDDED}.lock", f"{EMBEDDED}.unfinished"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, Path.touch], ids=["pipe", "folder", "file"])
+def test_whatever_lies_beside_the_model_ends_in_one_line(
+    name: str, make: Callable[[Path], None], other_cache: Path
+) -> None:
+    (other_cache / "models").mkdir(parents=True)
+    make(other_cache / "models" / name)
+    with pytest.raises(SparsekvError, match=r"cannot (download|write)") as error:
+        pull_embedded()
+    assert "\n" not in str(error.value)
 
 
 def test_a_damaged_model_is_made_again_and_without_an_index_says_what_is_missing(cached_copy: Path) -> None:

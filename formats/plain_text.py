@@ -1,0 +1,145 @@
+"""Text as tokens that only say what it says: none of them begins a turn or ends one, whoever wrote the text.
+
+Control tokens are those that a tokenizer marks special, and other added ones that its chat template is made of.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+from sparsekv.formats.errors import SparsekvError
+
+
+class TextTokenizer(Protocol):
+    """What is asked of a tokenizer; those of transformers have it, fast and slow ones."""
+
+    chat_template: Any
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+
+    def __call__(self, text: str, **options: Any) -> Any: ...
+
+
+class Trusted(str):
+    """A part of a text whose control tokens keep their meaning: a chat template's."""
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Token ids of a text, and how often a control token stands in it that is plain text there."""
+
+    ids: list[int]
+    plain: dict[str, int]
+
+
+def encode_text(
+    tokenizer: TextTokenizer, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
+) -> EncodedText:
+    """Token ids of the parts of a text, tokenised as one; control tokens are plain text but in `Trusted` parts.
+
+    Without any of them in the others, these are the ids that the tokenizer gives by itself.
+
+    Args:
+        add_special_tokens: let the tokenizer put its own at the ends.
+        special_tokens: let control tokens keep their meaning in all parts.
+
+    Raises:
+        SparsekvError: the tokenizer cannot read a control token of the text as plain text.
+    """
+    ids = _encode(tokenizer, "".join(parts), add_special_tokens=add_special_tokens)
+    if special_tokens:
+        return EncodedText(ids, {})
+    control, unknown = _control_tokens(tokenizer), _unknown_token(tokenizer)
+    frame = "".join(part for part in parts if isinstance(part, Trusted))
+    meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
+    found = _count(ids, control) - meant
+    if unknown is not None and unknown in found:
+        # The others stand for characters that the tokenizer does not know.
+        found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
+    if not found.total():
+        return EncodedText(ids, {})
+    untold = {number: token for number, token in control.items() if token != unknown}
+    plain = [one for run in _runs(parts, control) for one in _encode_run(tokenizer, run, untold)]
+    before, after = _ends(tokenizer) if add_special_tokens else ([], [])
+    ids = [*before, *plain, *after]
+    if left := _count(ids, untold) - meant:
+        raise SparsekvError(
+            f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; take it "
+            "out, or give --special-tokens where all of the text is your own"
+        )
+    return EncodedText(ids, dict(+found))
+
+
+def _encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, verbose=False, **{"add_special_tokens": False, **options}).input_ids
+    return ids
+
+
+def _control_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+    template = str(tokenizer.chat_template or "")
+    named = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in tokenizer.all_special_ids}
+    # Some models begin turns with tokens that are not marked; white space is text, in a template too.
+    added = {
+        number: str(token)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special or (str(token).strip() and str(token) in template)
+    }
+    return named | added
+
+
+def _unknown_token(tokenizer: TextTokenizer) -> str | None:
+    """The token of unknown characters, where it says nothing else."""
+    names = Counter(str(token) for token in tokenizer.special_tokens_map.values())
+    token = tokenizer.special_tokens_map.get("unk_token")
+    return None if token is None or names[str(token)] > 1 else str(token)
+
+
+def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
+    return Counter(control[number] for number in ids if number in control)
+
+
+def _runs(parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
+    """The text in runs of plain text between the control tokens of trusted parts."""
+    numbers = {token: number for number, token in control.items()}
+    literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
+    run = ""
+    for part in parts:
+        start = 0
+        for match in literals.finditer(part) if isinstance(part, Trusted) else ():
+            yield run + part[start : match.start()]
+            yield numbers[match[0]]
+            run, start = "", match.end()
+        run += part[start:]
+    yield run
+
+
+def _encode_run(tokenizer: TextTokenizer, run: str | int, control: Mapping[int, str]) -> list[int]:
+    if isinstance(run, int):
+        return [run]
+    ids = _encode(tokenizer, run, split_special_tokens=True)
+    if left := _count(ids, control):
+        # Tokenizers split marked ones alone; a token that is cut in two can be none.
+        cuts = [match.start() + 1 for token in left for match in re.finditer(re.escape(token), run)]
+        edges = [0, *sorted(cuts), len(run)]
+        pieces = (run[start:end] for start, end in pairwise(edges))
+        return [one for piece in pieces for one in _encode(tokenizer, piece, split_special_tokens=True)]
+    return ids
+
+
+def _ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
+    start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)
+    return whole[:start], whole[start + len(letter) :]

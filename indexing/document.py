@@ -1,0 +1,101 @@
+"""A document as text: read no further than it is needed, and refused where it is none."""
+
+import codecs
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.text_source import open_source
+
+_PIECE = 2**20  # bytes
+
+
+class Document:
+    """A text that is being read; all of it that is read is checked, what was asked for is kept.
+
+    A byte order mark at its start is no part of it. Each method but `of` raises SparsekvError for what is no text in
+    UTF-8, as far as it reads, and for a text of white space alone.
+
+    Args:
+        name: what errors call it.
+    """
+
+    def __init__(self, name: str, reader: BinaryIO):
+        self._name, self._reader = name, reader
+        self._decoder, self._sum = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256()
+        self._kept: list[str] = []
+        self._characters, self._begun, self._ended, self._blank = 0, False, False, True
+
+    @classmethod
+    def of(cls, text: str) -> "Document":
+        """A text that is at hand, whatever it is."""
+        document = cls("", io.BytesIO())
+        document._kept, document._characters, document._ended = [text], len(text), True
+        document._sum.update(text.encode())
+        return document
+
+    def first(self, characters: int) -> str:
+        """So many of its first characters, or all of them; not to be called after `sha256`."""
+        while not self._ended and self._characters < characters:
+            piece = self._read()
+            self._kept.append(piece)
+            self._characters += len(piece)
+        return "".join(self._kept)[:characters]
+
+    def whole(self) -> str:
+        """All of it; not to be called after `sha256`."""
+        while not self._ended:
+            self._kept.append(self._read())
+        return "".join(self._kept)
+
+    def sha256(self) -> str:
+        """Of all of its bytes, in hex; the rest is read and not kept."""
+        while not self._ended:
+            self._read()
+        return self._sum.hexdigest()
+
+    def _read(self) -> str:
+        data = self._reader.read(_PIECE)
+        self._ended = not data
+        if not self._begun:
+            data, self._begun = data.removeprefix(codecs.BOM_UTF8), True
+        try:
+            text = self._decoder.decode(data, final=self._ended)
+        except UnicodeDecodeError:
+            raise SparsekvError(f"{self._name} is not text in UTF-8; convert it to plain text first") from None
+        if "\0" in text:
+            raise SparsekvError(f"{self._name} is not text: it contains zero bytes; convert it to plain text first")
+        self._sum.update(data)
+        self._blank = self._blank and not text.strip()
+        if self._ended and self._blank:
+            raise SparsekvError(f"{self._name} is empty; give a document with text in it")
+        return text
+
+
+@contextmanager
+def open_document(source: str, *, whole: bool) -> Iterator[Document]:
+    """A document in a file, or on standard input for `-`.
+
+    Args:
+        whole: read all of it now; otherwise only its beginning, so that what is no text is mostly found at once.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        SparsekvError: empty, not UTF-8 text, or it cannot be read.
+    """
+    with open_source(source) as reader:
+        document = Document("standard input" if source == "-" else source, reader)
+        if whole:
+            document.whole()
+        else:
+            document.first(_PIECE)
+        yield document
+
+
+def read_document(source: str) -> str:
+    """Text of a file, or of standard input for `-`; raises what `open_document` raises."""
+    with open_document(source, whole=True) as document:
+        return document.whole()
