@@ -160,7 +160,7 @@ def bench(
 
 def _source(index: Path | None, layer: int | None, asked: Asked, where: torch.device) -> Source:
     if index is not None:
-        return StoredLayerSource(open_artifact(index), layer, asked, where)
+        return StoredLayerSource(open_artifact(index, thorough=True), layer, asked, where)
     if layer is not None:
         raise UsageError(f"--layer {layer}: a mixture has no other; leave it out, or give an --index")
     return Mixtures(asked, where)

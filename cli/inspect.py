@@ -58,7 +58,7 @@ def inspect(
     sparsekv inspect --index manual.skv --json | python -m json.tool
     """
     refuse_unwritable_plot(plot)
-    artifact = open_artifact(index)
+    artifact = open_artifact(index, thorough=True)
     shown, names = _shown_layer(artifact, layer), _shown_methods(artifact, method or [])
     if verify:
         with progress(quiet=quiet) as show:

@@ -103,7 +103,7 @@ def recall_report(
     groups = _groups(by)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     refuse_unwritable_plot(plot)
-    artifact = open_artifact(index)
+    artifact = open_artifact(index, thorough=True)
     names = choose_methods(method or [], list(artifact.manifest.methods))
     guarded = None if guard is None else Guard(guard)
     if residual:

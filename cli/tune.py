@@ -65,7 +65,7 @@ def tune(
     if model is not None and target_perplexity is None:
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")
-    artifact = open_artifact(index)
+    artifact = open_artifact(index, thorough=True)
     if not dry_run:
         refuse_unwritable(artifact.folder)
     goal: Goal
