@@ -1,0 +1,157 @@
+"""A small home with an index in it and things around it that are nobody's business, and what becomes of them."""
+
+import hashlib
+import os
+import random
+import shutil
+import stat
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .forked import Run, Started, Zygote
+from .tiny_models import save_tiny
+
+DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
+MORE = "And one line more.\n"
+QUESTION = "What is 7 times 7?"
+INDEX, SAVED = "doc.skv", "saved.skv"
+METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "h2o")
+VICTIMS = {
+    ".bashrc": b"alias ll='ls -l'\n",
+    "notes.txt": b"remember the milk\n",
+    "a model/manifest.json": b'{"name": "of a model"}',
+    "a model/model.safetensors": b"weights",
+    "a model/config.json": b"{}",
+    "layers/layer_000.safetensors": b"somebody else's",
+    "layers/download.tmp": b"half of something",
+}
+"""Files beside the index that no command has to do with."""
+
+Tree = dict[str, str]
+
+
+def hash_tree(root: Path) -> Tree:
+    """What lies at every path below a folder: the sha256 of a file, the target of a link, or what else it is."""
+    return {str(path.relative_to(root)): _what(path) for path in sorted(root.rglob("*"))}
+
+
+def _what(path: Path) -> str:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return f"link to {os.readlink(path)}"
+    if stat.S_ISREG(mode):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return stat.filemode(mode)[0]
+
+
+def changes(before: Tree, after: Tree, *allowed: str) -> list[str]:
+    """Paths that are not what they were, but for the allowed ones and what is below them."""
+    differing = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    return sorted(path for path in differing if not any(Path(path).is_relative_to(name) for name in allowed))
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A home to run commands in; `model` lies outside it."""
+
+    home: Path
+    model: Path
+    zygote: Zygote
+
+    @property
+    def index(self) -> Path:
+        return self.home / INDEX
+
+    def start(self, *arguments: str | Path, **how: Any) -> Started:
+        """Start a command in the home; takes what `Zygote.start` takes."""
+        environment = {"HOME": str(self.home), "SPARSEKV_CACHE": str(self.home / "cache"), **how.pop("environment", {})}
+        return self.zygote.start(*arguments, folder=self.home, environment=environment, **how)
+
+    def run(self, *arguments: str | Path, **how: Any) -> Run:
+        """Run a command in the home to its end."""
+        return self.start(*arguments, **how).wait()
+
+    def build(self, *options: str, **how: Any) -> Run:
+        """`build-index` of every method."""
+        return self.run(
+            "build-index", "doc.txt", "-o", INDEX, "--model", self.model, "--method", "all", *options, **how
+        )
+
+    def append(self, *options: str, **how: Any) -> Run:
+        """`append` of a line."""
+        return self.run("append", "more.txt", "-i", INDEX, "--model", self.model, "--rebuild", *options, **how)
+
+    def ask(self, *options: str, **how: Any) -> Run:
+        """`generate` of a few tokens."""
+        return self.run(*self.asking(*options), **how)
+
+    def asking(self, *options: str) -> tuple[str | Path, ...]:
+        """What `ask` runs."""
+        return ("generate", QUESTION, "-i", INDEX, "--model", self.model, "--max-new-tokens", "8", *options)
+
+
+@dataclass(frozen=True)
+class World:
+    """A sandbox as it was made, to be copied, and what its index answers."""
+
+    original: Sandbox
+
+    @classmethod
+    def make(cls, folder: Path, zygote: Zygote) -> "World":
+        """Write everything and build the index with the real command."""
+        model, home = save_tiny(folder / "model"), folder / "home"
+        for name, content in VICTIMS.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_bytes(content)
+        (home / "doc.txt").write_text(DOCUMENT)
+        (home / "more.txt").write_text(MORE)
+        original = Sandbox(home, model, zygote)
+        built = original.build()
+        assert built.code == 0, built
+        return cls(original)
+
+    def copy(self, home: Path) -> Sandbox:
+        """A home of one's own, with everything that the original has."""
+        shutil.copytree(self.original.home, home, symlinks=True)
+        return Sandbox(home, self.original.model, self.original.zygote)
+
+    @cached_property
+    def answers(self) -> dict[str, str]:
+        """What the undamaged index answers with each method."""
+        return {method: self._answer(method) for method in METHODS}
+
+    def _answer(self, method: str) -> str:
+        answered = self.original.ask("--method", method)
+        assert answered.code == 0, answered
+        return answered.stdout
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """One of the five commands on an index from a stranger, and what it may change in the home."""
+
+    name: str
+    may_change: tuple[str, ...] = ()
+
+    def arguments(self, sandbox: Sandbox, seed: int) -> tuple[str | Path, ...]:
+        """The command line; the seed chooses a method."""
+        if self.name == "inspect":
+            return ("inspect", "-i", INDEX, "--model", sandbox.model)
+        if self.name == "recall-report":
+            return ("recall-report", "-i", INDEX)
+        if self.name == "append":
+            return ("append", "more.txt", "-i", INDEX, "--model", sandbox.model, "--rebuild")
+        method = random.Random(seed).choice(METHODS)
+        save = ("--save-to", SAVED) if self.name == "save-to" else ()
+        return sandbox.asking("--method", method, *save)
+
+
+COMMANDS = (
+    Attacked("inspect"),
+    Attacked("generate"),
+    Attacked("recall-report"),
+    Attacked("append", (INDEX,)),
+    Attacked("save-to", (SAVED,)),
+)
