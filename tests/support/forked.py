@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 HANG = 30.0  # seconds
-LIMITS = {"AS": 4 << 30, "FSIZE": 1 << 30, "CORE": 0}
+LIMITS = {"AS": 2 << 30, "FSIZE": 1 << 30, "CORE": 0}
 """What a run may take of the machine, whatever it is given: AS in bytes beyond what its imports take."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -52,7 +52,7 @@ class Run:
     def __str__(self) -> str:
         return (
             f"sparsekv {' '.join(self.arguments)}\nexit code {self.code} after {self.seconds:.1f} s\n"
-            f"{self.stdout[-1000:]}{self.stderr[-3000:]}"
+            f"{self.stdout[-500:]}{self.stderr[-1500:]}"
         )
 
 
@@ -61,11 +61,13 @@ class Started:
 
     def __init__(self, connection: socket.socket, request: dict[str, Any], outputs: tempfile.TemporaryDirectory[str]):
         self._connection, self._request, self._outputs = connection, request, outputs
+        self._lines = connection.makefile()
+        self.pid: int = json.loads(self._lines.readline())["pid"]
 
     def wait(self) -> Run:
         """Its end."""
-        with self._connection, self._connection.makefile() as lines, self._outputs as folder:
-            answer = json.loads(lines.readline())
+        with self._connection, self._lines, self._outputs as folder:
+            answer = json.loads(self._lines.readline())
             printed = {name: _printed(Path(folder, name)) for name in ("stdout", "stderr")}
         return Run(tuple(self._request["arguments"]), answer["code"], answer["late"], answer["seconds"], **printed)
 

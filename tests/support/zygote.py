@@ -55,6 +55,7 @@ def _watch(connection: socket.socket) -> dict[str, Any]:
         child = os.fork()
         if child == 0:
             return request
+        print(json.dumps({"pid": child}), file=lines, flush=True)
         late = _wait(child, started + request["seconds"])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -141,15 +142,14 @@ def _halve(path: Any, folder: int) -> None:
         os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
 
 
-def _end(end: SystemExit) -> None:
+def _end(code: int) -> None:
     """What the interpreter does at its end, but for taking all that was imported apart, which is most of a run."""
-    assert isinstance(end.code, int)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for output in (sys.stdout, sys.stderr):
         if output is not None:
             output.flush()
-    os._exit(end.code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
@@ -165,4 +165,8 @@ if __name__ == "__main__":
     try:
         run()
     except SystemExit as end:
-        _end(end)
+        assert isinstance(end.code, int)
+        _end(end.code)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        _end(1)
