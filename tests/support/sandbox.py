@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,12 @@ def changes(before: Tree, after: Tree, *allowed: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A home to run commands in; `model` lies outside it."""
+    """A home to run commands in; `model` lies outside it, `methods` are those that `build` builds."""
 
     home: Path
     model: Path
     zygote: Zygote
+    methods: tuple[str, ...] = METHODS
 
     @property
     def index(self) -> Path:
@@ -74,10 +75,9 @@ class Sandbox:
         return self.start(*arguments, **how).wait()
 
     def build(self, *options: str, **how: Any) -> Run:
-        """`build-index` of every method."""
-        return self.run(
-            "build-index", "doc.txt", "-o", INDEX, "--model", self.model, "--method", "all", *options, **how
-        )
+        """`build-index` of the document."""
+        methods = [option for method in self.methods for option in ("--method", method)]
+        return self.run("build-index", "doc.txt", "-o", INDEX, "--model", self.model, *methods, *options, **how)
 
     def append(self, *options: str, **how: Any) -> Run:
         """`append` of a line."""
@@ -99,7 +99,7 @@ class World:
     original: Sandbox
 
     @classmethod
-    def make(cls, folder: Path, zygote: Zygote) -> "World":
+    def make(cls, folder: Path, zygote: Zygote, methods: tuple[str, ...] = METHODS) -> "World":
         """Write everything and build the index with the real command."""
         model, home = save_tiny(folder / "model"), folder / "home"
         for name, content in VICTIMS.items():
@@ -107,7 +107,7 @@ class World:
             (home / name).write_bytes(content)
         (home / "doc.txt").write_text(DOCUMENT)
         (home / "more.txt").write_text(MORE)
-        original = Sandbox(home, model, zygote)
+        original = Sandbox(home, model, zygote, methods)
         built = original.build()
         assert built.code == 0, built
         return cls(original)
@@ -115,7 +115,7 @@ class World:
     def copy(self, home: Path) -> Sandbox:
         """A home of one's own, with everything that the original has."""
         shutil.copytree(self.original.home, home, symlinks=True)
-        return Sandbox(home, self.original.model, self.original.zygote)
+        return replace(self.original, home=home)
 
     @cached_property
     def answers(self) -> dict[str, str]:

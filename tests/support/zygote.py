@@ -165,8 +165,7 @@ if __name__ == "__main__":
     try:
         run()
     except SystemExit as end:
-        assert isinstance(end.code, int)
-        _end(end.code)
+        _end(int(str(end.code)))
     except Exception:
         sys.excepthook(*sys.exc_info())
         _end(1)
