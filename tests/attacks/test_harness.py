@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from support.command import sparsekv
 from support.forked import Zygote
-from support.sandbox import VICTIMS, Sandbox, changes, hash_tree
+from support.sandbox import INDEX, VICTIMS, Sandbox, changes, hash_tree
 
 
 def test_a_forked_run_ends_as_the_installed_command(sandbox: Sandbox) -> None:
-    arguments = ("recall-report", "-i", "doc.skv", "--budget", "0.1")
+    arguments = ("recall-report", "-i", INDEX, "--budget", "0.1")
     forked, installed = sandbox.run(*arguments), sparsekv(*arguments, cwd=sandbox.home)
     assert (forked.code, forked.stdout, forked.stderr) == (installed.returncode, installed.stdout, installed.stderr)
 
@@ -39,12 +39,12 @@ def test_every_change_in_a_home_is_seen(sandbox: Sandbox) -> None:
     before, home = hash_tree(sandbox.home), sandbox.home
     (home / "notes.txt").write_text("forgotten")
     (home / ".bashrc").unlink()
-    (home / "layers/download.tmp").unlink()
-    (home / "layers/download.tmp").symlink_to("../notes.txt")
+    (home / "mail/layers/download.tmp").unlink()
+    (home / "mail/layers/download.tmp").symlink_to("../notes.txt")
     (home / "saved.skv").mkdir()
     (home / "saved.skv/manifest.json").write_text("{}")
     found = changes(before, hash_tree(home), "saved.skv")
-    assert found == [".bashrc", "layers/download.tmp", "notes.txt"]
+    assert found == [".bashrc", "mail/layers/download.tmp", "notes.txt"]
     assert VICTIMS.keys() > set(found)
 
 

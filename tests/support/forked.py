@@ -45,6 +45,7 @@ class Run:
         assert not self.late, f"hangs: {self}"
         assert self.code >= 0, f"{signal.Signals(-self.code).name}: {self}"
         assert "Traceback" not in self.stderr + self.stdout, self
+        assert "\x1b" not in self.stderr, f"an escape sequence: {self}"
         assert self.code in (0, 1, 2), self
         if self.code:
             self.told()
@@ -111,7 +112,7 @@ class Zygote:
         environment: Mapping[str, str] = {},
         seconds: float = HANG,
         limits: Mapping[str, int] = {},
-        user: int | None = None,
+        unprivileged: bool = False,
         kill_before: int | None = None,
         **standard: str | None,
     ) -> Started:
@@ -120,7 +121,7 @@ class Zygote:
         Args:
             environment: what differs from this process's own.
             limits: `RLIMIT_` names; AS counts from what the imports take.
-            user: runs as this user and group.
+            unprivileged: obeys permissions, also where the tests run as root.
             kill_before: SIGKILL before the n-th operation that changes a file.
             standard: files for `stdin`, `stdout`, `stderr`; None closes one.
         """
@@ -131,7 +132,7 @@ class Zygote:
             "environment": dict(environment),
             "seconds": seconds,
             "limits": LIMITS | dict(limits),
-            "user": user,
+            "unprivileged": unprivileged,
             "kill_before": kill_before,
             "stdin": "/dev/null",
             "stdout": f"{outputs.name}/stdout",

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from . import hostile_folders, hostile_manifests, hostile_tensors
-from .sandbox import SAVED, Attacked, Sandbox, World, changes, hash_tree
+from .sandbox import INDEX, SAVED, Attacked, Sandbox, World, changes, hash_tree
 from .sealing import Damage
 
 KINDS = {
@@ -26,15 +26,16 @@ def attack(sandbox: Sandbox, done: Damage, command: Attacked, seed: int) -> None
     before = hash_tree(sandbox.home)
     run = sandbox.run(*command.arguments(sandbox, seed))
     run.assert_harmless()
+    assert not command.reports or "\x1b" not in run.stdout, f"an escape sequence: {run}"
     after = hash_tree(sandbox.home)
     touched = changes(before, after, *command.may_change)
-    touched += [path for path in changes(before, after) if _is_foreign(path, sandbox.index.name, done)]
+    touched += [path for path in changes(before, after) if _is_foreign(path, done)]
     assert not touched, f"changes {', '.join(touched)}: {run}"
     assert run.code == 0 or SAVED not in after, f"leaves {SAVED}: {run}"
 
 
-def _is_foreign(path: str, index: str, done: Damage) -> bool:
-    return any(Path(path).is_relative_to(Path(index, name)) for name in done.foreign)
+def _is_foreign(path: str, done: Damage) -> bool:
+    return any(Path(path).is_relative_to(Path(INDEX, name)) for name in done.foreign)
 
 
 def attack_once(world: World, home: Path, kind: str, seed: int, command: Attacked) -> str | None:

@@ -31,7 +31,7 @@ OUTSIDE = (
     "../notes.txt",
     "../a model/model.safetensors",
     "context/../../.bashrc",
-    "./../doc.txt",
+    "../../doc.txt",
     MANIFEST,
     "/etc/passwd",
     "/dev/zero",

@@ -16,18 +16,20 @@ from .tiny_models import save_tiny
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
-INDEX, SAVED = "doc.skv", "saved.skv"
+INDEX, SAVED = "mail/doc.skv", "saved.skv"
 METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "h2o")
 VICTIMS = {
     ".bashrc": b"alias ll='ls -l'\n",
     "notes.txt": b"remember the milk\n",
-    "a model/manifest.json": b'{"name": "of a model"}',
-    "a model/model.safetensors": b"weights",
-    "a model/config.json": b"{}",
-    "layers/layer_000.safetensors": b"somebody else's",
-    "layers/download.tmp": b"half of something",
+    "mail/.bashrc": b"alias ls='rm'\n",
+    "mail/notes.txt": b"yours sincerely\n",
+    "mail/a model/manifest.json": b'{"name": "of a model"}',
+    "mail/a model/model.safetensors": b"weights",
+    "mail/a model/config.json": b"{}",
+    "mail/layers/layer_000.safetensors": b"somebody else's",
+    "mail/layers/download.tmp": b"half of something",
 }
-"""Files beside the index that no command has to do with."""
+"""Files beside the index, and where an index is saved to, that no command has to do with."""
 
 Tree = dict[str, str]
 
@@ -130,10 +132,14 @@ class World:
 
 @dataclass(frozen=True)
 class Attacked:
-    """One of the five commands on an index from a stranger, and what it may change in the home."""
+    """One of the five commands on an index from a stranger, and what it may change in the home.
+
+    `reports`: what it prints is its own words, not a model's.
+    """
 
     name: str
     may_change: tuple[str, ...] = ()
+    reports: bool = True
 
     def arguments(self, sandbox: Sandbox, seed: int) -> tuple[str | Path, ...]:
         """The command line; the seed chooses a method."""
@@ -150,8 +156,8 @@ class Attacked:
 
 COMMANDS = (
     Attacked("inspect"),
-    Attacked("generate"),
+    Attacked("generate", reports=False),
     Attacked("recall-report"),
     Attacked("append", (INDEX,)),
-    Attacked("save-to", (SAVED,)),
+    Attacked("save-to", (SAVED,), reports=False),
 )
