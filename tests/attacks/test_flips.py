@@ -13,6 +13,17 @@ from support.sealing import read_fields
 
 FLIPS = 500
 AT_ONCE = 2
+SHORT = (
+    ("squeezed", 12),
+    ("squeezed", 84),
+    ("multipole", 25),
+    ("multipole", 43),
+    ("multipole-windowed", 8),
+    ("csattention", 21),
+    ("pqcache", 4),
+    ("h2o", 5),
+)
+"""Bits that were followed out of a tensor once, or changed an answer in silence; and others."""
 
 
 def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: bool) -> str | None:
@@ -33,9 +44,9 @@ def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: b
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["damaged", "sealed"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_flipped_bit_is_told_or_harmless(world: World, tmp_path: Path, method: str, sealed: bool) -> None:
-    wrong = _flip_and_ask(world, tmp_path / "home", method, 0, sealed=sealed)
+@pytest.mark.parametrize(("method", "seed"), SHORT)
+def test_a_flipped_bit_is_told_or_harmless(world: World, tmp_path: Path, method: str, seed: int, sealed: bool) -> None:
+    wrong = _flip_and_ask(world, tmp_path / "home", method, seed, sealed=sealed)
     assert wrong is None, wrong
 
 

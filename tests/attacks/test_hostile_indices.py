@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,24 @@ from support.sandbox import COMMANDS, Attacked, World
 
 INDICES = int(os.environ.get("SPARSEKV_ATTACKS", "2000"))
 AT_ONCE = 2
-SHORT = 14
+SHORT = {
+    "manifest": (3, 17, 253, 10, 9, 11, 26, 323, 21, 37, 38, 45, 47, 43, 51, 23, 59, 52, 1, 0),
+    "tensors": (12, 32, 16, 17, 10, 22, 27, 43, 7, 52, 34, 42, 3, 30, 0),
+    "folder": (1, 6, 9, 3, 12, 14, 21, 0),
+}
+"""Seeds with which some command went wrong once, and a few others."""
+NAMED = {command.name: command for command in COMMANDS}
+MOST = {
+    "manifest": ("generate", "recall-report", "save-to", "inspect", "append"),
+    "tensors": ("recall-report", "append", "generate", "inspect", "save-to"),
+    "folder": ("append", "append", "append", "save-to"),
+}
+"""Commands in turn."""
 
 SOME = [
-    pytest.param(kind, seed, command, id=f"{kind}-{seed}-{command.name}")
-    for kind, commands in zip(KINDS, (cycle(COMMANDS), cycle(COMMANDS[::-1]), cycle(COMMANDS[2:])), strict=True)
-    for seed, command in enumerate(islice(commands, SHORT))
+    pytest.param(kind, seed, NAMED[name], id=f"{kind}-{seed}-{name}")
+    for kind, seeds in SHORT.items()
+    for seed, name in zip(seeds, cycle(MOST[kind]), strict=False)
 ]
 
 
