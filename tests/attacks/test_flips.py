@@ -4,11 +4,12 @@ import random
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
 from support.hostile_tensors import flip_bit
-from support.sandbox import METHODS, World
+from support.sandbox import METHODS, PREFILLS, World
 from support.sealing import read_fields
 
 FLIPS = 500
@@ -18,12 +19,20 @@ SHORT = (
     ("squeezed", 84),
     ("multipole", 25),
     ("multipole", 43),
+    ("multipole", 79),
     ("multipole-windowed", 8),
     ("csattention", 21),
     ("pqcache", 4),
     ("h2o", 5),
 )
 """Bits that were followed out of a tensor once, or changed an answer in silence; and others."""
+
+
+@cache
+def _undamaged(world: World, *options: str) -> str:
+    answered = world.original.ask(*options)
+    assert answered.code == 0, answered
+    return answered.stdout
 
 
 def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: bool) -> str | None:
@@ -33,11 +42,12 @@ def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: b
         [name for name in sorted(read_fields(sandbox.index)["files"]) if name.startswith(f"{method}/")]
     )
     done = flip_bit(sandbox.index, name, choose, sealed=sealed)
-    answered = sandbox.ask("--method", method)
+    options = ("--method", method, *choose.choice(PREFILLS))
+    answered = sandbox.ask(*options)
     shutil.rmtree(home)
     try:
         answered.assert_harmless()
-        assert sealed or answered.code or answered.stdout == world.answers[method], f"another answer: {answered}"
+        assert sealed or answered.code or answered.stdout == _undamaged(world, *options), f"another answer: {answered}"
     except AssertionError as wrong:
         return f"{method} {seed}: {done}\n{wrong}"
     return None
@@ -58,7 +68,6 @@ def test_hundreds_of_flipped_bits_are_told_or_harmless(world: World, tmp_path: P
     def flips() -> Iterator[tuple[str, int]]:
         return ((METHODS[number % len(METHODS)], number) for number in range(FLIPS))
 
-    assert world.answers.keys() == set(METHODS)
     with ThreadPoolExecutor(AT_ONCE) as threads:
         outcomes = threads.map(
             lambda flip: _flip_and_ask(world, tmp_path / f"{flip[1]}", *flip, sealed=sealed), flips()

@@ -6,7 +6,6 @@ import random
 import shutil
 import stat
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
 INDEX, SAVED = "mail/doc.skv", "saved.skv"
 METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "h2o")
+PREFILLS = ((), ("--prefill", "dense"))
+"""A dense prefill reads nothing of the method: then the decode step is the first that follows a wrong offset."""
 VICTIMS = {
     ".bashrc": b"alias ll='ls -l'\n",
     "notes.txt": b"remember the milk\n",
@@ -96,7 +97,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class World:
-    """A sandbox as it was made, to be copied, and what its index answers."""
+    """A sandbox as it was made, to be copied."""
 
     original: Sandbox
 
@@ -119,16 +120,6 @@ class World:
         shutil.copytree(self.original.home, home, symlinks=True)
         return replace(self.original, home=home)
 
-    @cached_property
-    def answers(self) -> dict[str, str]:
-        """What the undamaged index answers with each method."""
-        return {method: self._answer(method) for method in METHODS}
-
-    def _answer(self, method: str) -> str:
-        answered = self.original.ask("--method", method)
-        assert answered.code == 0, answered
-        return answered.stdout
-
 
 @dataclass(frozen=True)
 class Attacked:
@@ -142,16 +133,17 @@ class Attacked:
     reports: bool = True
 
     def arguments(self, sandbox: Sandbox, seed: int) -> tuple[str | Path, ...]:
-        """The command line; the seed chooses a method."""
+        """The command line; the seed chooses a method and a prefill."""
         if self.name == "inspect":
             return ("inspect", "-i", INDEX, "--model", sandbox.model)
         if self.name == "recall-report":
             return ("recall-report", "-i", INDEX)
         if self.name == "append":
             return ("append", "more.txt", "-i", INDEX, "--model", sandbox.model, "--rebuild")
-        method = random.Random(seed).choice(METHODS)
+        choose = random.Random(seed)
+        options = ("--method", choose.choice(METHODS), *choose.choice(PREFILLS))
         save = ("--save-to", SAVED) if self.name == "save-to" else ()
-        return sandbox.asking("--method", method, *save)
+        return sandbox.asking(*options, *save)
 
 
 COMMANDS = (
