@@ -1,0 +1,50 @@
+"""`kill -9` before each file operation of what writes: nothing is lost, and the same command again finishes it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.forked import Zygote
+from support.kill_points import Killed, assert_nothing_is_lost
+from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
+
+
+def _without_index(sandbox: Sandbox) -> None:
+    shutil.rmtree(sandbox.index)
+
+
+def _edit(sandbox: Sandbox) -> None:
+    """The second half of the document: what is before it is kept."""
+    (sandbox.home / "doc.txt").write_text(DOCUMENT.replace("Line 11 ", "Line eleven "))
+
+
+COMMANDS = {
+    "a build": Killed(Sandbox.build, _without_index),
+    "an edit": Killed(Sandbox.build, _edit),
+    "--force": Killed(lambda sandbox, **how: sandbox.build("--force", **how), _edit),
+    "append": Killed(Sandbox.append),
+    "--save-to": Killed(
+        lambda sandbox, **how: sandbox.ask("--save-to", SAVED, **how), may_change=(SAVED,), makes=SAVED
+    ),
+    "tune": Killed(
+        lambda sandbox, **how: sandbox.run(*("tune", "-i", INDEX, "--target-recall", "0.5", "--method", "quest"), **how)
+    ),
+}
+"""Every command that writes an index."""
+
+
+@pytest.fixture(scope="session")
+def small_world(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> World:
+    """Of one method, so that there are fewer files."""
+    return World.make(tmp_path_factory.mktemp("small_world"), zygote, methods=("multipole",))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
+    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=1 if name == "tune" else 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_kill_loses_anything(world: World, tmp_path: Path, name: str) -> None:
+    assert_nothing_is_lost(world, tmp_path, COMMANDS[name], every=1)

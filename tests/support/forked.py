@@ -1,0 +1,149 @@
+"""The real command in processes of its own, without the seconds of its imports: forked from one that has them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+HANG = 30.0  # seconds
+LIMITS = {"AS": 2 << 30, "FSIZE": 1 << 30, "CORE": 0}
+"""What a run may take of the machine, whatever it is given: AS in bytes beyond what its imports take."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended: exit code (negative: the signal), whether it was killed at its time limit, what it printed."""
+
+    arguments: tuple[str, ...]
+    code: int
+    late: bool
+    seconds: float
+    stdout: str
+    stderr: str
+
+    def told(self) -> str:
+        """The message of a run that failed as it should: its last line; fails where anything else is an error too."""
+        lines = self.stderr.rstrip("\n").split("\n")
+        errors = [line for line in lines if "error: " in line.lower()]
+        assert lines[-1].startswith("sparsekv: error: "), self
+        assert errors == lines[-1:], self
+        message = lines[-1].removeprefix("sparsekv: error: ")
+        assert message.replace(":", ";").split(";", 1)[-1].strip() not in ("", message), f"no remedy: {self}"
+        return message
+
+    def assert_harmless(self) -> None:
+        """Fail unless the run was done, or failed in one line, without a traceback, a signal or a hang."""
+        assert not self.late, f"hangs: {self}"
+        assert self.code >= 0, f"{signal.Signals(-self.code).name}: {self}"
+        assert "Traceback" not in self.stderr + self.stdout, self
+        assert "\x1b" not in self.stderr, f"an escape sequence: {self}"
+        assert self.code in (0, 1, 2), self
+        if self.code:
+            self.told()
+
+    def __str__(self) -> str:
+        return (
+            f"sparsekv {' '.join(self.arguments)}\nexit code {self.code} after {self.seconds:.1f} s\n"
+            f"{self.stdout[-500:]}{self.stderr[-1500:]}"
+        )
+
+
+class Started:
+    """A run that may still be under way."""
+
+    def __init__(self, connection: socket.socket, request: dict[str, Any], outputs: tempfile.TemporaryDirectory[str]):
+        self._connection, self._request, self._outputs = connection, request, outputs
+        self._lines = connection.makefile()
+        self.pid: int = json.loads(self._lines.readline())["pid"]
+
+    def wait(self) -> Run:
+        """Its end."""
+        with self._connection, self._lines, self._outputs as folder:
+            answer = json.loads(self._lines.readline())
+            printed = {name: _printed(Path(folder, name)) for name in ("stdout", "stderr")}
+        return Run(tuple(self._request["arguments"]), answer["code"], answer["late"], answer["seconds"], **printed)
+
+
+def _printed(path: Path) -> str:
+    """With line ends as they are. Empty where a run was given another file."""
+    return path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
+
+
+class Zygote:
+    """Starts commands at the speed of a fork, several at once if need be; ends with its context."""
+
+    def __init__(self, home: Path):
+        """`home` takes what libraries keep for a user."""
+        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
+        self._socket = f"{self._folder.name}/socket"
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("zygote.py"), self._socket],
+            env=environment | ONE_THREAD | {"HOME": str(home), "HF_HOME": str(home / "hub"), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate("")
+        self._folder.cleanup()
+
+    def start(
+        self,
+        *arguments: str | Path,
+        folder: Path,
+        environment: Mapping[str, str] = {},
+        seconds: float = HANG,
+        limits: Mapping[str, int] = {},
+        unprivileged: bool = False,
+        kill_before: int | None = None,
+        **standard: str | None,
+    ) -> Started:
+        """Start the command in a folder.
+
+        Args:
+            environment: what differs from this process's own.
+            limits: `RLIMIT_` names; AS counts from what the imports take.
+            unprivileged: obeys permissions, also where the tests run as root.
+            kill_before: SIGKILL before the n-th operation that changes a file.
+            standard: files for `stdin`, `stdout`, `stderr`; None closes one.
+        """
+        outputs = tempfile.TemporaryDirectory(prefix="outputs-")
+        request = {
+            "arguments": [str(argument) for argument in arguments],
+            "folder": str(folder),
+            "environment": dict(environment),
+            "seconds": seconds,
+            "limits": LIMITS | dict(limits),
+            "unprivileged": unprivileged,
+            "kill_before": kill_before,
+            "stdin": "/dev/null",
+            "stdout": f"{outputs.name}/stdout",
+            "stderr": f"{outputs.name}/stderr",
+            **standard,
+        }
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._socket)
+        connection.sendall(f"{json.dumps(request)}\n".encode())
+        return Started(connection, request, outputs)
+
+    def run(self, *arguments: str | Path, **how: Any) -> Run:
+        """Run the command to its end; takes what `start` takes."""
+        return self.start(*arguments, **how).wait()

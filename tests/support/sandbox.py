@@ -1,0 +1,155 @@
+"""A small home with an index in it and things around it that are nobody's business, and what becomes of them."""
+
+import hashlib
+import os
+import random
+import shutil
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .forked import Run, Started, Zygote
+from .tiny_models import save_tiny
+
+DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
+MORE = "And one line more.\n"
+QUESTION = "What is 7 times 7?"
+INDEX, SAVED = "mail/doc.skv", "saved.skv"
+METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "h2o")
+PREFILLS = ((), ("--prefill", "dense"))
+"""A dense prefill reads nothing of the method: then the decode step is the first that follows a wrong offset."""
+VICTIMS = {
+    ".bashrc": b"alias ll='ls -l'\n",
+    "notes.txt": b"remember the milk\n",
+    "mail/.bashrc": b"alias ls='rm'\n",
+    "mail/notes.txt": b"yours sincerely\n",
+    "mail/a model/manifest.json": b'{"name": "of a model"}',
+    "mail/a model/model.safetensors": b"weights",
+    "mail/a model/config.json": b"{}",
+    "mail/layers/layer_000.safetensors": b"somebody else's",
+    "mail/layers/download.tmp": b"half of something",
+}
+"""Files beside the index, and where an index is saved to, that no command has to do with."""
+
+Tree = dict[str, str]
+
+
+def hash_tree(root: Path) -> Tree:
+    """What lies at every path below a folder: the sha256 of a file, the target of a link, or what else it is."""
+    return {str(path.relative_to(root)): _what(path) for path in sorted(root.rglob("*"))}
+
+
+def _what(path: Path) -> str:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return f"link to {os.readlink(path)}"
+    if stat.S_ISREG(mode):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return stat.filemode(mode)[0]
+
+
+def changes(before: Tree, after: Tree, *allowed: str) -> list[str]:
+    """Paths that are not what they were, but for the allowed ones and what is below them."""
+    differing = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    return sorted(path for path in differing if not any(Path(path).is_relative_to(name) for name in allowed))
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A home to run commands in; `model` lies outside it, `methods` are those that `build` builds."""
+
+    home: Path
+    model: Path
+    zygote: Zygote
+    methods: tuple[str, ...] = METHODS
+
+    @property
+    def index(self) -> Path:
+        return self.home / INDEX
+
+    def start(self, *arguments: str | Path, **how: Any) -> Started:
+        """Start a command in the home; takes what `Zygote.start` takes."""
+        environment = {"HOME": str(self.home), "SPARSEKV_CACHE": str(self.home / "cache"), **how.pop("environment", {})}
+        return self.zygote.start(*arguments, folder=self.home, environment=environment, **how)
+
+    def run(self, *arguments: str | Path, **how: Any) -> Run:
+        """Run a command in the home to its end."""
+        return self.start(*arguments, **how).wait()
+
+    def build(self, *options: str, **how: Any) -> Run:
+        """`build-index` of the document."""
+        methods = [option for method in self.methods for option in ("--method", method)]
+        return self.run("build-index", "doc.txt", "-o", INDEX, "--model", self.model, *methods, *options, **how)
+
+    def append(self, *options: str, **how: Any) -> Run:
+        """`append` of a line."""
+        return self.run("append", "more.txt", "-i", INDEX, "--model", self.model, "--rebuild", *options, **how)
+
+    def ask(self, *options: str, **how: Any) -> Run:
+        """`generate` of a few tokens."""
+        return self.run(*self.asking(*options), **how)
+
+    def asking(self, *options: str) -> tuple[str | Path, ...]:
+        """What `ask` runs."""
+        return ("generate", QUESTION, "-i", INDEX, "--model", self.model, "--max-new-tokens", "8", *options)
+
+
+@dataclass(frozen=True)
+class World:
+    """A sandbox as it was made, to be copied."""
+
+    original: Sandbox
+
+    @classmethod
+    def make(cls, folder: Path, zygote: Zygote, methods: tuple[str, ...] = METHODS) -> "World":
+        """Write everything and build the index with the real command."""
+        model, home = save_tiny(folder / "model"), folder / "home"
+        for name, content in VICTIMS.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_bytes(content)
+        (home / "doc.txt").write_text(DOCUMENT)
+        (home / "more.txt").write_text(MORE)
+        original = Sandbox(home, model, zygote, methods)
+        built = original.build()
+        assert built.code == 0, built
+        return cls(original)
+
+    def copy(self, home: Path) -> Sandbox:
+        """A home of one's own, with everything that the original has."""
+        shutil.copytree(self.original.home, home, symlinks=True)
+        return replace(self.original, home=home)
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """One of the five commands on an index from a stranger, and what it may change in the home.
+
+    `reports`: what it prints is its own words, not a model's.
+    """
+
+    name: str
+    may_change: tuple[str, ...] = ()
+    reports: bool = True
+
+    def arguments(self, sandbox: Sandbox, seed: int) -> tuple[str | Path, ...]:
+        """The command line; the seed chooses a method and a prefill."""
+        if self.name == "inspect":
+            return ("inspect", "-i", INDEX, "--model", sandbox.model)
+        if self.name == "recall-report":
+            return ("recall-report", "-i", INDEX)
+        if self.name == "append":
+            return ("append", "more.txt", "-i", INDEX, "--model", sandbox.model, "--rebuild")
+        choose = random.Random(seed)
+        options = ("--method", choose.choice(METHODS), *choose.choice(PREFILLS))
+        save = ("--save-to", SAVED) if self.name == "save-to" else ()
+        return sandbox.asking(*options, *save)
+
+
+COMMANDS = (
+    Attacked("inspect"),
+    Attacked("generate", reports=False),
+    Attacked("recall-report"),
+    Attacked("append", (INDEX,)),
+    Attacked("save-to", (SAVED,), reports=False),
+)

@@ -1,0 +1,92 @@
+"""Changing an index behind its writer's back, with all sums made right again, as a stranger would."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from sparsekv.formats.checksums import hash_bytes, hash_json
+from sparsekv.formats.schema import MANIFEST
+
+Fields = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What was done to an index, for the message of a failure.
+
+    `sealed`: every hash and sum is right again. `foreign`: paths in the index that are not its own, so no command
+    may touch them.
+    """
+
+    what: str
+    sealed: bool
+    foreign: tuple[str, ...] = ()
+
+
+Damager = Callable[[Path, random.Random], Damage]
+"""Damages the index in a folder, in a way that a random generator chooses."""
+
+
+def read_fields(index: Path) -> Fields:
+    """The manifest as it stands."""
+    fields: Fields = json.loads((index / MANIFEST).read_bytes())
+    return fields
+
+
+def seal(index: Path, fields: Fields) -> None:
+    """Write a manifest with the hash of its own fields, whatever they are."""
+    fields = {name: value for name, value in fields.items() if name != "manifest_sha256"}
+    (index / MANIFEST).write_text(json.dumps({**fields, "manifest_sha256": hash_json(fields)}, indent=1))
+
+
+def record_file(index: Path, fields: Fields, name: str) -> None:
+    """Make a file's record say what the file is now."""
+    record = fields["files"][name]
+    data = (index / record["path"]).read_bytes()
+    record |= {"bytes": len(data), "sha256": hash_bytes(data)}
+    try:
+        tensors = load_file(index / record["path"])
+    except (SafetensorError, OSError, ValueError):
+        return
+    record["tensors"] = {
+        key: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for key, tensor in tensors.items()
+    }
+
+
+def change_tensors(index: Path, name: str, change: Callable[[Tensors], Tensors]) -> None:
+    """Write one logical file with other tensors, and seal the index again."""
+    fields = read_fields(index)
+    path = index / fields["files"][name]["path"]
+    save_file(change(load_file(path)), path)
+    record_file(index, fields, name)
+    seal(index, fields)
+
+
+def change_bytes(index: Path, name: str, change: Callable[[bytearray], bytearray], *, sealed: bool) -> None:
+    """Write one logical file with other bytes; sealed, the manifest says so."""
+    fields = read_fields(index)
+    path = index / fields["files"][name]["path"]
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    if sealed:
+        record_file(index, fields, name)
+        seal(index, fields)
+
+
+def header_bytes(path: Path) -> int:
+    """Where the tensors' data begin."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def tensor_names(index: Path, name: str) -> list[str]:
+    """Names of the tensors in a logical file."""
+    with safe_open(index / read_fields(index)["files"][name]["path"], framework="pt") as file:
+        return sorted(file.keys())

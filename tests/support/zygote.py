@@ -1,0 +1,178 @@
+"""The command's process, imported once and forked for every run: a program that `forked.py` starts.
+
+Each connection brings one request, a line of JSON. A fork watches over it: it forks again, its child becomes the
+command and goes through `run()` to the interpreter's own end, and the watcher answers with how that ended. Nothing
+computes before a fork, so there are no threads that it would lose.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.models.llama.modeling_llama
+
+from sparsekv.cli.main import COMMANDS, run
+
+STANDARD = ("stdin", "stdout", "stderr")
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
+"""Audit events of file operations that change something, besides `open` to write."""
+
+
+def _serve(path: str) -> dict[str, Any]:
+    """Fork for every request; returns in the children alone, with what they are to do. Ends with its standard input."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # watchers leave nothing behind
+        print("ready", flush=True)
+        while server in select.select([server, sys.stdin], [], [])[0]:
+            connection, _ = server.accept()
+            with connection:
+                if os.fork() == 0:
+                    server.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return _watch(connection)
+    os._exit(0)
+
+
+def _watch(connection: socket.socket) -> dict[str, Any]:
+    with connection.makefile("rw") as lines:
+        request: dict[str, Any] = json.loads(lines.readline())
+        started = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            return request
+        print(json.dumps({"pid": child}), file=lines, flush=True)
+        late = _wait(child, started + request["seconds"])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        lines.write(json.dumps({"code": code, "seconds": time.monotonic() - started, "late": late}))
+    os._exit(0)
+
+
+def _wait(child: int, deadline: float) -> bool:
+    """Whether a child still ran at its deadline. It is left as a zombie, so that its group keeps its number."""
+    descriptor = os.pidfd_open(child)
+    ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+    return not ended
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Make this process what a shell would have started: folder, environment, standard files, limits, user."""
+    os.setsid()
+    for number, name in enumerate(STANDARD):
+        _redirect(number, name, request[name])
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    for name, value in request["limits"].items():
+        limit = value + _mapped() if name == "AS" else value
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    if request["unprivileged"]:
+        _drop_privileges()
+    sys.argv = ["sparsekv", *request["arguments"]]
+    if request["kill_before"] is not None:
+        sys.addaudithook(_Countdown(request["kill_before"], request["folder"]))
+
+
+def _redirect(number: int, name: str, path: str | None) -> None:
+    """None closes a standard file, which leaves Python without its object."""
+    if path is None:
+        os.close(number)
+        setattr(sys, name, None)
+        return
+    flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = os.open(path, flags, 0o600)
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def _drop_privileges() -> None:
+    """Without its capabilities even root obeys permissions; its files stay its own."""
+    version, this_process = 0x20080522, 0
+    none = struct.pack("6I", *[0] * 6)
+    assert ctypes.CDLL(None).capset(struct.pack("Ii", version, this_process), none) == 0
+
+
+def _mapped() -> int:
+    """Bytes of address space that this process has already: limits count from there."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+class _Countdown:
+    """Kills its process before the n-th operation that changes a file of its folder, or one named relative to another.
+
+    Before a renaming, half of the file is taken away, as if the kill had come in the middle of writing it.
+    """
+
+    def __init__(self, operations: int, folder: str):
+        self.operations, self.folder = operations, folder
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.operations <= 0 or not self._counts(event, arguments):
+            return
+        self.operations -= 1
+        if self.operations == 0:
+            if event == "os.rename":
+                _halve(arguments[0], arguments[2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _counts(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        if event == "open":
+            changes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        else:
+            changes = event in CHANGES
+        if not changes or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return False
+        path = os.fsdecode(arguments[0])
+        return not path.startswith("/") or path.startswith(self.folder)
+
+
+def _halve(path: Any, folder: int) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY, dir_fd=None if folder == -1 else folder)
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+
+
+def _end(code: int) -> None:
+    """What the interpreter does at its end, but for taking all that was imported apart, which is most of a run."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for output in (sys.stdout, sys.stderr):
+        if output is not None:
+            output.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for command in COMMANDS:
+        importlib.import_module(f"sparsekv.cli.{command.replace('-', '_')}")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sparsekv.kernels.cluster_step_numba")
+    importlib.import_module(transformers.models.llama.modeling_llama.__name__)
+    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
+    gc.freeze()
+    _become(_serve(sys.argv[1]))
+    try:
+        run()
+    except SystemExit as end:
+        _end(int(str(end.code)))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        _end(1)
