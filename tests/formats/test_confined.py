@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.artifacts import CONTEXT, METHOD, assert_holds, files_in, small_artifact
-from support.resealed import reseal
+from support.sealing import reseal
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.journal import JOURNAL

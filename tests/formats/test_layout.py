@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.artifacts import CONTEXT, METHOD, QUERIES, small_artifact
-from support.resealed import reseal, reseal_tensors
+from support.sealing import Tensors, change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.reader import Artifact
@@ -75,20 +75,21 @@ def test_a_file_that_is_not_recorded_is_named(index: Path, file: str) -> None:
         Artifact(index)
 
 
-def _renamed(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["other"] = tensors.pop(next(iter(tensors)))
+def _renamed(tensors: Tensors) -> Tensors:
+    first = next(iter(tensors))
+    return {"other" if name == first else name: tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("file", [TOKENS, CONTEXT, QUERIES])
 def test_a_tensor_that_is_missing_is_named(index: Path, file: str) -> None:
-    reseal_tensors(index, file, _renamed)
+    change_tensors(index, file, _renamed)
     with pytest.raises(ArtifactError, match=f"is not in {file}"):
         Artifact(index)
 
 
 def test_a_file_with_other_tensors_than_its_record_is_told_when_it_is_read(tmp_path: Path, index: Path) -> None:
     small_artifact(tmp_path / "other.skv")
-    reseal_tensors(tmp_path / "other.skv", METHOD, lambda tensors: tensors.update(more=torch.zeros(3)))
+    change_tensors(tmp_path / "other.skv", METHOD, lambda tensors: tensors | {"more": torch.zeros(3)})
     data = (tmp_path / "other.skv" / METHOD).read_bytes()
     (index / METHOD).write_bytes(data)
     reseal(index, lambda fields: fields["files"][METHOD].update(bytes=len(data)))
@@ -118,6 +119,6 @@ def test_whoever_measures_is_told_of_every_file(index: Path) -> None:
 
 
 def test_whoever_measures_is_told_of_numbers_that_are_not_finite(index: Path) -> None:
-    reseal_tensors(index, CONTEXT, lambda tensors: tensors["keys"].fill_(torch.nan))
+    change_tensors(index, CONTEXT, lambda tensors: tensors | {"keys": tensors["keys"] * torch.nan})
     with pytest.raises(ArtifactError, match=r"keys in .* holds numbers that are not finite"):
         Artifact(index, thorough=True).context(0)

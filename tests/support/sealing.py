@@ -47,6 +47,13 @@ def seal(index: Path, fields: Fields) -> None:
     (index / MANIFEST).write_text(json.dumps({**fields, "manifest_sha256": hash_json(fields)}, indent=1))
 
 
+def reseal(index: Path, change: Callable[[Fields], object]) -> None:
+    """Change the fields of a manifest, and make its own hash right."""
+    fields = read_fields(index)
+    change(fields)
+    seal(index, fields)
+
+
 def record_file(index: Path, fields: Fields, name: str) -> None:
     """Make a file's record say what the file is now."""
     record = fields["files"][name]

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import transformers.models.llama.modeling_llama
 
-from sparsekv.cli.main import COMMANDS, run
+from sparsekv.cli.app import COMMANDS
+from sparsekv.cli.main import run
 
 STANDARD = ("stdin", "stdout", "stderr")
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
