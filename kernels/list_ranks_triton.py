@@ -99,7 +99,9 @@ def _look_up_kernel(
         place = (head * PARTS + part) * C + c
         step, origin = tl.load(steps + place, mask=c < C, other=0.0), tl.load(origins + place, mask=c < C, other=0.0)
         products = tl.sum(q[:, None, :] * centroid[None, :, :], 2)
-        best, nearest = tl.max(tl.where(c < C, products, -float("inf")), 1, return_indices=True)
+        # Of products that are no numbers the largest could be past the last list.
+        known = (c < C) & (products > -float("inf"))
+        best, nearest = tl.max(tl.where(known, products, -float("inf")), 1, return_indices=True)
         found = (head * PARTS + part) * C + nearest
         at_nearest = nearest[:, None] == c
         reach = tl.load(part_weights + head * PARTS + part) * softmax_scale

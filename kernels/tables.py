@@ -110,7 +110,9 @@ def insert(
     length, new = tokens.shape[1], len(new_tokens)
     tokens = torch.cat([tokens, new_tokens.to(tokens).expand(len(tokens), -1)], 1)
     scores = torch.cat([scores, new_scores.to(scores)], 1)
-    cutoff = scores.float().kthvalue(new + 1, -1, keepdim=True).values
-    above, equal = scores > cutoff, scores == cutoff
+    # What is no number comes last: compared with, it would be neither above nor equal, and a list too short.
+    compared = scores.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    cutoff = compared.kthvalue(new + 1, -1, keepdim=True).values
+    above, equal = compared > cutoff, compared == cutoff
     listed = above | (equal & (equal.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
     return tokens[listed].view(-1, length), scores[listed].view(-1, length)

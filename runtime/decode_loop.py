@@ -9,6 +9,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from sparsekv.runtime.decode_step import DecodeStep
+from sparsekv.runtime.finite_logits import NotFiniteError
+
+NO_TOKEN = -1
 
 
 class DecodeLoop:
@@ -30,7 +33,11 @@ class DecodeLoop:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids [1, N] that are to be continued, and their continuation."""
+        """Token ids [1, N] that are to be continued, and their continuation.
+
+        Raises:
+            NotFiniteError: the model's logits are no finite numbers.
+        """
         logits = self._prefill(model, input_ids, model_kwargs)
         try:
             self.step.begin(int(stopping_criteria.max_length or 0) - input_ids.shape[1])
@@ -40,7 +47,10 @@ class DecodeLoop:
                     scores = logits_processor(input_ids, wide)  # type: ignore[arg-type]  # any tensors will do
                     token = _choose(scores, sample=bool(generation_config.do_sample))
                     input_ids = torch.cat([input_ids, token], 1)
-                    self.streamer.put(token[:, 0].cpu())
+                    told = token[:, 0].cpu()
+                    if int(told) == NO_TOKEN:
+                        raise NotFiniteError
+                    self.streamer.put(told)
                     if bool(stopping_criteria(input_ids, None).all()):
                         break
                     logits = self.step(token)
@@ -64,10 +74,15 @@ class DecodeLoop:
 
 
 def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """[1, 1]: a token, by scores [1, V]."""
+    """[1, 1]: a token, by scores [1, V]; `NO_TOKEN` where these are no finite numbers, which is waited for later."""
     if sample:
-        return torch.multinomial(scores.softmax(-1), 1)
-    return scores.argmax(-1, keepdim=True)
+        probability = scores.softmax(-1)
+        token = torch.multinomial(probability.nan_to_num(1.0), 1)
+        found = probability.gather(-1, token)
+    else:
+        token = scores.argmax(-1, keepdim=True)
+        found = scores.gather(-1, token)
+    return torch.where(found.isfinite(), token, NO_TOKEN)
 
 
 @contextmanager

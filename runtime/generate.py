@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.plain_text import Trusted, encode_text
@@ -18,6 +18,7 @@ from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.cache import IndexCache, LayerStats
 from sparsekv.runtime.decode_loop import DecodeLoop
 from sparsekv.runtime.decode_step import DecodeStep
+from sparsekv.runtime.finite_logits import FiniteLogits
 from sparsekv.runtime.open import OpenIndex
 
 
@@ -115,6 +116,7 @@ def generate(
 
     Raises:
         UsageError: no position of the model is left for an answer.
+        NotFiniteError: the model's logits are no finite numbers.
     """
     cache.rewind()
     prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
@@ -146,9 +148,9 @@ def generate(
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
-    """The loop to decode with; none, for transformers' own, on a CPU and where steps differ from each other."""
+    """The loop to decode with: transformers' own on a CPU and where steps differ from each other."""
     if index.model.device.type != "cuda" or not cache.capturable:
-        return {}
+        return {"logits_processor": LogitsProcessorList([FiniteLogits()])}
     return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
 
 

@@ -29,7 +29,7 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
         keys=tensors["level0.centroids"],
         values=tensors["level0.value_centroids"],
         counts=tensors["level0.counts"],
-        labels=torch.empty_like(order).scatter_(1, order, cluster),
+        labels=torch.zeros_like(order).scatter_(1, order, cluster),
     )
 
 

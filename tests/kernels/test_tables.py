@@ -1,5 +1,7 @@
 """Tables: channels are all used once, centroids are spherical k-means', lists hold the highest scores, in any order."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,3 +125,18 @@ def test_however_new_keys_come_the_lists_are_those_of_one_after_the_other(
         tokens, scores = insert(tokens, scores, numbers[piece], tried[:, piece])
     expected = _one_by_one(list(range(len(old))), old, list(zip(numbers.tolist(), new, strict=True)))
     assert (tokens[0].tolist(), scores[0].tolist()) == expected
+
+
+@properties
+@given(
+    old=st.lists(few, min_size=1, max_size=6),
+    new=st.lists(few | st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=12),
+)
+def test_scores_that_are_no_numbers_are_lower_than_all_others(old: list[float], new: list[float]) -> None:
+    """They come of what a model makes of huge keys, while it decodes; lists stay as long as they were."""
+    tokens, scores = torch.arange(len(old), dtype=torch.int32)[None], torch.tensor([old]).half()
+    numbers, tried = torch.arange(len(old), len(old) + len(new)), torch.tensor([new]).half()
+    found, _ = insert(tokens, scores, numbers, tried)
+    lower = [-torch.inf if math.isnan(score) else score for score in new]
+    expected = _one_by_one(list(range(len(old))), old, list(zip(numbers.tolist(), lower, strict=True)))
+    assert found[0].tolist() == expected[0]

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.odd_numbers import logits_full_of
 from support.reference import assert_close
 from support.small_index import stepped_logits
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime import decode_step, stored_layer
 from sparsekv.runtime.budget import Budget
@@ -89,6 +91,15 @@ def test_tokens_are_those_of_transformers_own_loop(index: OpenIndex, name: str, 
         assert told.ended == 1
         assert ours.kv_fraction() == pytest.approx(theirs.kv_fraction())
         assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["best", "drawn"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_told(index: OpenIndex, number: float, sampled: bool) -> None:
+    """Before a draw from them, which on a GPU no later call would survive."""
+    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    with logits_full_of(index.model, number), pytest.raises(SparsekvError, match="logits are not finite"):
+        _continued(index, cache, QUESTIONS[0], own_loop=True, do_sample=sampled)
 
 
 def test_an_answer_stops_at_an_end_token_and_is_told_it(index: OpenIndex) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clusters import member_means, token_labels
 from support.command import run_here
+from support.kernel_runs import poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step, tokens_represented
@@ -206,3 +207,13 @@ def test_an_index_without_value_centroids_has_no_residual(tmp_path: Path) -> Non
         outcome = run_here(*command, "--index", tmp_path / "bare.skv", "--method", "quest", "--residual")
         assert outcome.code == 2
         assert "build it with --method multipole" in outcome.error()
+
+
+def test_tokens_that_an_order_leaves_out_are_in_some_cluster() -> None:
+    """An order that names a token twice names another one never."""
+    layer = small_layer(levels=(0.2,), block=60)
+    order = layer.context.tensors["token_order"].clone()
+    order[:, 1:] = order[:, :1]
+    with poisoned_memory():
+        clusters = residual_clusters(layer.context.tensors | {"token_order": order})
+    assert bool(((clusters.labels >= 0) & (clusters.labels < clusters.counts.shape[1])).all())
