@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from sparsekv.cli.memory_limit import refuse_small_limit
 from sparsekv.cli.values import with_checked_values
 
 COMMANDS = {
@@ -30,6 +31,7 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
         return with_checked_values(typer.main.get_command(module.app))
 

@@ -43,6 +43,7 @@ _MEMORY = (
     "failed to map segment",
     "out of memory",
 )
+_NO_THREAD = "can't start new thread"
 _DEVICE = ("CUDA error", "CUDA out of memory", "cuBLAS", "CUBLAS_STATUS", "cuDNN", "CUDNN_STATUS", "CUDA driver")
 
 
@@ -55,17 +56,17 @@ def describe(error: BaseException, command: str) -> str:
     less = LESS_MEMORY.get(command, "close other programs")
     if isinstance(error, SparsekvError) and not _blames_another(error):
         return str(error)
-    if any(_is_device(one) for one in _chain(error)):
+    if any(_is_device(one) for one in causes(error)):
         return _device(error, less)
-    if any(_is_memory(one) for one in _chain(error)):
+    if any(_is_memory(one) for one in causes(error)):
         return f"there is not enough memory on this machine; {less}, or raise the limit (ulimit -v) if there is one"
     if isinstance(error, RecursionError):
         return "something that was read is nested too deeply to be understood; check the files that you gave"
-    if isinstance(error, OSError):
+    if any(isinstance(one, RuntimeError) and _NO_THREAD in str(one) for one in causes(error)):
+        return "the system starts no more threads; close other programs, or raise the limits (ulimit -u and ulimit -v)"
+    if isinstance(error, OSError) and (error.errno is not None or error.filename is not None):
         return _system(error)
     text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and "new thread" in text:
-        return "the system starts no more threads for this user; close other programs, or raise the limit (ulimit -u)"
     if isinstance(error, RuntimeError) and "home directory" in text:
         return "a path begins with ~ and a user who has no folder here; write the whole path"
     if isinstance(error, RuntimeError) and "faiss" in text:
@@ -76,7 +77,7 @@ def describe(error: BaseException, command: str) -> str:
     return f"internal error: {type(error).__name__}: {text}; run it again as `{again} ...` to see where, and report it"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """The error and those that it was raised from, hidden ones too."""
     one: BaseException | None = error
     while one is not None:
@@ -85,9 +86,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _blames_another(error: SparsekvError) -> bool:
-    """A line about a file that could not be read, where it was memory that lacked."""
-    below = list(_chain(error))[1:]
-    return "memory of" not in str(error) and any(_is_memory(one) for one in below)
+    """A line about a file that could not be read, where it was memory or a thread that lacked."""
+    below = list(causes(error))[1:]
+    return "memory of" not in str(error) and any(_is_memory(one) or _NO_THREAD in str(one) for one in below)
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -107,7 +108,7 @@ def _is_device(error: BaseException) -> bool:
 
 
 def _device(error: BaseException, less: str) -> str:
-    text = str(next(one for one in _chain(error) if _is_device(one)))
+    text = str(next(one for one in causes(error) if _is_device(one)))
     if "out of memory" in text.lower() or "ALLOC_FAILED" in text:
         return f"there is not enough memory on the GPU; {less}, end what else runs there, or use --device cpu"
     first = " ".join(text.split("\n")[0].split())

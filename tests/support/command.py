@@ -52,7 +52,7 @@ class Outcome:
 def run_here(*arguments: str | Path) -> Outcome:
     """Run the command's own entry in this process and in the current folder."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGPIPE)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT)}
     code: object = None
     try:
         argv = mock.patch.object(sys, "argv", ["sparsekv", *map(str, arguments)])
@@ -61,6 +61,7 @@ def run_here(*arguments: str | Path) -> Outcome:
     except SystemExit as end:
         code = end.code
     finally:
-        signal.signal(signal.SIGPIPE, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert isinstance(code, int)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
