@@ -226,8 +226,8 @@ def _model(
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
         if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
             raise SparsekvError(
-                f"not enough memory for model '{name}' in {dtype} on {device}; free some, or use --dtype bfloat16 or "
-                "a smaller model"
+                f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
+                "or use --dtype bfloat16 or a smaller model"
             ) from None
         raise SparsekvError(
             f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,41 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(
     assert type(error.value) is kind
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+SHORT = """
+import re, resource
+import accelerate, transformers.models.llama.modeling_llama
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.indexing.models import load_model, load_tokenizer
+load_tokenizer("smollm2-135m-instruct")
+size = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)
+try:
+    load_model(device="cpu")
+except SparsekvError as error:
+    print(error)
+"""
+
+
+def test_weights_are_not_blamed_where_memory_runs_out(embedded_folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=False)
+    assert done.stdout == (
+        f"not enough memory for model '{EMBEDDED}' in float32 on cpu; free some, or use --dtype bfloat16 or a smaller "
+        "model\n"
+    ), done.stderr
+
+
+def test_a_tokenizer_alone_is_never_downloaded(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(hub_cache))
+    with pytest.raises(SparsekvError, match=r"is not in the cache; fetch it with `sparsekv models pull`"):
+        load_tokenizer(EMBEDDED)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UsageError, match=r"is not on this machine; fetch it with `sparsekv models pull someone/tiny`"):
+        load_tokenizer("someone/tiny")
+
+
+def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
+    for attempt in (load_model, pull, load_tokenizer):
+        with pytest.raises(UsageError, match="'~nouser/model' is "):
+            attempt("~nouser/model")

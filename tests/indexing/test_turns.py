@@ -31,3 +31,10 @@ def test_a_template_that_hides_earlier_answers_keeps_its_frame() -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("for message in messages", f"for message in messages if {shown}"))
     frame = ChatFrame(before="<", between="\n\n", after=">")
     assert next_turn(tokenizer, frame, "") == frame
+
+
+def test_a_template_that_allows_one_turn_alone_leaves_the_frame() -> None:
+    tokenizer = tiny_tokenizer("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}" + CHAT_TEMPLATE)
+    frame = chat_frame(tokenizer)
+    assert frame is not None
+    assert next_turn(tokenizer, frame, "<|end|>") == frame
