@@ -23,7 +23,7 @@ class FiniteLogits(LogitsProcessor):
         NotFiniteError: the largest of them is no finite number.
     """
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not bool(scores.amax(-1).isfinite().all()):
             raise NotFiniteError
         return scores
