@@ -20,6 +20,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
 from sparsekv.indexing.append import (
     addition_record,
+    clear_finished,
     encode_addition,
     growing_plan,
     online_methods,
@@ -74,6 +75,7 @@ def append(
     record = addition_record(addition)
     if record in artifact.manifest.additions and not again:
         note(f"{artifact.folder} holds this text already ({_named(record)}); --again adds it once more", quiet=quiet)
+        clear_finished(artifact.folder)
         typer.echo(artifact.folder)
         return
     note_plain("the added text", addition.plain, quiet=quiet)

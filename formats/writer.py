@@ -169,6 +169,12 @@ class ArtifactWriter:
         assert self.base is not None
         self._remove_strays(self.base)
 
+    def clear_finished(self) -> None:
+        """Remove what a build has left that was interrupted after its manifest; of one that can go on, nothing."""
+        assert self.base is not None
+        if all(record in self.base.files.values() for record in self._journal.files.values()):
+            self._remove_strays(self.base)
+
     def note(self, name: str, value: Any) -> None:
         """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
         with self._changed:

@@ -1,7 +1,9 @@
 """More tokens for an index that is there: what its methods can do with them, and the build that takes them in."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition as AdditionRecord
 from sparsekv.formats.schema import ChatFrame, Manifest
 from sparsekv.formats.values import check_values
+from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.methods import Indexer, indexers
 from sparsekv.indexing.models import LoadedModel
 from sparsekv.indexing.plan import BuildPlan, Growth
@@ -83,6 +86,12 @@ def addition_record(addition: Addition) -> AdditionRecord:
     """What a manifest says of an addition: the same for the same text, whatever it was added to."""
     text = addition.text.encode(errors="surrogatepass")
     return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids))
+
+
+def clear_finished(folder: Path) -> None:
+    """Remove what an append has left that was interrupted after its manifest; nothing where nothing may be written."""
+    with suppress(ArtifactError), ArtifactWriter(folder) as writer:
+        writer.clear_finished()
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:

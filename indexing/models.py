@@ -169,6 +169,8 @@ def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path
     if not name or not os.path.exists(path):
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
+    if not os.access(path, os.X_OK):
+        raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
     if not os.path.isfile(path / "config.json"):
         raise UsageError(
             f"model '{name}' has no config.json that can be read; name a folder saved with save_pretrained, a hub id, "
