@@ -73,6 +73,9 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
     _check(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
+    rope = manifest.layers[layer].rope
+    if rope is not None and 2 * len(rope.frequencies) > letters["D"]:
+        raise ValueError(f"layer {layer} turns {len(rope.frequencies)} pairs of {letters['D']} channels")
     if letters["Hq"] % letters["Hk"]:
         raise ValueError(f"layer {layer} has {letters['Hq']} query heads on {letters['Hk']} KV heads")
     if not indexed:
@@ -87,6 +90,8 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
         _check(name, record, known, own := dict(letters), manifest.dtype)
         if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
             raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
+        if own.get("L", 1) > own["M"]:
+            raise ValueError(f"{name} has lists of {own['L']} tokens, and the middle {own['M']}")
 
 
 @cache

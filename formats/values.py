@@ -30,7 +30,7 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     """
     faults = {name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     try:
-        faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split.middle)
+        faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
         wrong = _first(faults | _codes(tensors))
     except KeyError as error:
         raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
@@ -56,10 +56,12 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Tokens of the middle, and in an order each of them once."""
+    """Tokens of the middle, rising in a sample, and in an order each of them once."""
     first, end = split.sinks, split.sinks + split.middle
     listed = [name for name in tensors if name in ("table_tokens", "positions")]
     faults = {name: _outside(tensors[name], first, end) for name in listed}
+    if "positions" in tensors:
+        faults["positions"] |= (tensors["positions"].diff() < 1).any()
     if "token_order" in tensors:
         order = tensors["token_order"].long() - first
         seen = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
@@ -69,38 +71,68 @@ def _positions(tensors: Tensors, split: Split) -> Faults:
 
 
 def _clusters(tensors: Tensors, middle: int) -> Faults:
-    """Counts of tokens that add up, clusters one behind another, parents that are in the level above."""
+    """Levels numbered without a gap; counts of tokens that add up, and clusters one behind another."""
     faults = {}
-    for name, counts in tensors.items():
-        if name.endswith(".counts"):
-            faults[name] = _outside(counts, 0, middle + 1) | (counts.sum(1) != middle).any()
-    for name, parents in tensors.items():
-        if name.endswith(".parent"):
-            level = int(name.removeprefix("level").removesuffix(".parent"))
-            own, above = tensors[f"level{level}.counts"], tensors[f"level{level + 1}.counts"]
-            within = parents.clamp(0, above.shape[1] - 1).long()
-            sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, own.long())
-            faults[name] = (within != parents).any() | (sums != above).any() | (parents.diff(dim=1) < 0).any()
+    for level in range(_levels(tensors)):
+        counts = tensors[f"level{level}.counts"]
+        faults[f"level{level}.counts"] = _outside(counts, 0, middle + 1) | (counts.sum(1) != middle).any()
+        if level:
+            name = f"level{level - 1}.parent"
+            faults[name] = _wrong_parents(tensors[name], tensors[f"level{level - 1}.counts"], counts)
     if "token_offsets" in tensors:
         offsets, counts = tensors["token_offsets"], tensors["level0.counts"]
         faults["token_offsets"] = (offsets[:, :1] != 0).any() | (offsets.diff(dim=1) != counts).any()
     return faults
 
 
-def _blocks(tensors: Tensors, middle: int) -> Faults:
-    """Blocks that cover the middle, and the clusters of each."""
+def _levels(tensors: Tensors) -> int:
+    """How many there are; KeyError for one that has not all that the others have."""
+    numbers = {int(name.removeprefix("level").partition(".")[0]) for name in tensors if name.startswith("level")}
+    for level in range(len(numbers)):
+        for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else [])):
+            _ = tensors[f"level{level}.{part}"]
+    return len(numbers)
+
+
+def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Not in the level above, whose counts are the sums of these; or falling, so that a parent's children are no
+    neighbours; or with an empty child before one that is not."""
+    within = parents.clamp(0, above.shape[1] - 1).long()
+    sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
+    steps = parents.diff(dim=1)
+    filled_after_empty = (steps == 0) & (counts[:, :-1] == 0) & (counts[:, 1:] > 0)
+    return (within != parents).any() | (sums != above).any() | (steps < 0).any() | filled_after_empty.any()
+
+
+def _blocks(tensors: Tensors, split: Split) -> Faults:
+    """Blocks that cover the middle, each with clusters of its own, which hold its tokens and no others."""
     if "block_offsets" not in tensors:
         return {}
-    offsets, clusters = tensors["block_offsets"], tensors["block_clusters"]
-    ends = torch.tensor([0, middle], device=offsets.device)
-    count = tensors["level0.counts"].shape[1]
+    offsets, order = tensors["block_offsets"], tensors["token_order"].long() - split.sinks
+    ends = torch.tensor([0, split.middle], device=offsets.device)
+    slots = torch.arange(split.middle, device=offsets.device)
+    strayed = torch.searchsorted(offsets, order, right=True) != torch.searchsorted(offsets, slots, right=True)
     return {
-        "block_offsets": (offsets[[0, -1]] != ends).any() | (offsets.diff() < 1).any(),
-        "block_clusters": (clusters[:, 0] != 0).any()
-        | (clusters[:, -1] != count).any()
-        | (clusters.diff(dim=1) < 1).any()
-        | (clusters != clusters[:1]).any(),
+        "block_offsets": (offsets[[0, -1]] != ends).any() | (offsets.diff() < 1).any() | strayed.any(),
+        "block_clusters": _wrong_first_clusters(tensors),
     }
+
+
+def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
+    """Of blocks: not the same in all heads, not rising, at another token than the block's, or sharing a parent with the
+    block before."""
+    firsts = tensors["block_clusters"].long()
+    count = tensors["level0.counts"].shape[1]
+    begins = tensors["token_offsets"].gather(1, firsts.clamp(0, count))
+    wrong = (firsts[:, 0] != 0).any() | (firsts[:, -1] != count).any() | (begins != tensors["block_offsets"]).any()
+    wrong = wrong | (firsts.diff(dim=1) < 1).any() | (firsts != firsts[:1]).any()
+    inner = firsts[:, 1:-1].clamp(1, max(1, count - 1))
+    for level in range(_levels(tensors) - 1):
+        parents = tensors[f"level{level}.parent"].long()
+        own, before = (parents.gather(1, at.clamp(0, parents.shape[1] - 1)) for at in (inner, inner - 1))
+        wrong = wrong | (own <= before).any() | (own != own[:1]).any()
+        inner = own.clamp(min=1)
+    return wrong
 
 
 def _codes(tensors: Tensors) -> Faults:

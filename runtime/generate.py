@@ -21,6 +21,8 @@ from sparsekv.runtime.decode_step import DecodeStep
 from sparsekv.runtime.finite_logits import FiniteLogits
 from sparsekv.runtime.open import OpenIndex
 
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,6 +39,8 @@ class Sampling:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy), or at least {LEAST_TEMPERATURE:g}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:

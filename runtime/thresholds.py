@@ -13,6 +13,16 @@ class Thresholds:
     calibration: dict[str, Any]
     lookup: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, KeyError or TypeError for a calibration that says no thresholds: it is a manifest's."""
+        for shared in (False, True):
+            found = self._of(shared)
+            kept, thresholds = np.array(found["curve"], dtype=float).T
+            coarse = np.array(found["coarse_thresholds"], dtype=float)
+            finite = all(np.isfinite(numbers).all() for numbers in (kept, thresholds, coarse))
+            if coarse.ndim != 1 or not finite or (kept <= 0).any() or not (thresholds > 0).any():
+                raise ValueError("a calibration curve is no list of shares and thresholds")
+
     def coarse(self, depth: int, *, shared: bool) -> float:
         """Threshold of the coarse level at a depth, 1 for the coarsest; `shared` is for a question's prefill."""
         return float(self._of(shared)["coarse_thresholds"][depth - 1])

@@ -53,7 +53,7 @@ FOLLOWED: dict[str, list[Change]] = {
     "block_clusters": [_first(1), _last(LARGEST), _repeated, _swapped],
     "channels": [_first(-1), _first(LARGEST), _repeated],
     "table_tokens": [_first(-1), _first(0), _last(LARGEST)],
-    "positions": [_first(-1), _first(0), _last(LARGEST)],
+    "positions": [_first(-1), _first(0), _last(LARGEST), _swapped, _repeated],
 }
 
 
@@ -92,6 +92,27 @@ def test_a_number_that_leads_elsewhere_is_told(artifact: Artifact, name: str, nu
             with pytest.raises(ArtifactError, match=r"holds numbers that no build of ours writes.*--force"):
                 check_values(changed, artifact.manifest.split, file)
     assert met
+
+
+def test_a_token_in_another_blocks_cluster_is_told(artifact: Artifact) -> None:
+    layer = artifact.manifest.indexed_layers[0]
+    tensors = artifact.method_tensors("multipole", layer)
+    assert len(tensors["block_offsets"]) > 2
+    order = tensors["token_order"].clone()
+    order[:, [0, -1]] = order[:, [-1, 0]]
+    with pytest.raises(ArtifactError, match="block_offsets in"):
+        check_values(tensors | {"token_order": order}, artifact.manifest.split, "it")
+
+
+def test_an_empty_cluster_before_its_siblings_is_told(artifact: Artifact) -> None:
+    tensors = {name: tensor.clone() for name, tensor in artifact.method_tensors("squeezed", 0).items()}
+    siblings = (tensors["level0.parent"][0].diff() == 0).nonzero()[0, 0]
+    counts, offsets = tensors["level0.counts"], tensors["token_offsets"]
+    counts[0, siblings + 1] += counts[0, siblings]
+    counts[0, siblings] = 0
+    offsets[0, 1:] = counts[0].cumsum(0)
+    with pytest.raises(ArtifactError, match=r"level0\.parent in"):
+        check_values(tensors, artifact.manifest.split, "it")
 
 
 def test_a_code_without_a_centroid_is_told(artifact: Artifact) -> None:

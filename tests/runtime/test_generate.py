@@ -31,6 +31,7 @@ def _answer(index: OpenIndex, sampling: Sampling, question: str = QUESTION, budg
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"max_new_tokens": -1}, "--max-new-tokens -1"),
         ({"temperature": -0.1}, "--temperature -0.1"),
+        ({"temperature": 1e-40}, "--temperature 1e-40: give 0 (greedy), or at least 1e-05"),
         ({"temperature": float("nan")}, "--temperature nan"),
         ({"temperature": float("inf")}, "--temperature inf"),
         ({"top_p": 0.0}, "--top-p 0.0"),
