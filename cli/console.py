@@ -51,11 +51,16 @@ def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
         writer.writerow({name: clean(value) if isinstance(value, str) else value for name, value in row.items()})
 
 
+def tell(thing: RenderableType, *, soft_wrap: bool = False) -> None:
+    """A table or a line on stderr; a log that is full is no reason to stop."""
+    with suppress(OSError):
+        stderr.print(thing, soft_wrap=soft_wrap)
+
+
 def note(text: str, *, quiet: bool) -> None:
     """One line on stderr, unless the person asked for quiet."""
     if not quiet:
-        with suppress(OSError):  # a log that is full is no reason to stop
-            stderr.print(" ".join(printable(text).splitlines()), soft_wrap=True)
+        tell(" ".join(printable(text).splitlines()), soft_wrap=True)
 
 
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from sparsekv.cli.console import note, stderr
+from sparsekv.cli.console import note, tell
 from sparsekv.runtime.cache import LayerStats
 from sparsekv.runtime.generate import Answer
 
@@ -32,4 +32,4 @@ def _print_layers(layers: list[LayerStats]) -> None:
         table.add_column(name, justify="right")
     for one in layers:
         table.add_row(str(one.layer), f"{one.missed:.1%}", f"{one.raised:.1%}", f"{one.dense:.1%}")
-    stderr.print(table)
+    tell(table)

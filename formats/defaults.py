@@ -11,7 +11,7 @@ from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
 
 def refuse_unwritable(folder: Path) -> None:
     """Better before the measuring than after it: raise ArtifactError for an index whose manifest cannot be replaced."""
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
 
 

@@ -1,0 +1,89 @@
+"""Answers of a batch match the lines of its file, one to one, or none is given at all."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.command import run_here, shell
+
+ASK = ("generate", "--max-new-tokens", "3", "-q")
+LINES = ("Why?", "", "A\u2028B\x0cC\x1cD\x85E?", " \t", "What is 3 times 3?")
+
+
+def _records(*arguments: str) -> list[dict[str, object]]:
+    outcome = run_here(*ASK, "--json", *arguments)
+    assert outcome.code == 0, outcome.stderr
+    return [json.loads(line) for line in outcome.stdout.splitlines()]
+
+
+def test_each_line_has_its_answer_and_a_blank_one_a_blank_answer(place: Path) -> None:
+    Path("questions.txt").write_bytes("\r\n".join(LINES).encode())
+    records = _records("--batch-file", "questions.txt")
+    single = [_records(line)[0] if line.strip() else None for line in LINES]
+    assert [one["text"] for one in records] == ["" if one is None else one["text"] for one in single]
+    assert {tuple(one) for one in records} == {tuple(records[0])}
+    assert len({tuple(one) for one in _records("--batch-file", "questions.txt", "--stats", "--guard", "0.2")}) == 1
+    Path("questions.txt").write_text("Why?\n\nWhy?\n")
+    shown = run_here(*ASK, "--batch-file", "questions.txt")
+    assert shown.code == 0, shown.stderr
+    first, blank, second, end = shown.stdout.split("\n")
+    assert (first, blank, end) == (second, "", "")
+
+
+def test_a_question_that_is_too_long_is_named_by_its_line_before_any_answer(place: Path) -> None:
+    Path("questions.txt").write_text("Why?\n\n" + "why " * 2000)
+    outcome = run_here(*ASK, "--batch-file", "questions.txt")
+    assert outcome.code == 2
+    assert outcome.error().startswith("questions.txt line 3: document and question have ")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_question(place: Path) -> None:
+    Path("plain.txt").write_text("Why?\n")
+    Path("marked.txt").write_bytes(b"\xef\xbb\xbfWhy?\r\n")
+    plain, marked = (_records("--prompt-file", name)[0] for name in ("plain.txt", "marked.txt"))
+    assert (marked["text"], marked["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
+
+
+def test_questions_from_a_slow_command_are_waited_for(place: Path) -> None:
+    done = shell(
+        "sparsekv generate -q --max-new-tokens 2 --batch-file <(sleep 1; echo Why?; sleep 1; echo How?)", place
+    )
+    assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\n \n\t\n", ("--batch-file bad.txt holds no question",)),
+        (b"caf\xe9\n", ("--batch-file bad.txt is not text in UTF-8",)),
+        (None, ("--batch-file bad.txt is a folder",)),
+    ],
+)
+def test_a_file_of_no_questions(place: Path, content: bytes | None, says: tuple[str, ...]) -> None:
+    if content is None:
+        os.mkdir("bad.txt")
+    else:
+        Path("bad.txt").write_bytes(content)
+    outcome = run_here(*ASK, "--batch-file", "bad.txt")
+    assert outcome.code == 2
+    assert all(part in outcome.error() for part in says), outcome.stderr
+
+
+def test_a_file_that_never_ends_is_given_up(place: Path) -> None:
+    outcome = run_here(*ASK, "--prompt-file", "/dev/zero")
+    assert outcome.code == 2
+    assert "--prompt-file /dev/zero is longer than 256 MiB" in outcome.error()
+
+
+def test_a_small_budget_and_reading_more_than_everything_are_told(place: Path) -> None:
+    few = run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "5")
+    assert "--budget 5 is 5 tokens of the document; 5% is written 5% or 0.05\n" in few.stderr
+    assert "--budget" not in run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "5%").stderr
+    one = run_here("recall-report", "--budget", "1", "--method", "window")
+    assert "--budget 1 is one token of the document; 1% is written 1% or 0.01\n" in one.stderr
+    full = run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "100%", "--stats", "--method", "squeezed")
+    assert "more than all keys and values: it reads its index beside every key and value" in full.stderr
+    report = run_here("recall-report", "--budget", "100%", "--method", "squeezed", "-q")
+    assert report.stdout.splitlines()[-1].startswith("KV read above 1 (squeezed")
+    assert "above 1" not in run_here("recall-report", "--budget", "0.1", "--method", "squeezed", "-q").stdout

@@ -1,0 +1,210 @@
+"""Whatever fails, in the machine, in a library or in this program, is one line with a remedy and an exit code."""
+
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.command import ENVIRONMENT, EXECUTABLE, run_here, shell
+
+from sparsekv.cli.app import COMMANDS
+from sparsekv.cli.failures import LESS_MEMORY, REMEDIES, describe
+from sparsekv.formats.errors import SparsekvError
+
+CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a.skv/x"), ("a.skv/x: no space left on device; make room",)),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), ("a: permission denied; give yourself permission",)),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "n"), ("n: file name too long; give a shorter name",)),
+        (OSError(errno.EXDEV, "Invalid link", "a", None, "b"), ("a and b: invalid link; check it",)),
+        (OSError(errno.ENOMEM, "Cannot allocate memory", "a"), ("not enough memory", "ulimit -v")),
+        (MemoryError(), ("not enough memory", "--placement disk")),
+        (RuntimeError(CPU), ("not enough memory",)),
+        (RuntimeError("unable to mmap 5 bytes from file <x>: Cannot allocate memory (12)"), ("not enough memory",)),
+        (RuntimeError("std::bad_alloc"), ("not enough memory",)),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), ("not enough memory",)),
+        (ImportError("No module named 'x'"), ("installation cannot be loaded: No module named 'x'", "install")),
+        (RuntimeError("can't start new thread"), ("no more threads", "ulimit -u")),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), ("memory on the GPU", "--device cpu")),
+        (
+            RuntimeError("CUDA error: an illegal memory access\nFor debugging"),
+            ("the GPU failed: CUDA error: an", "again"),
+        ),
+        (RuntimeError("Error in void faiss::Clustering::train()\nat x: Error: 'n' failed"), ("faiss", "--seed")),
+        (RuntimeError("Could not determine home directory."), ("begins with ~", "whole path")),
+        (RecursionError("maximum recursion depth exceeded"), ("nested too deeply", "files")),
+        (
+            TypeError("no\nsuch thing"),
+            ("internal error: TypeError: no such thing; run it again as `sparsekv --debug gen",),
+        ),
+        (OSError("could not get source code"), ("internal error: OSError: could not get source code",)),
+    ],
+)
+def test_every_failure_has_its_line(error: Exception, says: tuple[str, ...]) -> None:
+    message = describe(error, "generate")
+    assert all(part in message for part in says), message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_file_is_not_blamed_for_missing_memory() -> None:
+    def blaming(below: Exception) -> SparsekvError:
+        try:
+            try:
+                raise below
+            except Exception as error:
+                raise SparsekvError(f"the weights of model 'm' cannot be loaded: {error}") from None
+        except SparsekvError as told:
+            return told
+
+    for below in (RuntimeError(CPU), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+        assert describe(blaming(below), "append").startswith("there is not enough memory on this machine; append less")
+    assert "no more threads" in describe(blaming(RuntimeError("can't start new thread")), "append")
+    assert describe(blaming(OSError("is cut")), "append") == "the weights of model 'm' cannot be loaded: is cut"
+
+
+def test_remedies_name_options_that_the_command_has() -> None:
+    assert LESS_MEMORY.keys() <= COMMANDS.keys()
+    for command, remedy in LESS_MEMORY.items():
+        shown = run_here(command, "--help").stdout
+        options = [word.strip(",;") for word in remedy.split() if word.startswith("--")]
+        assert all(f"{option} " in shown for option in options), (command, options)
+    assert all(errno.errorcode[number] for number in REMEDIES)
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"), [("--version", ""), ("--help", "1"), ("inspect -q", ""), ("inspect -q", "1")]
+)
+def test_a_full_standard_output(place: Path, command: str, unbuffered: str) -> None:
+    done = shell(f"PYTHONUNBUFFERED={unbuffered} sparsekv {command} > /dev/full", place)
+    assert done.returncode == 1
+    assert done.stderr == "sparsekv: error: standard output: no space left on device; make room there\n"
+
+
+def test_closed_streams(place: Path) -> None:
+    out = shell("sparsekv build-index doc.txt --model model -o new.skv -q >&-", place)
+    assert (out.returncode, out.stderr) == (
+        1,
+        "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n",
+    )
+    assert not (place / "new.skv").exists()
+    stdin = shell("sparsekv generate -q <&-", place)
+    assert (stdin.returncode, stdin.stderr.startswith("sparsekv: error: no question: give it as")) == (2, True)
+    silent = shell("sparsekv generate --prompt-file none.txt 2>&-", place)
+    assert (silent.returncode, silent.stdout) == (2, "")
+    full = shell("sparsekv generate Why? --max-new-tokens 2 --stats 2>/dev/full", place)
+    assert (full.returncode, full.stdout.count("\n")) == (0, 1)
+
+
+def test_no_file_of_an_index_takes_the_place_of_a_closed_stream(place: Path) -> None:
+    """What a library prints would end up in it."""
+    done = shell("sparsekv build-index doc.txt --model model -o new.skv --dtype float32 <&- 2>&-", place)
+    assert (done.returncode, done.stdout) == (0, "new.skv\n")
+    assert run_here("inspect", "-i", "new.skv", "--verify", "-q").code == 0
+
+
+@pytest.mark.parametrize("megabytes", [300, 900])
+def test_a_limit_on_memory(place: Path, megabytes: int) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    command = [EXECUTABLE, "generate", "Why?", "--max-new-tokens", "2", "-q"]
+    done = subprocess.run(command, cwd=place, env=ENVIRONMENT, capture_output=True, text=True, preexec_fn=limit)
+    if done.returncode:
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+        assert "not enough memory" in done.stderr
+    else:
+        assert megabytes > 600
+        assert done.stderr == ""
+
+
+def _socket(place: Path) -> None:
+    os.mknod("it.skv", 0o140600)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda place: os.mkfifo("it.skv"), _socket, lambda place: Path("it.skv").write_text("an index")]
+)
+def test_an_index_that_is_no_folder(place: Path, make: Callable[[Path], object]) -> None:
+    make(place)
+    for command in (("generate", "Why?"), ("inspect",), ("recall-report",), ("bench",)):
+        outcome = run_here(*command, "--index", "it.skv")
+        assert outcome.code == 2
+        assert "--index it.skv is no folder, and an index is one; name the folder" in outcome.error()
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (
+            ("generate", "Why?", "--seed", str(2**64), "--temperature", "1"),
+            2,
+            (f"--seed {2**64}: give a whole number",),
+        ),
+        (("generate", "Why?", "--temperature", "nan"), 2, ("--temperature nan: give a number",)),
+        (("generate", "Why?", "--guard", "nan"), 2, ("--guard nan: give a number",)),
+        (("generate", "Why?", "--top-p", "inf"), 2, ("--top-p inf: give a number",)),
+        (("generate", "Why?", "--budget", "nan"), 2, ("--budget nan",)),
+        (("generate", "Why?", "--max-new-tokens", "-1"), 2, ("--max-new-tokens -1",)),
+        (("recall-report", "--within", "nan"), 2, ("--within nan: give a number",)),
+        (("tune", "--target-recall", "nan"), 2, ("--target-recall nan: give a number",)),
+        (("eval", "doc.txt", "--depth", "nan"), 2, ("--depth nan: give a number",)),
+        (("generate", "Wh\udcffy?"), 2, ("PROMPT Wh\\xffy? is not text in UTF-8",)),
+        (("generate", "Why?", "--method", "\udcff"), 2, ("--method \\xff is not text in UTF-8",)),
+        (("generate", "Why?", "--index", "a\udcff.skv"), 1, ("no index at a\\xff.skv",)),
+        (("generate", "Why?", "--index", LONG), 2, ("file name too long", "build-index")),
+        (("recall-report", "--plot", f"{LONG}.png"), 2, ("the name is too long; give a shorter one",)),
+        (("recall-report", "--plot", "model"), 2, ("--plot model is a folder; give the name",)),
+        (("inspect", "--plot", "clusters.nonsense"), 2, ("no picture ends like this", "png")),
+        (("generate", "Why?", "--model", ""), 2, ("--model is empty; leave it out",)),
+        (("build-index", "doc.txt", "--model", " "), 2, ("--model is empty; leave it out",)),
+        (("tune", "--target-perplexity", "1.1", "--model", ""), 2, ("--model is empty; leave it out",)),
+        (("eval", "doc.txt", "--model", "~nouser/x"), 2, ("model '~nouser/x': there is no such user", "whole path")),
+        (("models", "pull", "~nouser/x"), 1, ("begins with ~", "whole path")),
+    ],
+)
+def test_values_that_nothing_can_be_made_of(
+    place: Path, arguments: tuple[str, ...], code: int, says: tuple[str, ...]
+) -> None:
+    before = sorted(place.rglob("*"))
+    outcome = run_here(*arguments)
+    message = outcome.error()
+    assert outcome.code == code, message
+    assert all(part in message for part in says), message
+    assert sorted(place.rglob("*")) == before
+
+
+def test_tune_finds_an_index_that_cannot_be_written_before_it_measures(place: Path) -> None:
+    """As a user whom permissions bind, which root is not; the target is one that measuring would refuse."""
+    place.chmod(0o755)
+    (place / "doc.skv").chmod(0o555)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        outcome = run_here("tune", "--target-recall", "0.9", "--method", "nonsense")
+        measured = run_here("tune", "--target-recall", "0.9", "--method", "nonsense", "--dry-run")
+    finally:
+        os.seteuid(user)
+        (place / "doc.skv").chmod(0o755)
+    assert outcome.code == 1
+    assert "doc.skv" in outcome.error()
+    assert "--dry-run" in outcome.error()
+    assert "'nonsense'" in measured.error()
+
+
+def test_libraries_warnings_are_shown_to_who_asks_for_them_alone(place: Path) -> None:
+    """A title in a script that matplotlib's font has not makes it warn."""
+    (place / "doc.skv").rename(place / "漢字.skv")
+    quiet, loud = (shell(f"sparsekv {debug} inspect -q --plot x.png", place) for debug in ("", "--debug"))
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert "missing from" in loud.stderr

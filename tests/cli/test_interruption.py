@@ -1,0 +1,75 @@
+"""Ctrl-C ends a command with one line that says what is kept, whatever it is doing."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import ENVIRONMENT, EXECUTABLE, run_here
+
+BUILD = ("build-index", "doc.txt", "--model", "model", "-o", "new.skv", "-q")
+
+
+def _interrupt(place: Path, when: Callable[[int], bool], *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of a command that is interrupted as soon as something is so."""
+    command = [str(EXECUTABLE), *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=place, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    while process.poll() is None and not when(process.pid):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+    return process.returncode, stderr
+
+
+def _maps(pid: int, name: str) -> bool:
+    return name in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
+def test_while_a_library_is_loaded(place: Path, library: str) -> None:
+    code, stderr = _interrupt(place, lambda pid: _maps(pid, library), *BUILD)
+    assert (code, stderr) == (
+        130,
+        "sparsekv: interrupted; what is built is kept, and the same command goes on from there\n",
+    )
+
+
+def test_a_build_goes_on_after_it(place: Path) -> None:
+    with open("doc.txt", "a", encoding="utf-8") as file:
+        file.write("More and more. " * 150)
+    code, stderr = _interrupt(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
+    assert (code, stderr.count("\n")) == (130, 1), stderr
+    assert "interrupted; what is built is kept" in stderr
+    assert not (place / "new.skv" / "manifest.json").exists()
+    assert run_here(*BUILD).code == 0
+    assert run_here("inspect", "-i", "new.skv", "--verify", "-q").code == 0
+
+
+def test_while_it_waits_for_a_question(place: Path) -> None:
+    os.mkfifo(place / "pipe")
+    writer = os.open(place / "pipe", os.O_RDWR)
+    code, stderr = _interrupt(
+        place, lambda pid: f"{place}/pipe" in _open_files(pid), "generate", "--prompt-file", "pipe"
+    )
+    os.close(writer)
+    assert (code, stderr) == (130, "sparsekv: interrupted; the index is as it was\n")
+
+
+def _open_files(pid: int) -> list[str]:
+    return [os.path.realpath(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
+    """As under nohup, or in the background of a script."""
+    script = f"trap '' INT; exec {EXECUTABLE} generate Why? --max-new-tokens 2 -q"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sh", "-c", script], cwd=place, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    while process.poll() is None and not _maps(process.pid, "libtorch_cpu"):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout.count("\n"), stderr) == (0, 1, "")
