@@ -65,7 +65,7 @@ def encode_text(
     frame = "".join(part for part in parts if isinstance(part, Trusted))
     meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
     found = _count(ids, control) - meant
-    if unknown in found:
+    if unknown is not None and unknown in found:
         # The others stand for characters that the tokenizer does not know.
         found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
     if not found.total():
