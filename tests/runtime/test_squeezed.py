@@ -181,7 +181,8 @@ def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
     """Everything passes the coarsest level, and of the next one the best cluster alone, by a threshold out of reach."""
     layer = small_layer(levels=(0.4, 0.2, 0.1))
     curve = layer.context.calibration["decode"]["flat"]["curve"]
-    calibration = {"decode": {"hierarchical": {"curve": curve, "coarse_thresholds": [0.0, 2.0]}}}
+    found = {"hierarchical": {"curve": curve, "coarse_thresholds": [0.0, 2.0]}}
+    calibration = {"decode": found, "prefill": found}
     layer = replace(layer, context=replace(layer.context, calibration=calibration))
     _, selection = _select(layer, Squeezed("hierarchical", "threshold"), Budget(0.1))
     best = _scores(layer, 1, shared=False).argmax(-1)
@@ -191,8 +192,9 @@ def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
 
 def test_a_question_is_looked_up_by_the_threshold_for_questions() -> None:
     layer = small_layer()
-    never, always = ({"curve": [[0.001, high], [0.5, high], [1.0, 0.0]]} for high in (2.0, 1e-30))
-    calibration = {"decode": {"flat": never}, "prefill": {"flat": always}}
+    never, always = ([[0.001, high], [0.5, high], [1.0, 0.0]] for high in (2.0, 1e-30))
+    curves = {"decode": never, "prefill": always}
+    calibration = {kind: {"flat": {"curve": curve, "coarse_thresholds": []}} for kind, curve in curves.items()}
     layer = replace(layer, context=replace(layer.context, calibration=calibration))
     assert not any(any(tokens) for tokens in _chosen(layer, BY_THRESHOLD, Budget(0.1)))
     assert [[len(tokens) for tokens in head] for head in _chosen(layer, BY_THRESHOLD, Budget(0.1), shared=True)] == [
