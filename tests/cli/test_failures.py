@@ -103,13 +103,6 @@ def test_closed_streams(place: Path) -> None:
     assert (full.returncode, full.stdout.count("\n")) == (0, 1)
 
 
-def test_no_file_of_an_index_takes_the_place_of_a_closed_stream(place: Path) -> None:
-    """What a library prints would end up in it."""
-    done = shell("sparsekv build-index doc.txt --model model -o new.skv --dtype float32 <&- 2>&-", place)
-    assert (done.returncode, done.stdout) == (0, "new.skv\n")
-    assert run_here("inspect", "-i", "new.skv", "--verify", "-q").code == 0
-
-
 @pytest.mark.parametrize("megabytes", [300, 900])
 def test_a_limit_on_memory(place: Path, megabytes: int) -> None:
     def limit() -> None:
