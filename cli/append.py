@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.console import note, note_plain, progress
+from sparsekv.cli.console import note, note_plain, progress, say
 from sparsekv.cli.index_option import open_artifact
 from sparsekv.cli.loading import load_for
 from sparsekv.cli.options import (
@@ -76,7 +76,7 @@ def append(
     if record in artifact.manifest.additions and not again:
         note(f"{artifact.folder} holds this text already ({_named(record)}); --again adds it once more", quiet=quiet)
         clear_finished(artifact.folder)
-        typer.echo(artifact.folder)
+        say(str(artifact.folder))
         return
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
@@ -86,7 +86,7 @@ def append(
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         note("the default that `tune` found was for the shorter text: run `sparsekv tune` again", quiet=quiet)
-    typer.echo(artifact.folder)
+    say(str(artifact.folder))
 
 
 def _named(addition: Addition) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, note_plain, progress
+from sparsekv.cli.console import note, note_plain, progress, say
 from sparsekv.cli.loading import load
 from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
@@ -91,7 +91,7 @@ def build_index(
     note(f"indexing {plan.split().tokens:,} tokens with {loaded.name}", quiet=quiet)
     with progress(quiet=quiet) as show:
         build(plan, folder, show)
-    typer.echo(folder)
+    say(str(folder))
 
 
 def _folder_of(document: str) -> Path:
