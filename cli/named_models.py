@@ -29,7 +29,7 @@ def named_by_index(name: str, *, quiet: bool) -> str:
     """
     if name == EMBEDDED:
         if damaged_files(embedded_path(), full=False):
-            raise SparsekvError(f"the index was built with {name}, which is not here; run `sparsekv models pull`")
+            raise SparsekvError(f"{name} is not in the cache; fetch it with `sparsekv models pull`")
         return name
     if os.path.isabs(name) and not os.path.isdir(name):
         raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")

@@ -140,9 +140,15 @@ class _Recorder:
 class Capture:
     """A whole prefill: one entry a layer, and the probe; `take` hands a layer over and frees its cache rows."""
 
-    probe: Probe
+    _logits: torch.Tensor
     _layers: list[ContextLayer]
     _recorder: _Recorder
+
+    @property
+    def probe(self) -> Probe:
+        """The highest logits of the last token; only where `not_finite` finds nothing."""
+        top = self._logits.topk(min(PROBE_LOGITS, len(self._logits)))
+        return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
@@ -155,7 +161,7 @@ class Capture:
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
                 if not all(_is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
-        return None if _is_finite(torch.tensor(self.probe.logits)) else "logits"
+        return None if _is_finite(self._logits) else "logits"
 
     def take(self, layer: int) -> CapturedLayer:
         rows = self._layers[layer]
@@ -223,8 +229,7 @@ def capture(
             chunk = input_ids[None, start:end].to(model.device)
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             progress(end)
-    top = logits[0, -1].float().topk(min(PROBE_LOGITS, logits.shape[-1]))
-    return Capture(Probe(token_ids=top.indices.tolist(), logits=top.values.tolist()), layers, recorder)
+    return Capture(logits[0, -1].float(), layers, recorder)
 
 
 def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> Iterator[tuple[int, int]]:

@@ -241,13 +241,13 @@ def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ..
         _fails(1, *command, says=("doc.skv", *says))
 
 
-def test_one_flipped_byte_is_found_by_verify(place: Path) -> None:
+def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path) -> None:
     path = place / "doc.skv" / "context" / "layer_001.safetensors"
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
-    assert run_here("inspect", "-q").code == 0
-    _fails(1, "inspect", "--verify", says=("context/layer_001.safetensors", "sha256", "--force"))
+    for measuring in (("inspect", "--verify"), ("inspect",), ("recall-report", "--method", "window")):
+        _fails(1, *measuring, "-q", says=("context/layer_001.safetensors", "sha256", "--force"))
 
 
 def test_a_question_longer_than_the_positions(place: Path) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.clusters import spread_by_definition, token_labels
 from support.command import run_here
+from support.sealing import change_tensors
 
-from sparsekv.formats.manifest import manifest_bytes
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.blocks import block_offsets
 
@@ -139,13 +138,7 @@ def test_an_index_without_value_centroids_shows_none(place: Path) -> None:
 
 
 def _without_value_centroids(folder: Path) -> None:
-    artifact = Artifact(folder)
-    files = dict(artifact.manifest.files)
-    for name in [name for name in files if name.startswith("squeezed/")]:
-        path = folder / files[name].path
-        tensors = {key: rows.clone() for key, rows in load_file(path).items() if "value_centroids" not in key}
-        path.unlink()
-        save_file(tensors, path)
-        files[name] = files[name].model_copy(update={"bytes": path.stat().st_size})
-    changed = artifact.manifest.model_copy(update={"files": files})
-    (folder / "manifest.json").write_bytes(manifest_bytes(changed)[0])
+    for name in [name for name in Artifact(folder).manifest.files if name.startswith("squeezed/")]:
+        change_tensors(
+            folder, name, lambda tensors: {key: rows for key, rows in tensors.items() if "value_centroids" not in key}
+        )

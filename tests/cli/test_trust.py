@@ -122,13 +122,22 @@ def test_inspect_has_words_of_a_model_that_is_named_without_its_weights(place: P
     assert "is not on this machine; fetch it with `sparsekv models pull someone/absent`" in absent.stderr
 
 
-@pytest.mark.parametrize("name", ["", "~nouser", "~nouser/model", "a" * 300])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "--model is empty"),
+        ("~nouser", "model '~nouser': there is no such user's folder"),
+        ("~nouser/model", "model '~nouser/model': there is no such user's folder"),
+        ("a" * 300, f"model '{'a' * 300}' is "),
+    ],
+    ids=["empty", "nobody", "nobody's model", "long"],
+)
 @pytest.mark.parametrize(
     "command",
     [("build-index", "doc.txt", "-o", "new.skv"), ("generate", "Why?"), ("eval", "doc.txt")],
     ids=lambda one: one[0],
 )
-def test_a_name_of_nothing_is_wrong_usage(place: Path, command: tuple[str, ...], name: str) -> None:
+def test_a_name_of_nothing_is_wrong_usage(place: Path, command: tuple[str, ...], name: str, says: str) -> None:
     outcome = run_here(*command, "--model", name)
-    assert f"model '{name}' is " in outcome.error()
+    assert says in outcome.error()
     assert outcome.code == 2

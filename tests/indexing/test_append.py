@@ -15,7 +15,7 @@ from support.tiny_models import POSITIONS
 
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Manifest, layer_file
+from sparsekv.formats.schema import Manifest, RopeRecord, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
@@ -95,7 +95,7 @@ def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: 
 def test_no_method_goes_on_online_where_the_keys_depend_on_the_prompts_length(tmp_path: Path) -> None:
     first = build_index(_plan(), tmp_path / "a.skv")
     for rope in ({"rope_type": "longrope"}, {"full_attention": {"rope_type": "dynamic"}}):
-        assert online_methods(first.model_copy(update={"rope": {"parameters": rope}})) == frozenset()
+        assert online_methods(first.model_copy(update={"rope": RopeRecord(parameters=rope)})) == frozenset()
 
 
 def test_a_method_of_another_revision_is_refused(tmp_path: Path) -> None:
