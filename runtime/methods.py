@@ -5,6 +5,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -309,9 +310,14 @@ def register(name: str) -> Callable[[T], T]:
 
 def methods() -> dict[str, type[Method]]:
     """All registered methods by name; imports every file of this folder once."""
+    _import_all()
+    return dict(sorted(METHODS.items()))
+
+
+@cache
+def _import_all() -> None:
     for module in pkgutil.iter_modules(sparsekv.runtime.__path__):
         importlib.import_module(f"sparsekv.runtime.{module.name}")
-    return dict(sorted(METHODS.items()))
 
 
 def choose_methods(names: list[str], indexed: list[str]) -> list[str]:
