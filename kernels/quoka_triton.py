@@ -121,7 +121,9 @@ def _ranks_kernel(
         highest = tl.max(tl.where((r < Q)[:, None], dot(q, tl.trans(k)), -float("inf")), 0)
         wide = k.to(tl.float32)
         cosine = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
-        rank = tl.minimum(tl.maximum(((cosine + 1.0) * 32768.0).to(tl.int32), 0), ALWAYS - 1)
+        scaled = (cosine + 1.0) * 32768.0
+        # What is no number must not be cast to one: it counts as the lowest.
+        rank = tl.minimum(tl.where(scaled > 0.0, scaled, 0.0), ALWAYS - 1.0).to(tl.int32)
         rank = tl.where((c < first_kept) | (c >= last_kept), ALWAYS, rank)
         tl.store(ranks + c, (rank - 32768).to(tl.int16), mask=inside)
         tl.atomic_add(coarse + (rank >> HALF_BITS), 1, mask=inside, sem="relaxed")

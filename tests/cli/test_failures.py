@@ -163,7 +163,7 @@ LONG = "n" * 300
         (("build-index", "doc.txt", "--model", " "), 2, ("--model is empty; leave it out",)),
         (("tune", "--target-perplexity", "1.1", "--model", ""), 2, ("--model is empty; leave it out",)),
         (("eval", "doc.txt", "--model", "~nouser/x"), 2, ("model '~nouser/x': there is no such user", "whole path")),
-        (("models", "pull", "~nouser/x"), 1, ("begins with ~", "whole path")),
+        (("models", "pull", "~nouser/x"), 2, ("~nouser/x", "hub")),
     ],
 )
 def test_values_that_nothing_can_be_made_of(

@@ -5,11 +5,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.command import ENVIRONMENT, EXECUTABLE, run_here
 
+LATE = 120
+"""Seconds after which a command that was interrupted is stuck."""
 BUILD = ("build-index", "doc.txt", "--model", "model", "-o", "new.skv", "-q")
 
 
@@ -21,7 +24,10 @@ def _interrupt(place: Path, when: Callable[[int], bool], *arguments: str) -> tup
     while process.poll() is None and not when(process.pid):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
+    try:
+        _, stderr = process.communicate(timeout=LATE)
+    finally:
+        process.kill()
     return process.returncode, stderr
 
 
@@ -52,15 +58,30 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
 def test_while_it_waits_for_a_question(place: Path) -> None:
     os.mkfifo(place / "pipe")
     writer = os.open(place / "pipe", os.O_RDWR)
-    code, stderr = _interrupt(
-        place, lambda pid: f"{place}/pipe" in _open_files(pid), "generate", "--prompt-file", "pipe"
-    )
+    code, stderr = _interrupt(place, lambda pid: _waits_at(pid, place / "pipe"), "generate", "--prompt-file", "pipe")
     os.close(writer)
     assert (code, stderr) == (130, "sparsekv: interrupted; the index is as it was\n")
 
 
+def _waits_at(pid: int, pipe: Path) -> bool:
+    """Whether a process has a pipe open and does nothing for a while."""
+    if str(pipe) not in _open_files(pid):
+        return False
+    before = _processor_time(pid)
+    time.sleep(0.5)
+    return _processor_time(pid) == before
+
+
+def _processor_time(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+
 def _open_files(pid: int) -> list[str]:
-    return [os.path.realpath(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    files = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since they were listed
+            files.append(os.readlink(path))
+    return files
 
 
 def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
