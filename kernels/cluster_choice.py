@@ -24,10 +24,12 @@ MOST_TOKENS = 2**TOKEN_BITS - 1
 
 
 def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
-    """What is subtracted from a float32's leading bits, `bits` of them of its fraction, to make ranks of scores: the
-    last one is the first above 0."""
+    """What is subtracted from a float32's leading bits, `bits` of them of its fraction, to make ranks of scores.
+
+    The highest rank is of all scores that reach 1 / budget, rounded up to a power of two: whatever has it is taken.
+    """
     exponent = 1 - max(budget, 1).bit_length()
-    return (127 + exponent - int(2**EXPONENT_BITS)) << bits
+    return ((127 + exponent - int(2**EXPONENT_BITS)) << bits) + 1
 
 
 @dataclass(frozen=True)

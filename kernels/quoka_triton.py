@@ -157,16 +157,19 @@ def _rows_kernel(
     ranks, rows = ranks + head * rank_stride, rows + head * count
     t = tl.arange(0, CHUNK)
     above, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    # Not by a lowest rank as `other`: Triton 3.6 gives a negative 16-bit one to every second masked place only.
     own = part * part_rows
     for at in range(0, own, CHUNK):
-        rank = tl.load(ranks + at + t, mask=at + t < T, other=-32768).to(tl.int32)
-        above += (rank > last).to(tl.int32)
-        equal += ((rank == last) & (at + t < T)).to(tl.int32)
+        inside = at + t < T
+        rank = tl.load(ranks + at + t, mask=inside, other=0).to(tl.int32)
+        above += ((rank > last) & inside).to(tl.int32)
+        equal += ((rank == last) & inside).to(tl.int32)
     above_before, equal_before = tl.sum(above, 0), tl.sum(equal, 0)
     for at in range(own, tl.minimum(own + part_rows, T), CHUNK):
         c = at + t
-        rank = tl.load(ranks + c, mask=c < T, other=-32768).to(tl.int32)
-        is_above, is_equal = (rank > last).to(tl.int32), ((rank == last) & (c < T)).to(tl.int32)
+        inside = c < T
+        rank = tl.load(ranks + c, mask=inside, other=0).to(tl.int32)
+        is_above, is_equal = ((rank > last) & inside).to(tl.int32), ((rank == last) & inside).to(tl.int32)
         # Two sums of at most CHUNK in one integer.
         sums = tl.cumsum(is_above + (is_equal << 16), 0)
         above_ends, equal_ends = above_before + (sums & 0xFFFF), equal_before + (sums >> 16)

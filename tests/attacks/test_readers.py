@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.forked import Run
+from support.forked import Run, Started
 from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
 
 PAIRS = 100
@@ -47,11 +47,24 @@ def _read(sandbox: Sandbox, reader: str) -> Run:
     return run
 
 
+def _stopped(sandbox: Sandbox, reader: str, delay: float) -> Started:
+    """A reader stopped after so many seconds; after fewer where it has come to its end by then."""
+    while True:
+        reading = sandbox.start(*_readers(sandbox)[reader])
+        time.sleep(delay)
+        try:
+            os.kill(reading.pid, signal.SIGSTOP)
+        except ProcessLookupError:
+            reading.wait()
+            shutil.rmtree(sandbox.home / SAVED, ignore_errors=True)
+            delay *= 0.8
+        else:
+            return reading
+
+
 def _read_beside(sandbox: Sandbox, reader: str, writer: str, share: float, usual: float) -> Run:
     """Stop the reader after a share of its usual seconds, write, and let it go on."""
-    reading = sandbox.start(*_readers(sandbox)[reader])
-    time.sleep(share * usual)
-    os.kill(reading.pid, signal.SIGSTOP)
+    reading = _stopped(sandbox, reader, share * usual)
     written = _write(sandbox, writer)
     os.kill(reading.pid, signal.SIGCONT)
     assert written.code == 0, written

@@ -81,6 +81,13 @@ def test_more_keys_than_a_program_looks_at_in_one_go(monkeypatch: pytest.MonkeyP
         assert_best(chosen(some, keys, count), highest_cosines(some, keys), count, 0, 0)
 
 
+@pytest.mark.parametrize("tokens", [80, 333])
+def test_keys_that_point_away_where_most_are_chosen(tokens: int) -> None:
+    some, keys = unit(12, 2, 1, 64), normal(13, 2, tokens, 64)
+    count = tokens * 9 // 10
+    assert_best(chosen(some, keys, count, 2, 3), highest_cosines(some, keys), count, 2, 3)
+
+
 def test_equal_cosines_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsekv.kernels.quoka_triton.CHUNK", 64)
     keys = unit(6, 1, 1, 64).expand(2, 200, 64)
