@@ -1,23 +1,16 @@
-"""One process to fork commands from, and one small home with an index, for all attacks."""
+"""One small home with an index for all attacks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.forked import Zygote
+from support.forked import zygote
 from support.sandbox import Sandbox, World
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with Zygote(tmp_path_factory.mktemp("zygote")) as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """To be copied, never changed."""
-    return World.make(tmp_path_factory.mktemp("world"), zygote)
+    return World.make(tmp_path_factory.mktemp("world"), zygote())
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.command import sparsekv
-from support.forked import Zygote
+from support.command import installed
+from support.forked import zygote
 from support.sandbox import INDEX, VICTIMS, Sandbox, changes, hash_tree
 
 
 def test_a_forked_run_ends_as_the_installed_command(sandbox: Sandbox) -> None:
     arguments = ("recall-report", "-i", INDEX, "--budget", "0.1")
-    forked, installed = sandbox.run(*arguments), sparsekv(*arguments, cwd=sandbox.home)
-    assert (forked.code, forked.stdout, forked.stderr) == (installed.returncode, installed.stdout, installed.stderr)
+    forked, whole = sandbox.run(*arguments), installed(*arguments, cwd=sandbox.home)
+    assert (forked.code, forked.stdout, forked.stderr) == (whole.returncode, whole.stdout, whole.stderr)
 
 
 def test_a_run_is_killed_where_it_hangs_or_is_told_to(sandbox: Sandbox) -> None:
@@ -48,7 +48,7 @@ def test_every_change_in_a_home_is_seen(sandbox: Sandbox) -> None:
     assert VICTIMS.keys() > set(found)
 
 
-def test_what_fails_must_say_one_line_with_a_remedy(zygote: Zygote, tmp_path: Path) -> None:
-    wrong = zygote.run("inspect", "-i", "none.skv", folder=tmp_path)
+def test_what_fails_must_say_one_line_with_a_remedy(tmp_path: Path) -> None:
+    wrong = zygote().run("inspect", "-i", "none.skv", folder=tmp_path)
     wrong.assert_harmless()
     assert wrong.told().startswith("no index at none.skv; ")

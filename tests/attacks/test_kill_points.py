@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.forked import Zygote
+from support.forked import zygote
 from support.kill_points import Killed, assert_nothing_is_lost
 from support.sandbox import DOCUMENT, INDEX, SAVED, Sandbox, World
 
@@ -34,14 +34,14 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="session")
-def small_world(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> World:
+def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Of one method, so that there are fewer files."""
-    return World.make(tmp_path_factory.mktemp("small_world"), zygote, methods=("multipole",))
+    return World.make(tmp_path_factory.mktemp("small_world"), zygote(), methods=("multipole",))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_some_kills_lose_nothing(small_world: World, tmp_path: Path, name: str) -> None:
-    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=1 if name == "tune" else 10)
+    assert_nothing_is_lost(small_world, tmp_path, COMMANDS[name], every=1 if name == "tune" else 24)
 
 
 @pytest.mark.slow

@@ -52,14 +52,11 @@ def _stopped(sandbox: Sandbox, reader: str, delay: float) -> Started:
     while True:
         reading = sandbox.start(*_readers(sandbox)[reader])
         time.sleep(delay)
-        try:
-            os.kill(reading.pid, signal.SIGSTOP)
-        except ProcessLookupError:
-            reading.wait()
-            shutil.rmtree(sandbox.home / SAVED, ignore_errors=True)
-            delay *= 0.8
-        else:
+        if reading.stop():
             return reading
+        reading.wait()
+        shutil.rmtree(sandbox.home / SAVED, ignore_errors=True)
+        delay *= 0.8
 
 
 def _read_beside(sandbox: Sandbox, reader: str, writer: str, share: float, usual: float) -> Run:

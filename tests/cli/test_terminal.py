@@ -13,7 +13,7 @@ from sparsekv.cli.printable import json_text, printable
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 
 TITLE = "\x1b]0;title\x07"
-NAMES = ("a[/x].skv", "notes [draft].skv", "[red]x[/red].skv", "$x_{$.skv", ":smile:.skv", f"{TITLE}.skv")
+NAMES = ("a[/x] $x_{$.skv", "notes [draft] :smile:.skv", f"[red]x[/red] {TITLE}.skv")
 
 
 def test_every_character_that_steers_is_shown() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,33 @@ from unittest import mock
 
 from sparsekv.cli.main import run
 
+from .forked import LIMITS, Started, zygote
+
 EXECUTABLE = Path(sys.executable).with_name("sparsekv")
 # Parallel workers whose commands take every core each would only wait for one another.
 ENVIRONMENT = os.environ | ({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
 
 
-def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the installed command in a folder; the caller looks at its exit code."""
+def installed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the installed command in a folder, which imports for seconds; the caller looks at its exit code."""
     command = [str(EXECUTABLE), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def start(*arguments: str | Path, cwd: Path, **standard: str) -> Started:
+    """Start the real command, forked from a process that has its imports; it may take what a model needs."""
+    limits = LIMITS | {"AS": 1 << 40, "FSIZE": 1 << 40}
+    home = {"HOME": str(Path.home())}
+    return zygote().start(*arguments, folder=cwd, environment=home, seconds=600, limits=limits, **standard)
+
+
+def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the real command in a folder; the caller looks at its exit code."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(stdin)
+        file.flush()
+        done = start(*arguments, cwd=cwd, stdin=file.name).wait()
+    return subprocess.CompletedProcess(list(map(str, arguments)), done.code, done.stdout, done.stderr)
 
 
 def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,7 @@
 """The real command in processes of its own, without the seconds of its imports: forked from one that has them."""
 
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -7,11 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 HANG = 30.0  # seconds
 LIMITS = {"AS": 2 << 30, "FSIZE": 1 << 30, "CORE": 0}
@@ -65,6 +67,16 @@ class Started:
         self._lines = connection.makefile()
         self.pid: int = json.loads(self._lines.readline())["pid"]
 
+    def stop(self) -> bool:
+        """Stop it, to be told SIGCONT; False where it has ended by then."""
+        state = Path(f"/proc/{self.pid}/stat")
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            os.kill(self.pid, signal.SIGSTOP)
+            while (letter := state.read_text().rsplit(")", 1)[1].split()[0]) not in "TZ":
+                time.sleep(0.001)
+            return letter == "T"
+        return False
+
     def wait(self) -> Run:
         """Its end."""
         with self._connection, self._lines, self._outputs as folder:
@@ -79,31 +91,22 @@ def _printed(path: Path) -> str:
 
 
 class Zygote:
-    """Starts commands at the speed of a fork, several at once if need be; ends with its context."""
+    """Starts commands at the speed of a fork, several at once if need be; ends with this process."""
 
-    def __init__(self, home: Path):
-        """`home` takes what libraries keep for a user."""
-        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
-        self._socket = f"{self._folder.name}/socket"
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home, for what libraries keep for a user
+        home, self._socket = self._folder.name, f"{self._folder.name}/socket"
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", Path(__file__).with_name("zygote.py"), self._socket],
-            env=environment | ONE_THREAD | {"HOME": str(home), "HF_HOME": str(home / "hub"), "HF_HUB_OFFLINE": "1"},
+            env=environment | ONE_THREAD | {"HOME": home, "HF_HOME": f"{home}/hub", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def __enter__(self) -> Self:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate("")
-        self._folder.cleanup()
 
     def start(
         self,
@@ -147,3 +150,9 @@ class Zygote:
     def run(self, *arguments: str | Path, **how: Any) -> Run:
         """Run the command to its end; takes what `start` takes."""
         return self.start(*arguments, **how).wait()
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """One for all runs of this process."""
+    return Zygote()

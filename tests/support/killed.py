@@ -1,14 +1,15 @@
 """Running the real command on an index, to its end or until it is killed."""
 
+import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .command import ENVIRONMENT, EXECUTABLE
+from .command import start
+from .forked import Started
 
 
 @dataclass(frozen=True)
@@ -18,32 +19,28 @@ class Command:
     folder: Path
     arguments: tuple[str | Path, ...]
 
-    def _start(self) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen([EXECUTABLE, *self.arguments], env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    def _start(self) -> Started:
+        return start(*self.arguments, cwd=self.folder.parent)
 
     def run(self) -> float:
         """Seconds that a whole run took."""
-        started = time.monotonic()
-        process = self._start()
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
-        return time.monotonic() - started
+        done = self._start().wait()
+        assert done.code == 0, done
+        return done.seconds
 
     def kill_after(self, seconds: float) -> None:
         """`kill -9`, unless it has ended by then."""
-        process = self._start()
-        try:
-            process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
+        started = self._start()
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started.pid, signal.SIGKILL)
+        started.wait()
 
     def kill_when(self, ready: Callable[[], bool]) -> None:
         """`kill -9` as soon as something is so; fails where the command ends before."""
-        process = self._start()
+        started = self._start()
         while not ready():
-            assert process.poll() is None, process.communicate()[1]
+            os.kill(started.pid, 0)
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
+        os.kill(started.pid, signal.SIGKILL)
+        assert started.wait().code == -signal.SIGKILL
