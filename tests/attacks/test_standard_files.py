@@ -74,7 +74,7 @@ PIPES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", short_part(PIPES, every=4))
+@pytest.mark.parametrize("arguments", short_part(PIPES, every=9))
 def test_a_named_pipe_that_nobody_writes_to(sandbox: Sandbox, arguments: tuple[str, ...]) -> None:
     os.mkfifo(sandbox.home / "pipe")
     model = str(sandbox.model)

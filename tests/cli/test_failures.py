@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command import ENVIRONMENT, EXECUTABLE, run_here, shell
+from support.command import EXECUTABLE, environment, run_here, shell, sparsekv, start
 
 from sparsekv.cli.app import COMMANDS
 from sparsekv.cli.failures import LESS_MEMORY, REMEDIES, describe
@@ -79,9 +79,7 @@ def test_remedies_name_options_that_the_command_has() -> None:
     assert all(errno.errorcode[number] for number in REMEDIES)
 
 
-@pytest.mark.parametrize(
-    ("command", "unbuffered"), [("--version", ""), ("--help", "1"), ("inspect -q", ""), ("inspect -q", "1")]
-)
+@pytest.mark.parametrize(("command", "unbuffered"), [("--version", ""), ("--help", "1"), ("inspect -q", "1")])
 def test_a_full_standard_output(place: Path, command: str, unbuffered: str) -> None:
     done = shell(f"PYTHONUNBUFFERED={unbuffered} sparsekv {command} > /dev/full", place)
     assert done.returncode == 1
@@ -89,18 +87,18 @@ def test_a_full_standard_output(place: Path, command: str, unbuffered: str) -> N
 
 
 def test_closed_streams(place: Path) -> None:
-    out = shell("sparsekv build-index doc.txt --model model -o new.skv -q >&-", place)
-    assert (out.returncode, out.stderr) == (
+    out = start("build-index", "doc.txt", "--model", "model", "-o", "new.skv", "-q", cwd=place, stdout=None).wait()
+    assert (out.code, out.stderr) == (
         1,
         "sparsekv: error: standard output is closed; send it to a file, or to /dev/null\n",
     )
     assert not (place / "new.skv").exists()
-    stdin = shell("sparsekv generate -q <&-", place)
-    assert (stdin.returncode, stdin.stderr.startswith("sparsekv: error: no question: give it as")) == (2, True)
-    silent = shell("sparsekv generate --prompt-file none.txt 2>&-", place)
-    assert (silent.returncode, silent.stdout) == (2, "")
-    full = shell("sparsekv generate Why? --max-new-tokens 2 --stats 2>/dev/full", place)
-    assert (full.returncode, full.stdout.count("\n")) == (0, 1)
+    stdin = start("generate", "-q", cwd=place, stdin=None).wait()
+    assert (stdin.code, stdin.stderr.startswith("sparsekv: error: no question: give it as")) == (2, True)
+    silent = start("generate", "--prompt-file", "none.txt", cwd=place, stderr=None).wait()
+    assert (silent.code, silent.stdout) == (2, "")
+    full = start("generate", "Why?", "--max-new-tokens", "2", "--stats", cwd=place, stderr="/dev/full").wait()
+    assert (full.code, full.stdout.count("\n")) == (0, 1)
 
 
 @pytest.mark.parametrize("megabytes", [300, 900])
@@ -109,7 +107,7 @@ def test_a_limit_on_memory(place: Path, megabytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
     command = [EXECUTABLE, "generate", "Why?", "--max-new-tokens", "2", "-q"]
-    done = subprocess.run(command, cwd=place, env=ENVIRONMENT, capture_output=True, text=True, preexec_fn=limit)
+    done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, preexec_fn=limit)
     if done.returncode:
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
         assert "not enough memory" in done.stderr
@@ -198,6 +196,6 @@ def test_tune_finds_an_index_that_cannot_be_written_before_it_measures(place: Pa
 def test_libraries_warnings_are_shown_to_who_asks_for_them_alone(place: Path) -> None:
     """A title in a script that matplotlib's font has not makes it warn."""
     (place / "doc.skv").rename(place / "漢字.skv")
-    quiet, loud = (shell(f"sparsekv {debug} inspect -q --plot x.png", place) for debug in ("", "--debug"))
+    quiet, loud = (sparsekv(*debug, "inspect", "-q", "--plot", "x.png", cwd=place) for debug in ((), ("--debug",)))
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert "missing from" in loud.stderr

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.command import ENVIRONMENT, EXECUTABLE, run_here
+from support.command import EXECUTABLE, environment, run_here
 
 LATE = 120
 """Seconds after which a command that was interrupted is stuck."""
@@ -20,7 +20,7 @@ def _interrupt(place: Path, when: Callable[[int], bool], *arguments: str) -> tup
     """Exit code and stderr of a command that is interrupted as soon as something is so."""
     command = [str(EXECUTABLE), *arguments]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=place, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=place, env=environment(), stdout=pipe, stderr=pipe, text=True)
     while process.poll() is None and not when(process.pid):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
@@ -88,7 +88,7 @@ def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
     """As under nohup, or in the background of a script."""
     script = f"trap '' INT; exec {EXECUTABLE} generate Why? --max-new-tokens 2 -q"
     pipe = subprocess.PIPE
-    process = subprocess.Popen(["sh", "-c", script], cwd=place, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(["sh", "-c", script], cwd=place, env=environment(), stdout=pipe, stderr=pipe, text=True)
     while process.poll() is None and not _maps(process.pid, "libtorch_cpu"):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.command import ENVIRONMENT, EXECUTABLE, run_here
+from support.command import run_here, sparsekv
 from support.terminal import on_terminal
 
 from sparsekv.cli.printable import json_text, printable
@@ -85,6 +84,6 @@ def test_an_answer_is_printable_on_a_terminal_and_as_it_is_in_a_pipe(place: Path
     ask = ("generate", "Why?", "--temperature", "5", "--max-new-tokens", "400", "-q")
     said = json.loads(run_here(*ask, "--json").stdout)["text"]
     assert printable(said) != said
-    piped = subprocess.run([EXECUTABLE, *ask], cwd=place, env=ENVIRONMENT, capture_output=True, check=True).stdout
-    assert piped.decode() == f"{said}\n"
-    assert on_terminal(*ask, cwd=place) == (0, printable(piped.decode()))
+    piped = sparsekv(*ask, cwd=place).stdout
+    assert piped == f"{said}\n"
+    assert on_terminal(*ask, cwd=place) == (0, printable(piped))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import ENVIRONMENT
+from support.command import environment
 from support.peak import PEAK
 
 MEASURE = f"""{PEAK}
@@ -25,7 +25,7 @@ except SystemExit as end: sys.stderr.write(f"{{peak()}} {{end.code}}\\n")
 def test_sixteen_thousand_tokens(embedded_folder: Path, document: Path, tmp_path: Path) -> None:
     options = ["--max-tokens", "16320", "--rope-scaling", "yarn:2", "-q"]
     command = [sys.executable, "-c", MEASURE, "build-index", str(document), "-o", str(tmp_path / "long.skv"), *options]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     before, after = done.stderr.split("\n")[:2]
     assert after.split()[1] == "0", done.stderr
     cache = 2 * 30 * 3 * (16320 + 24) * 64 * 4

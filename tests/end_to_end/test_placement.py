@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import ENVIRONMENT, sparsekv
+from support.command import environment, sparsekv
 from support.peak import PEAK
 
 from sparsekv.formats.reader import Artifact
@@ -25,7 +25,7 @@ def _answer(index: Path, method: str, placement: str) -> tuple[dict[str, Any], i
     """What `generate --json` says, and the peak resident memory of its process in bytes."""
     options = ["--method", method, "--budget", "5%", "--placement", placement, "--max-new-tokens", "12", "--json"]
     command = [sys.executable, "-c", MEASURE, "generate", QUESTION, "-i", str(index), *options]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), int(done.stderr.rpartition("peak ")[2])
 

@@ -16,17 +16,20 @@ from sparsekv.cli.main import run
 from .forked import LIMITS, Started, zygote
 
 EXECUTABLE = Path(sys.executable).with_name("sparsekv")
-# Parallel workers whose commands take every core each would only wait for one another.
-ENVIRONMENT = os.environ | ({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
+
+
+def environment() -> dict[str, str]:
+    """What commands are given. Parallel workers whose commands take every core each would only wait for one another."""
+    return os.environ | ({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
 
 
 def installed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the installed command in a folder, which imports for seconds; the caller looks at its exit code."""
     command = [str(EXECUTABLE), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
 
-def start(*arguments: str | Path, cwd: Path, **standard: str) -> Started:
+def start(*arguments: str | Path, cwd: Path, **standard: str | None) -> Started:
     """Start the real command, forked from a process that has its imports; it may take what a model needs."""
     limits = LIMITS | {"AS": 1 << 40, "FSIZE": 1 << 40}
     home = {"HOME": str(Path.home())}
@@ -45,9 +48,9 @@ def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.C
 def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a bash script that calls `sparsekv`; a failure anywhere in a pipe is the script's."""
     command = ["bash", "-o", "pipefail", "-c", script]
-    path = f"{EXECUTABLE.parent}:{ENVIRONMENT['PATH']}"
+    path = f"{EXECUTABLE.parent}:{environment()['PATH']}"
     return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True, check=False
+        command, cwd=cwd, env=environment() | {"PATH": path}, capture_output=True, text=True, check=False
     )
 
 

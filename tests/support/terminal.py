@@ -5,14 +5,14 @@ import pty
 import subprocess
 from pathlib import Path
 
-from .command import ENVIRONMENT, EXECUTABLE
+from .command import EXECUTABLE, environment
 
 
 def on_terminal(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     """Exit code, and what the command wrote on a terminal that is its standard output; stderr goes elsewhere."""
     ours, theirs = pty.openpty()
     command = [str(EXECUTABLE), *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, stdout=theirs, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=theirs, stderr=subprocess.DEVNULL)
     os.close(theirs)
     shown = b""
     try:
