@@ -57,26 +57,23 @@ def attend(
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention gave, [Hk, G, Q, D], and its denominators: the log-sum-exp of each segment [Hk, G, Q, S], minus
-    infinity where all of it is masked, and that of everything, sink logits included, [Hk, G, Q]; both float32."""
+    """What attention gave, [Hk, G, Q, D], and the log-sum-exp of all its logits, those of sinks too, [Hk, G, Q] float32."""
 
     output: torch.Tensor
-    logsumexps: torch.Tensor
-    total: torch.Tensor
+    logsumexp: torch.Tensor
 
 
-def attend_with_logsumexps(
+def attend_with_logsumexp(
     query: torch.Tensor,
     segments: Sequence[Segment],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> Attended:
-    """The same as `attend`, with its denominators: how much of the attention each segment has."""
+    """The same as `attend`, with its denominator."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
-    logsumexps = torch.stack([part.logsumexp(-1) for part in logits], -1)
     weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
-    return Attended(_output(weights, segments, query), logsumexps[..., : len(segments)], total)
+    return Attended(_output(weights, segments, query), total)
 
 
 def _logits(

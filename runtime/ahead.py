@@ -4,10 +4,10 @@ What a step attends to was searched for with the query of the step before: new t
 steps mostly want the same old ones. On a GPU the search and the transfer of the chosen rows have their own stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TypeAlias
 
@@ -81,15 +81,19 @@ class Ahead:
 
     def _arrived(self, pending: Pending) -> Found:
         found = pending.result()
-        for rows in _tensors(found):
-            if rows.is_cuda:
-                rows.record_stream(torch.cuda.current_stream(rows.device))
+        for tensor in tensors_in(found):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return found
 
 
-def _tensors(found: Found) -> list[torch.Tensor]:
-    chosen = found.chosen
-    replaced = [rows for part in chosen.replacements for rows in (part.keys, part.values, part.log_counts)]
-    counted = [chosen.index_rows] if isinstance(chosen.index_rows, torch.Tensor) else []
-    counted += [] if found.valid is None else [found.valid]
-    return [found.keys, found.values, chosen.starts, chosen.lengths, *replaced, *counted]
+def tensors_in(found: object) -> Iterator[torch.Tensor]:
+    """Every tensor in the fields of a dataclass, and of those and the tuples in it."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from tensors_in(one)
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from tensors_in(getattr(found, field.name))

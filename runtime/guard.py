@@ -14,7 +14,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.lookup import attention_logits
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Asked, Method, Remainder
+from sparsekv.runtime.methods import Asked, Method, Remainder, Selection
 
 RAISES = 2  # times that a budget is doubled before a head reads everything
 
@@ -28,8 +28,19 @@ def remainder_logsumexp(asked: Asked, remainders: tuple[Remainder, ...], facts: 
     return torch.cat(logits, -1).logsumexp(-1)
 
 
-def missed_share(left: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """[Hk, Q]: the share of the whole softmax that is left, mean over the group; both [Hk, G, Q] log-sum-exps."""
+def missed_share(chosen: Selection, asked: Asked, attended: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """[Hk, Q]: the share of the whole softmax that a choice leaves, mean over the group; NaN where no one can tell.
+
+    It is what stands for what was not chosen or, where nothing does, what the method estimates that it dropped.
+
+    Args:
+        attended: [Hk, G, Q], the log-sum-exp of all that is attended, what stands for others with it.
+    """
+    remainders = chosen.replacements or (chosen.dropped() if chosen.dropped else ())
+    if not remainders:
+        return torch.full_like(attended[:, 0], torch.nan)
+    left = remainder_logsumexp(asked, remainders, facts)
+    whole = attended if chosen.replacements else torch.logaddexp(attended, left)
     return (left - whole).exp().mean(1)
 
 

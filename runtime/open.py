@@ -83,7 +83,7 @@ def prepare_layer(
         residual: centroids stand for what the method leaves: its own, or those of another method of the index.
 
     Raises:
-        UsageError: no method of the index has value centroids.
+        UsageError: no method of the index has value centroids, or the method takes in tokens that these do not hold.
     """
     context = middle_context(artifact, layer, name, device, board)
     try:
@@ -96,6 +96,11 @@ def prepare_layer(
     selector.mapped = context.mapped
     if not residual or method.replaces() or selector.replace_by_own_clusters():
         return selector
+    if selector.takes:
+        raise UsageError(
+            f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
+            "them stay exact"
+        )
     lender = middle_context(artifact, layer, residual_source(artifact), device)
     replacing = ResidualSelector(selector, residual_clusters(lender.tensors))
     replacing.mapped = context.mapped + lender.mapped

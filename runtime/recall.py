@@ -21,7 +21,7 @@ from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_runs
 from sparsekv.kernels.softmax import softmax_with_logsumexp
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Attempt, Guard, Held, missed_share, remainder_logsumexp
+from sparsekv.runtime.guard import Attempt, Guard, Held, missed_share
 from sparsekv.runtime.methods import Asked, Method, Selection, Selector
 from sparsekv.runtime.open import prepare_layer
 from sparsekv.runtime.queries import QueryBlock
@@ -209,11 +209,7 @@ def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool)
         nothing = torch.full_like(truth.output, torch.nan)
         return Attempt(nothing[:, 0, :, 0], rows, (chosen, nothing.transpose(1, 2)))
     output, total = _sparse_output(chosen, truth, selection, positions)
-    remainders = selection.replacements or (selection.dropped() if selection.dropped else ())
-    missed = torch.full_like(total[:, 0], torch.nan)
-    if remainders:
-        left = remainder_logsumexp(truth.asked, remainders, truth.facts)
-        missed = missed_share(left, total if selection.replacements else torch.logaddexp(total, left))
+    missed = missed_share(selection, truth.asked, total, truth.facts)
     return Attempt(missed, rows, (chosen, output.transpose(1, 2)))
 
 

@@ -65,4 +65,4 @@ class ResidualSelector(Selector):
         left = counts.scatter_add(-1, cluster, -valid.float())
         replacement = Replacement(self.clusters.keys, left.log(), self.clusters.values)
         read = chosen.index_rows + 2.0 * self.clusters.keys.shape[1]
-        return replace(chosen, replacements=(replacement,), stand_ins=None, index_rows=read)
+        return replace(chosen, replacements=(replacement,), stand_ins=None, dropped=None, index_rows=read)

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.kernels.attention import Segment, attend, attend_once, attend_with_logsumexps, causal_mask
+from sparsekv.kernels.attention import Segment, attend, attend_once, attend_with_logsumexp, causal_mask
 from sparsekv.kernels.decode_attention import RunRows, StandIns, decode_attention
 from sparsekv.kernels.hook import AttentionCall
 from sparsekv.kernels.list_ranks import ExactKeys
@@ -15,7 +15,7 @@ from sparsekv.kernels.lookup import attention_logits
 from sparsekv.kernels.runs import expand_full_runs, expand_runs
 from sparsekv.runtime.ahead import Ahead, Found
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share, remainder_logsumexp
+from sparsekv.runtime.guard import Attempt, Gauge, Guard, Held, missed_share
 from sparsekv.runtime.methods import Asked, Replacement, Selection, Selector
 from sparsekv.runtime.middle_rows import MiddleRows, Pair
 from sparsekv.runtime.question import QuestionSearch
@@ -310,12 +310,8 @@ class SparseLayer(StoredLayer):
 
     def _attempt(self, step: "_Step", budget: Budget) -> Attempt:
         chosen, segments = self._choose(step, budget)
-        attended = attend_with_logsumexps(step.asked.query, segments, *step.how)
-        left, whole = attended.logsumexps[..., 2:].logsumexp(-1), attended.total
-        if chosen.dropped is not None:
-            left = remainder_logsumexp(step.asked, chosen.dropped(), self.facts)
-            whole = torch.logaddexp(whole, left)
-        missed = missed_share(left, whole)
+        attended = attend_with_logsumexp(step.asked.query, segments, *step.how)
+        missed = missed_share(chosen, step.asked, attended.logsumexp, self.facts)
         rows = torch.as_tensor(self._rows_read(chosen), device=missed.device).expand_as(missed)
         return Attempt(missed, rows, (attended.output.transpose(1, 2),))
 

@@ -8,7 +8,9 @@ from support.random_tensors import normal
 from support.small_layer import SmallLayer, small_layer, sparse_layer
 
 from sparsekv.kernels.hook import AttentionCall
+from sparsekv.runtime.ahead import Found, tensors_in
 from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.magicpig import MagicPIG
 from sparsekv.runtime.methods import Asked, Method, Selection, Selector, Taken
 from sparsekv.runtime.multipole import Multipole
 from sparsekv.runtime.quest import Quest
@@ -22,6 +24,20 @@ METHODS: dict[str, Method] = {
     "quest": Quest(page_size=5),
 }
 STEPS = 14
+
+
+def test_what_lies_in_a_choice_is_protected_whatever_it_is() -> None:
+    """From being let go of while another stream still reads it: the weights of what was drawn, too."""
+    layer = small_layer(middle=60)
+    step = Asked(layer.queries[:, :, :1], lambda: torch.arange(1), lambda: torch.zeros(2, 3, 1), shared=False)
+    drawn = MagicPIG(hash_bits=2).prepare(layer.context).select(step, Budget(8))
+    stood_for = Multipole().prepare(small_layer(middle=60, block=64).context).select(step, Budget(8))
+    assert drawn.log_weights is not None
+    part = stood_for.replacements[0]
+    keys, values, valid = (torch.zeros(1) for _ in range(3))
+    for chosen, among in ((drawn, [drawn.log_weights]), (stood_for, [part.keys, part.values, part.log_counts])):
+        found = {id(tensor) for tensor in tensors_in(Found(chosen, keys, values, valid))}
+        assert found >= {id(tensor) for tensor in (keys, values, valid, chosen.starts, chosen.lengths, *among)}
 
 
 class _Late(Selector):

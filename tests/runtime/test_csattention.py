@@ -294,6 +294,11 @@ def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: Open
     assert grown == {tabled_index.split.middle + (waiting // 8 - 1) * 8 * stream}
 
 
+def test_no_residual_where_tokens_join_that_no_cluster_has(tabled_index: OpenIndex) -> None:
+    with pytest.raises(UsageError, match="--residual: csattention takes generated tokens in"):
+        tabled_index.sparse_cache("csattention", CSAttention(stream=True), Budget(0.1), residual=True)
+
+
 @pytest.mark.parametrize("method", [CSAttention(stream=True, buffer=8), CSAttention(step=4)], ids=["stream", "step"])
 def test_a_second_question_is_answered_as_by_a_fresh_cache(tabled_index: OpenIndex, method: CSAttention) -> None:
     used, fresh = (tabled_index.sparse_cache("csattention", method, Budget(0.1)) for _ in range(2))

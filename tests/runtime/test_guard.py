@@ -72,6 +72,16 @@ def test_with_a_token_a_cluster_the_estimate_is_the_truth(
     assert gauge.heads == left.numel()
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("method", [Quest(page_size=7), Squeezed("flat", "threshold")], ids=["quest", "squeezed"])
+def test_what_stands_for_tokens_is_what_is_left_of_them(method: Method, queries: int) -> None:
+    """With a token a cluster in a residual: also where the method has an estimate of its own of what it drops."""
+    layer, clusters = _layer("squeezed", 3), _layer("multipole", 3, levels=(1.0,)).context.tensors
+    selector, gauge = ResidualSelector(method.prepare(layer.context), residual_clusters(clusters)), Gauge(None)
+    step = Step(layer, selector, Budget(0.2), queries=queries, gauge=gauge)
+    assert gauge.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
+
+
 @given(telling, st.integers(0, 100), st.floats(0.05, 0.3), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_clusters_estimate_too_little(name: str, seed: int, share: float, queries: int) -> None:
