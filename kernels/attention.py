@@ -57,7 +57,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention gave, [Hk, G, Q, D], and the log-sum-exp of all its logits, those of sinks too, [Hk, G, Q] float32."""
+    """What attention gave [Hk, G, Q, D], and the log-sum-exp of all its logits, sinks included, [Hk, G, Q] float32."""
 
     output: torch.Tensor
     logsumexp: torch.Tensor

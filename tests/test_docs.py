@@ -1,12 +1,20 @@
 """The pages say what the program does."""
 
+import json
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from support.command import run_here
+from support.tiny_models import save_tiny
+
+from sparsekv.indexing.methods import INDEXERS
+from sparsekv.runtime.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,3 +53,32 @@ def test_every_option_that_a_page_uses_exists() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def _example(page: str, file: str) -> str:
+    """The Python that a page shows for a file, after what it says to import."""
+    shown = page.split(f"`{file}`", 1)[1].split("```python\n", 1)[1]
+    block, after = shown.split("```", 1)
+    imports = re.findall(r"`(from sparsekv[^`]+)`", after.split("```", 1)[0])
+    usual = ["from dataclasses import dataclass", "from typing import ClassVar", "import torch"]
+    return "\n".join([*usual, *(" ".join(one.split()) for one in imports), "", block])
+
+
+def test_the_method_of_the_contributors_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    registries: dict[str, dict[str, Any]] = {"indexing/norms.py": INDEXERS, "runtime/norms.py": METHODS}
+    for file, registry in registries.items():
+        module = ModuleType(file.replace("/", ".").removesuffix(".py"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        # So that it is unknown again afterwards.
+        monkeypatch.setitem(registry, "norms", None)
+        exec(compile(_example(page, file), file, "exec"), module.__dict__)
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+    (tmp_path / "doc.txt").write_text("A word. " * 60)
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "norms", "-q")
+    assert built.code == 0, built.stderr
+    reported = run_here("recall-report", "--method", "norms", "--method", "window", "--budget", "100%", "--json")
+    assert [row["recall"] for row in json.loads(reported.stdout)["rows"]] == [1, 0], reported.stderr
+    asked = run_here("generate", "Why?", "--model", "model", "--method", "norms", "--max-new-tokens", "4", "--json")
+    assert json.loads(asked.stdout)["method"] == "norms", asked.stderr

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from support.command import sparsekv
+from support.prefill_perplexity import prefill_perplexity
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models import LoadedModel
 from sparsekv.indexing.prefill import DensePrefill, Prefill
 from sparsekv.indexing.prefill_keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill_perplexity import prefill_perplexity
 from sparsekv.indexing.prefill_quoka import QuokaPrefill
 from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
 from sparsekv.indexing.prompt import encode_prompt

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.prefill_perplexity import prefill_perplexity
 from support.random_tensors import normal
 from support.reference import assert_close, attention_probabilities, reference_attention
 from support.small_index import TEXT, build_small, plain_logits, reopen, small_plan
@@ -21,7 +22,6 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture import Capture, capture
 from sparsekv.indexing.prefill import DensePrefill, Prefill, SparsePrefill, choose_prefill, prefill_name, prefills
 from sparsekv.indexing.prefill_keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill_perplexity import prefill_perplexity
 from sparsekv.indexing.prefill_quoka import QuokaPrefill
 from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
 from sparsekv.kernels.attention import causal_mask
