@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli.memory_limit import refuse_small_limit
+from sparsekv.cli.memory_limit import refuse_little_room, refuse_small_limit
 from sparsekv.cli.values import with_checked_values
 
 COMMANDS = {
@@ -33,6 +33,7 @@ class _LazyGroup(TyperGroup):
             return None
         refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
+        refuse_little_room()
         return with_checked_values(typer.main.get_command(module.app))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -211,6 +211,9 @@ def _model(
     folder: Path, name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     placed: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
+    for weights in folder.glob("*.safetensors"):
+        # What may not be read is told as that here; safetensors tells of a file that is not there.
+        weights.open("rb").close()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -92,6 +92,7 @@ def test_a_question_on_the_command_line(sandbox: Sandbox, question: str) -> None
 @pytest.mark.parametrize("name", short_part(NAMES, every=4))
 def test_any_name_of_an_index_and_a_document(sandbox: Sandbox, name: str) -> None:
     model = ("--model", sandbox.model)
+    (sandbox.home / name).parent.mkdir(exist_ok=True)
     sandbox.index.rename(sandbox.home / name)
     (sandbox.home / "doc.txt").rename(sandbox.home / f"{name}.txt")
     for arguments in (
