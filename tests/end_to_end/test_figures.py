@@ -93,11 +93,11 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
         prompt,
         past_key_values=deepcopy(document),
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=40,
+        max_new_tokens=16,
         do_sample=False,
     )
     cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(1.0))
-    answer = generate(opened, cache, question, Sampling(max_new_tokens=40))
+    answer = generate(opened, cache, question, Sampling(max_new_tokens=16))
     assert answer.generated_tokens > 10
     new = plain[0, prompt.shape[1] :]
     assert answer.text == opened.tokenizer.decode(new, skip_special_tokens=True)

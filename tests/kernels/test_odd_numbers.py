@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts
-from support.odd_numbers import every_kind, few_kinds, odd
+from support.odd_numbers import FEW, KINDS, every_kind, few_kinds, odd
 from support.random_tensors import normal
 from support.small_tables import SMALL, layer_input, tabled_layer
 
@@ -116,9 +116,8 @@ def test_clusters_down_two_levels(form: str, kind: str) -> None:
     assert listed.chosen.used.tolist() == [20, 20]
 
 
-@every_kind
 @by_form
-@pytest.mark.parametrize("centroids", [6, 8])
+@pytest.mark.parametrize(("centroids", "kind"), [*((8, kind) for kind in KINDS), *((6, kind) for kind in FEW)])
 def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form: str, kind: str) -> None:
     """The nearest list is one that there is, also where kernels hold room for more; and no place after the last key is
     ranked above those that are keys."""
