@@ -81,7 +81,7 @@ def test_notes_show_names_as_they_are(place: Path) -> None:
 
 def test_an_answer_is_printable_on_a_terminal_and_as_it_is_in_a_pipe(place: Path) -> None:
     """A model of random weights and of single bytes says everything, control characters too."""
-    ask = ("generate", "Why?", "--temperature", "5", "--max-new-tokens", "400", "-q")
+    ask = ("generate", "Why?", "--temperature", "5", "--max-new-tokens", "120", "-q")
     said = json.loads(run_here(*ask, "--json").stdout)["text"]
     assert printable(said) != said
     piped = sparsekv(*ask, cwd=place).stdout

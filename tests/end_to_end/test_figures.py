@@ -1,4 +1,4 @@
-"""What the tool promises on the first 6,144 tokens of a real document, with the embedded model."""
+"""What the tool promises on the first tokens of a real document, 6,144 for its figures, with the embedded model."""
 
 import json
 from copy import deepcopy
@@ -82,8 +82,10 @@ def test_centroids_in_the_place_of_tokens_at_five_percent(report: dict[str, Any]
     assert rows["oracle + residual"]["output_error"] < multipole["output_error"]
 
 
-def test_everything_is_dense_attention(opened: OpenIndex) -> None:
+@pytest.mark.parametrize("name", ["index", pytest.param("long_index", marks=pytest.mark.slow)])
+def test_everything_is_dense_attention(name: str, embedded: LoadedModel, request: pytest.FixtureRequest) -> None:
     """At budget 100% the text is transformers' own, and so are the logits of every token of it."""
+    opened = open_index(request.getfixturevalue(name), embedded.model, embedded.tokenizer, identify(embedded))
     model, question = opened.model, question_ids(opened, QUESTION)
     prompt = torch.cat([opened.input_ids, question])[None]
     document = DynamicCache(config=model.config)

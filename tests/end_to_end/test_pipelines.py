@@ -11,7 +11,7 @@ from sparsekv.formats.reader import Artifact
 
 
 def test_build_and_ask_in_one_line(embedded_folder: Path, document: Path, tmp_path: Path) -> None:
-    (tmp_path / "doc.txt").write_text(document.read_text()[:4000])
+    (tmp_path / "doc.txt").write_text(document.read_text()[:2000])
     done = shell(
         'A=$(sparsekv build-index doc.txt) && echo "What is this about?" | '
         'sparsekv generate --index "$A" --max-new-tokens 24 | head -3',
