@@ -157,8 +157,8 @@ def _rows_kernel(
     ranks, rows = ranks + head * rank_stride, rows + head * count
     t = tl.arange(0, CHUNK)
     above, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
-    # Not by a lowest rank as `other`: Triton 3.6 gives a negative 16-bit one to every second masked place only.
     own = part * part_rows
+    # `inside` decides, and no lowest rank as `other`: a negative one of 16 bits Triton 3.6 puts in every second place.
     for at in range(0, own, CHUNK):
         inside = at + t < T
         rank = tl.load(ranks + at + t, mask=inside, other=0).to(tl.int32)

@@ -44,6 +44,11 @@ def missed_share(chosen: Selection, asked: Asked, attended: torch.Tensor, facts:
     return (left - whole).exp().mean(1)
 
 
+def tells_missed(method: Method, *, residual: bool) -> bool:
+    """Whether each choice tells what it leaves: by the method itself, or by the residual that stands for it."""
+    return method.tells_missed or (residual and not method.replaces())
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A step at one budget: its estimated missed share and the D-sized rows that it read for the middle [Hk, Q], and
@@ -83,7 +88,7 @@ class Guard:
 
     def check(self, name: str, method: Method, *, residual: bool) -> None:
         """Raise UsageError for a method that cannot tell what it leaves."""
-        if not (method.tells_missed or (residual and not method.replaces())):
+        if not tells_missed(method, residual=residual):
             raise UsageError(
                 f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
             )

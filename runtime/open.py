@@ -17,7 +17,7 @@ from sparsekv.formats.values import check_values
 from sparsekv.kernels.hook import route_attention
 from sparsekv.runtime.budget import Budget
 from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.guard import Gauge, Guard
+from sparsekv.runtime.guard import Gauge, Guard, tells_missed
 from sparsekv.runtime.methods import LayerPlace, Method, MiddleContext, Selector, methods
 from sparsekv.runtime.middle_rows import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.question import QuestionPrefill, QuestionSearch
@@ -182,7 +182,7 @@ class OpenIndex:
         check_placement(placement)
         if guard is not None:
             guard.check(name, method, residual=residual)
-        gauged = guard is not None or (gauge and (residual or method.tells_missed))
+        gauged = guard is not None or (gauge and tells_missed(method, residual=residual))
         manifest = self.artifact.manifest
         read = [name, "queries"] if method.needs_index else ["queries"]
         self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
