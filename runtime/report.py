@@ -10,7 +10,7 @@ import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Guard
+from sparsekv.runtime.guard import Guard, tells_missed
 from sparsekv.runtime.methods import Method, methods
 from sparsekv.runtime.queries import Queries, seen_block
 from sparsekv.runtime.recall import Boards, Measured, measure_layer
@@ -161,7 +161,7 @@ def _variants(
             guarded += [
                 (f"{variant} + guard".strip(), method, replaced, guard)
                 for variant, method, replaced in plain
-                if replaced or method.tells_missed
+                if tells_missed(method, residual=replaced)
             ]
         measured += [
             Measured(name, variant, method, budget, replaced, by)
