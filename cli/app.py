@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli.memory_limit import refuse_little_room, refuse_small_limit
-from sparsekv.cli.values import with_checked_values
+from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
+from sparsekv.cli.common.values import with_checked_values
 
 COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",

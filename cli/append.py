@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.console import note, note_plain, progress, say
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.loading import load_for
-from sparsekv.cli.options import (
+from sparsekv.cli.common.console import note, note_plain, progress, say
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     IndexOption,
@@ -27,8 +27,8 @@ from sparsekv.indexing.append import (
     refuse_other_dtype,
 )
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.document import read_document
-from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.documents.document import read_document
+from sparsekv.indexing.models.load import LoadedModel
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

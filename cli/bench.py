@@ -8,24 +8,24 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.bench_end_to_end import EndToEnd, time_models
-from sparsekv.cli.bench_output import print_rows
-from sparsekv.cli.bench_run import Timer, check_runs, configured, machine
-from sparsekv.cli.bench_sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource, check_dtype
-from sparsekv.cli.console import note
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.method_options import refuse_unused, with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, QuietOption
-from sparsekv.cli.plot_option import refuse_unwritable_plot
-from sparsekv.cli.small_budgets import note_small_budgets
+from sparsekv.cli.benchmarking.end_to_end import EndToEnd, time_models
+from sparsekv.cli.benchmarking.output import print_rows
+from sparsekv.cli.benchmarking.run import Timer, check_runs, configured, machine
+from sparsekv.cli.benchmarking.sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource, check_dtype
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.method_options import refuse_unused, with_method_options
+from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption
+from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
-from sparsekv.indexing.methods import indexers
-from sparsekv.indexing.models import choose_device
+from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.configs import CONFIGS
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Method, methods
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -149,7 +149,7 @@ def bench(
         "refused": timed.refused,
     }
     if plot is not None:
-        from sparsekv.cli.bench_plots import plot_steps
+        from sparsekv.cli.benchmarking.plots import plot_steps
 
         plot_steps(timed.rows, timed.copy_bandwidth, f"A decode step of one layer, {about['machine']}", plot)
         note(f"plot: {plot}", quiet=quiet)

@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, note_plain, progress, say
-from sparsekv.cli.loading import load
-from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
+from sparsekv.cli.common.console import note, note_plain, progress, say
+from sparsekv.cli.common.loading import load
+from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.common.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.build import build_index as build
-from sparsekv.indexing.document import open_document
-from sparsekv.indexing.methods import choose_indexers, indexers
+from sparsekv.indexing.documents.document import open_document
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.indexers.interface import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prefill import choose_prefill, prefills
-from sparsekv.indexing.prompt import encode_prompt
+from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -5,25 +5,25 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, progress
-from sparsekv.cli.eval_inputs import Inputs, read_contexts, work_folder
-from sparsekv.cli.eval_output import print_rows
-from sparsekv.cli.eval_run import Comparison, check_room, evaluate
-from sparsekv.cli.loading import load
-from sparsekv.cli.method_options import configure, refuse_unused, with_method_options
-from sparsekv.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
-from sparsekv.cli.plot_option import refuse_unwritable_plot
-from sparsekv.cli.small_budgets import note_small_budgets
+from sparsekv.cli.common.console import note, progress
+from sparsekv.cli.common.loading import load
+from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.evaluating.inputs import Inputs, read_contexts, work_folder
+from sparsekv.cli.evaluating.output import print_rows
+from sparsekv.cli.evaluating.run import Comparison, check_room, evaluate
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.methods import Indexer, choose_indexers, indexers
-from sparsekv.indexing.prefill import choose_prefill, prefills
-from sparsekv.runtime.budget import Budget
+from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.prefill.interface import choose_prefill, prefills
+from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.table import DENSE, cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
-from sparsekv.runtime.methods import Method, choose_methods, methods
-from sparsekv.runtime.question import QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, choose_methods, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -175,7 +175,7 @@ def evaluate_methods(
         results = list(evaluate(comparison, asked, folder, show))
     found, places = rows(results, seed), cells(results)
     if plot is not None:
-        from sparsekv.cli.eval_plots import plot_scores
+        from sparsekv.cli.evaluating.plots import plot_scores
 
         mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
         plot_scores(found, mapped, f"{loaded.name} on {inputs.name}", plot)

@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.batch import encode_questions
-from sparsekv.cli.console import note, say
-from sparsekv.cli.defaults import choose_setting
-from sparsekv.cli.generate_stats import print_stats
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.loading import load_for
-from sparsekv.cli.method_options import with_method_options
-from sparsekv.cli.options import (
+from sparsekv.cli.answering.batch import encode_questions
+from sparsekv.cli.answering.defaults import choose_setting
+from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
+from sparsekv.cli.answering.schedule import parse_schedule
+from sparsekv.cli.answering.session import refuse_unsavable, save_session
+from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     IndexOption,
@@ -25,22 +27,20 @@ from sparsekv.cli.options import (
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.cli.printable import json_text
-from sparsekv.cli.question_prefill import prefill_method, question_prefill
-from sparsekv.cli.questions import read_lines, read_question
-from sparsekv.cli.schedule import parse_schedule
-from sparsekv.cli.session import refuse_unsavable, save_session
-from sparsekv.cli.small_budgets import note_small_budgets
+from sparsekv.cli.common.printable import json_text
+from sparsekv.cli.common.questions import read_lines, read_question
+from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.stats import print_stats
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.generate import NO_ANSWER, Answer, Sampling
-from sparsekv.runtime.generate import generate as answer
-from sparsekv.runtime.guard import Guard
-from sparsekv.runtime.methods import methods
-from sparsekv.runtime.middle_rows import PLACEMENTS, check_placement
-from sparsekv.runtime.open import OpenIndex, residual_source
-from sparsekv.runtime.question import QUESTION_BUDGET
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.question import QUESTION_BUDGET
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
+from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
+from sparsekv.runtime.decoding.generate import generate as answer
+from sparsekv.runtime.decoding.open import OpenIndex, residual_source
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

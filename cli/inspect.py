@@ -7,20 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.console import note, progress, say
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.inspect_tables import print_inspection
-from sparsekv.cli.named_models import named_by_index
-from sparsekv.cli.options import IndexOption, JsonOption, ModelOption, QuietOption
-from sparsekv.cli.plot_option import refuse_unwritable_plot
-from sparsekv.cli.plots import plot_clusters, plot_lists
-from sparsekv.cli.words import telling_words, words_of
+from sparsekv.cli.common.console import note, progress, say
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.named_models import named_by_index
+from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.plots import plot_clusters, plot_lists
+from sparsekv.cli.common.words import telling_words, words_of
+from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models import load_tokenizer
-from sparsekv.runtime.clusters import Cluster
-from sparsekv.runtime.describe import LayerDescription, describe_layers
-from sparsekv.runtime.methods import choose_methods
+from sparsekv.indexing.models.load import load_tokenizer
+from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
+from sparsekv.runtime.selection.cluster_statistics import Cluster
+from sparsekv.runtime.selection.interface import choose_methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -6,7 +6,7 @@ It imports the rest only when it runs: until then Ctrl-C would be Python's to te
 import signal
 import sys
 
-from sparsekv.cli.interruption import INTERRUPTED, interruptions
+from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 
 
 def run() -> None:
@@ -18,13 +18,13 @@ def run() -> None:
     code = 0
     with interruptions() as interruption:
         try:
-            import sparsekv.cli.ending  # noqa: F401  # when memory lacks, nothing more can be imported
+            import sparsekv.cli.common.ending  # noqa: F401  # when memory lacks, nothing more can be imported
 
             code = _call(debug=debug)
         except BaseException as caught:
             error = caught
-    from sparsekv.cli.ending import end, fail
-    from sparsekv.cli.streams import flush_streams
+    from sparsekv.cli.common.ending import end, fail
+    from sparsekv.cli.common.streams import flush_streams
 
     error = error or flush_streams()
     if interruption.came and (error is not None or code):
@@ -37,8 +37,8 @@ def run() -> None:
 
 
 def _call(*, debug: bool) -> int:
-    from sparsekv.cli.quiet_libraries import quiet_libraries
-    from sparsekv.cli.streams import prepare_streams
+    from sparsekv.cli.common.quiet_libraries import quiet_libraries
+    from sparsekv.cli.common.streams import prepare_streams
 
     prepare_streams()
     with quiet_libraries(debug=debug):

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sparsekv.cli.console import note, say, show
-from sparsekv.cli.options import JsonOption, QuietOption
-from sparsekv.indexing.embedded import EMBEDDED
-from sparsekv.indexing.models import known_models
-from sparsekv.indexing.models import pull as fetch
+from sparsekv.cli.common.console import note, say, show
+from sparsekv.cli.common.options import JsonOption, QuietOption
+from sparsekv.indexing.models.embedded import EMBEDDED
+from sparsekv.indexing.models.load import known_models
+from sparsekv.indexing.models.load import pull as fetch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List models that are ready, and fetch one.")
 

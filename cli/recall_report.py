@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sparsekv.cli.console import note, progress, say, say_csv, show
-from sparsekv.cli.generate_stats import MORE_THAN_EVERYTHING
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.loading import load_for
-from sparsekv.cli.options import (
+from sparsekv.cli.common.console import note, progress, say, say_csv, show
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     IndexOption,
@@ -21,17 +20,18 @@ from sparsekv.cli.options import (
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.cli.plot_option import refuse_unwritable_plot
-from sparsekv.cli.questions import read_questions
-from sparsekv.cli.small_budgets import note_small_budgets
+from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.questions import read_questions
+from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Guard
-from sparsekv.runtime.methods import choose_methods
-from sparsekv.runtime.open import residual_source
-from sparsekv.runtime.queries import Queries
-from sparsekv.runtime.report import RecallReport, RecallRow
-from sparsekv.runtime.report import recall_report as measure
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.decoding.open import residual_source
+from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.report import RecallReport, RecallRow
+from sparsekv.runtime.reporting.report import recall_report as measure
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import choose_methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -125,7 +125,7 @@ def recall_report(
             guard=guarded,
         )
     if plot is not None:
-        from sparsekv.cli.plots import plot_recall
+        from sparsekv.cli.common.plots import plot_recall
 
         plot_recall(report, plot)
         note(f"plot: {plot}", quiet=quiet)

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from sparsekv.cli.console import note, progress, say, show
-from sparsekv.cli.index_option import open_artifact
-from sparsekv.cli.loading import load_for
-from sparsekv.cli.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.console import note, progress, say, show
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
-from sparsekv.runtime.tuning import Tuned
-from sparsekv.runtime.tuning import tune as find
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
+from sparsekv.runtime.tuning.tuning import Tuned
+from sparsekv.runtime.tuning.tuning import tune as find
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -15,7 +15,7 @@ from statistics import median, quantiles
 
 import torch
 
-from sparsekv.kernels.kmeans import (
+from sparsekv.kernels.kmeans.kmeans import (
     assign,
     assign_plainly,
     cluster_means,
@@ -25,8 +25,8 @@ from sparsekv.kernels.kmeans import (
     random_kmeans,
     to_space,
 )
-from sparsekv.kernels.online import REFINEMENTS, join_tokens
-from sparsekv.runtime.join_graph import join_by_graph
+from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens
+from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -187,7 +187,7 @@ def largest_cluster(labels: torch.Tensor) -> torch.Tensor:
 
 def time_tiles(points: torch.Tensor, centres: torch.Tensor, products: int) -> None:
     """One assignment in other block shapes; its labels must be the same to within the tolerance of `check`."""
-    from sparsekv.kernels.kmeans_triton import NearestCentres, Tiles
+    from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, Tiles
 
     for shape in SHAPES:
         nearest = NearestCentres(points, Tiles(*shape))
@@ -252,7 +252,7 @@ def time_online(size: Size) -> None:
 
 def time_index(size: Size) -> None:
     """(c) All of one layer's clustering for a squeezed index of two levels, and what that makes for all layers."""
-    from sparsekv.indexing.squeezed import SqueezedIndexer
+    from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 
     indexer = SqueezedIndexer(levels=(SHARE, 0.01))
     keys, values = (mixture(size.heads, size.keys, size.dims, torch.bfloat16) for _ in range(2))

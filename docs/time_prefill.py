@@ -20,11 +20,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from sparsekv.indexing.prefill import SparsePrefill
-from sparsekv.indexing.prefill_quoka import QuokaPrefill
-from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
-from sparsekv.kernels.attention import causal_mask
-from sparsekv.kernels.hook import AttentionCall, route_attention
+from sparsekv.indexing.prefill.interface import SparsePrefill
+from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.sampleattention import SampleAttentionPrefill
+from sparsekv.kernels.attention.attention import causal_mask
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.benchmark.configs import model_config, random_model
 
 SINKS = 10

@@ -17,12 +17,12 @@ from sparsekv.formats.schema import Addition as AdditionRecord
 from sparsekv.formats.schema import ChatFrame, Manifest
 from sparsekv.formats.values import check_values
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.methods import Indexer, indexers
-from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.documents.prompt import FixedPrompt
+from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.plan import BuildPlan, Growth
-from sparsekv.indexing.prefill import Prefill, prefills
-from sparsekv.indexing.prompt import FixedPrompt
-from sparsekv.indexing.rope import rope_depends_on_length
+from sparsekv.indexing.prefill.interface import Prefill, prefills
 
 BETWEEN = "\n\n"  # what stands between the document and text that is added to it
 

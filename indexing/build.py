@@ -18,8 +18,8 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.schema import Addition, Manifest, MethodRecord, Prompt, RopeRecord
 from sparsekv.formats.writer import ArtifactWriter, WaysOut
 from sparsekv.indexing.context_stage import ContextFacts, build_context
-from sparsekv.indexing.identify import identify
 from sparsekv.indexing.method_stage import build_method, keep_methods
+from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 
 

@@ -7,9 +7,9 @@ import torch
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
-from sparsekv.indexing.capture import Capture, CapturedLayer, capture
+from sparsekv.indexing.capture.capture import Capture, CapturedLayer, capture
+from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.plan import BuildJob
-from sparsekv.indexing.rotation import measure_rotations
 from sparsekv.indexing.sampling import (
     first_unknown,
     known_queries,

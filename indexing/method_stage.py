@@ -12,7 +12,7 @@ import torch
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
-from sparsekv.indexing.methods import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.indexing.plan import BuildJob
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import pytest
 from support.command import run_here
 from support.tiny_models import save_tiny
 
-from sparsekv.indexing.methods import INDEXERS
-from sparsekv.runtime.methods import METHODS
+from sparsekv.indexing.indexers.interface import INDEXERS
+from sparsekv.runtime.selection.interface import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,7 +66,10 @@ def _example(page: str, file: str) -> str:
 
 def test_the_method_of_the_contributors_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    registries: dict[str, dict[str, Any]] = {"indexing/norms.py": INDEXERS, "runtime/norms.py": METHODS}
+    registries: dict[str, dict[str, Any]] = {
+        "indexing/methods/norms.py": INDEXERS,
+        "runtime/methods/norms.py": METHODS,
+    }
     for file, registry in registries.items():
         module = ModuleType(file.replace("/", ".").removesuffix(".py"))
         monkeypatch.setitem(sys.modules, module.__name__, module)

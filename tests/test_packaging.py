@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOP = ("cli", "indexing", "runtime", "kernels", "formats")
-PACKAGES = (*TOP, "runtime/benchmark", "runtime/evaluation")
 
 
 def pip(*arguments: str) -> None:
@@ -41,8 +40,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_packages_and_nothing_beside_them(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {f"sparsekv/{package}/{path.name}" for package in PACKAGES for path in (ROOT / package).glob("*.py")}
-    assert names == expected | {f"sparsekv/{package}/py.typed" for package in PACKAGES}
+    files = {path.relative_to(ROOT) for package in TOP for path in (ROOT / package).rglob("*.py")}
+    assert names == {f"sparsekv/{path}" for path in files} | {f"sparsekv/{package}/py.typed" for package in TOP}
+    assert {path.parent / "__init__.py" for path in files} <= files
 
 
 def test_the_wheel_names_its_command_its_licence_and_what_it_needs(wheel: Path) -> None:
@@ -63,9 +63,11 @@ def test_the_wheel_names_its_command_its_licence_and_what_it_needs(wheel: Path) 
 def test_the_installed_package_imports_and_its_command_runs(installed: Path, tmp_path: Path) -> None:
     check = (
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
-        "import sparsekv.cli.main, sparsekv.indexing.methods, sparsekv.runtime.methods\n"
-        "modules = [sparsekv.cli.main, *(sys.modules[type_.__module__] for type_ in (\n"
-        "    *sparsekv.indexing.methods.indexers().values(), *sparsekv.runtime.methods.methods().values()))]\n"
+        "import sparsekv.cli.main\n"
+        "from sparsekv.indexing.indexers.interface import indexers\n"
+        "from sparsekv.runtime.selection.interface import methods\n"
+        "found = (*indexers().values(), *methods().values())\n"
+        "modules = [sparsekv.cli.main, *(sys.modules[type_.__module__] for type_ in found)]\n"
         "print(*(module.__file__ for module in modules), sep='\\n')\n"
         "sys.argv = ['sparsekv', '--version']\n"
         "sparsekv.cli.main.run()\n"

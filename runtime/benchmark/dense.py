@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.runtime.benchmark.layer import LayerData
-from sparsekv.runtime.graphs import Step
+from sparsekv.runtime.cache.graphs import Step
 
 CUDA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -15,17 +15,17 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.hook import AttentionCall, route_attention
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import Form, dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.decode_step import DecodeStep
-from sparsekv.runtime.methods import LayerPlace, Method, MiddleContext
-from sparsekv.runtime.middle_rows import MiddleRows
-from sparsekv.runtime.stored_layer import DenseLayer, StoredLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.kv_store import MiddleRows
+from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
+from sparsekv.runtime.decoding.step import DecodeStep
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import LayerPlace, Method, MiddleContext
 
 NOTHING = "no attention"
 WARM_UPS, FORM_RUNS = 3, 10

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.kernels.hook import AttentionCall
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.graphs import Step
-from sparsekv.runtime.methods import LayerPlace, MiddleContext, Selector
-from sparsekv.runtime.middle_rows import MemoryRows, MiddleRows
-from sparsekv.runtime.sparse_layer import SparseLayer
-from sparsekv.runtime.stored_layer import StoredLayer
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.graphs import Step
+from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
+from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import LayerPlace, MiddleContext, Selector
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
-from sparsekv.kernels.lookup import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.benchmark.layer import LayerData
 
 SINKS, TAIL = 10, 128

@@ -21,10 +21,10 @@ from sparsekv.runtime.benchmark.layer import (
     relative_error,
     sparse_layer,
 )
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.graphs import Step
-from sparsekv.runtime.methods import Method, MiddleContext
-from sparsekv.runtime.stored_layer import DenseLayer
+from sparsekv.runtime.cache.graphs import Step
+from sparsekv.runtime.cache.stored_layer import DenseLayer
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, MiddleContext
 
 DENSE, OWN = "dense", "sparsekv"
 

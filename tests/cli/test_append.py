@@ -15,12 +15,12 @@ from support.tiny_models import POSITIONS, tiny_tokenizer
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import load_model
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.generate import Sampling, generate, question_ids
-from sparsekv.runtime.multipole import Multipole
-from sparsekv.runtime.open import OpenIndex, open_index
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import load_model
+from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.selection.budget import Budget
 
 MORE = "One more line, which the index has to take in.\n"
 TOKENS = 12

@@ -11,16 +11,16 @@ import pytest
 import torch
 from support.command import run_here
 
-from sparsekv.cli import bench_layers
-from sparsekv.cli.bench_layers import index_mixture
-from sparsekv.indexing.methods import Indexer, indexers
-from sparsekv.indexing.squeezed import SqueezedIndexer
-from sparsekv.runtime import methods as runtime_methods
+from sparsekv.cli.benchmarking import layers as bench_layers
+from sparsekv.cli.benchmarking.layers import index_mixture
+from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
 from sparsekv.runtime.benchmark.rows import Row
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.methods import Asked, Method, MiddleContext, Selection, Selector, methods
-from sparsekv.runtime.oracle import OracleSelector
+from sparsekv.runtime.methods.oracle import OracleSelector
+from sparsekv.runtime.selection import interface as runtime_methods
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, methods
 
 SHAPE = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "600")
 BENCH = ("bench", *SHAPE, "--runs", "2", "--warm", "--budget", "10%", "-q")

@@ -10,7 +10,7 @@ from support.tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from sparsekv.runtime.benchmark.configs import CONFIGS
-from sparsekv.runtime.budget import Budget
+from sparsekv.runtime.selection.budget import Budget
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from support.command import EXECUTABLE, environment, run_here, shell, sparsekv, start
 
 from sparsekv.cli.app import COMMANDS
-from sparsekv.cli.failures import LESS_MEMORY, REMEDIES, describe
+from sparsekv.cli.common.failures import LESS_MEMORY, REMEDIES, describe
 from sparsekv.formats.errors import SparsekvError
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."

@@ -11,7 +11,7 @@ from support.command import run_here
 from support.sealing import change_tensors
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.blocks import block_offsets
+from sparsekv.kernels.kmeans.blocks import block_offsets
 
 BLOCK = 512
 PNG = b"\x89PNG"

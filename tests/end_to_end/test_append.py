@@ -9,7 +9,7 @@ from filelock import FileLock
 from support.command import sparsekv
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models import LoadedModel
+from sparsekv.indexing.models.load import LoadedModel
 
 BOTH = 6144
 BETWEEN = "\n\n"

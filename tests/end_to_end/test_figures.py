@@ -12,13 +12,13 @@ from support.reference import assert_close
 from transformers import DynamicCache
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.kernels.hook import route_attention
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.generate import Sampling, generate, question_ids
-from sparsekv.runtime.methods import methods
-from sparsekv.runtime.open import OpenIndex, open_index
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import methods
 
 QUESTION = "Which statement raises an exception?"
 REPORTED = ("squeezed", "multipole", "quest", "oracle", "window")

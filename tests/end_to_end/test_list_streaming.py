@@ -11,17 +11,17 @@ from support.command import sparsekv
 from support.reference import attention_probabilities
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.kernels.hook import AttentionCall, route_attention
-from sparsekv.kernels.runs import expand_runs
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.csattention import CSAttention
-from sparsekv.runtime.methods import Asked
-from sparsekv.runtime.open import open_index
-from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked
 
 STEPS, TOGETHER = 1024, 16
 

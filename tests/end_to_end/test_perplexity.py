@@ -8,16 +8,16 @@ from filelock import FileLock
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.multipole import Multipole
-from sparsekv.runtime.open import OpenIndex, open_index
-from sparsekv.runtime.perplexity import perplexity
-from sparsekv.runtime.window import Window
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.perplexity import perplexity
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.window import Window
+from sparsekv.runtime.selection.budget import Budget
 
 DOCUMENT, CONTINUATION = 6144, 1024
 

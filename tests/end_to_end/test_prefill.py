@@ -8,12 +8,12 @@ from support.command import sparsekv
 from support.prefill_perplexity import prefill_perplexity
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.prefill import DensePrefill, Prefill
-from sparsekv.indexing.prefill_keydiff import KeyDiffPrefill
-from sparsekv.indexing.prefill_quoka import QuokaPrefill
-from sparsekv.indexing.prefill_sampleattention import SampleAttentionPrefill
-from sparsekv.indexing.prompt import encode_prompt
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
+from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
+from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.sampleattention import SampleAttentionPrefill
 
 
 def test_a_document_is_prefilled_sparsely_asked_and_reported_so(

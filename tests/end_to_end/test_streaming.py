@@ -9,16 +9,16 @@ import torch
 from support.reference import reference_attention
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.kernels.blocks import block_offsets
-from sparsekv.kernels.hook import AttentionCall, route_attention
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.multipole import Multipole
-from sparsekv.runtime.open import open_index
-from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.selection.budget import Budget
 
 STEPS, EVERY, TOGETHER = 1500, 100, 10
 

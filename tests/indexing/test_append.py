@@ -19,16 +19,16 @@ from sparsekv.formats.schema import Manifest, RopeRecord, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
-from sparsekv.indexing.models import LoadedModel, load_model
-from sparsekv.indexing.multipole import MultipoleIndexer
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.methods.pqcache import PQCacheIndexer
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.indexing.models.load import LoadedModel, load_model
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.pqcache import PQCacheIndexer
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.indexing.squeezed import SqueezedIndexer
-from sparsekv.kernels.blocks import block_offsets
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.queries import Queries
-from sparsekv.runtime.report import recall_report
+from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.report import recall_report
+from sparsekv.runtime.selection.budget import Budget
 
 FIRST, MORE = TEXT[:600], TEXT[600:800]
 MULTIPOLE = MultipoleIndexer(levels=(0.2, 0.06), block=64)

@@ -14,9 +14,9 @@ from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST, layer_file
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.indexing.squeezed import SqueezedIndexer
 
 
 class _Killed(BaseException):

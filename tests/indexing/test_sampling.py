@@ -19,11 +19,11 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Split, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.capture import capture
-from sparsekv.indexing.csattention import CSAttentionIndexer
+from sparsekv.indexing.capture.capture import capture
+from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.sampling import sample_positions
-from sparsekv.indexing.squeezed import SqueezedIndexer
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
 TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)

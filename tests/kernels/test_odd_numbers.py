@@ -9,8 +9,10 @@ from support.odd_numbers import FEW, KINDS, every_kind, few_kinds, odd
 from support.random_tensors import normal
 from support.small_tables import SMALL, layer_input, tabled_layer
 
-from sparsekv.kernels.chunk_rows_triton import chunk_rows_triton
-from sparsekv.kernels.cluster_choice import (
+from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
+from sparsekv.kernels.attention.decode_attention import RunRows, StandIns, decode_attention_reference
+from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.clusters.cluster_choice import (
     Children,
     ClusterChoice,
     choose_clusters_reference,
@@ -18,25 +20,23 @@ from sparsekv.kernels.cluster_choice import (
     keep_clusters_reference,
     open_clusters_reference,
 )
-from sparsekv.kernels.cluster_choice_triton import (
+from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_clusters_triton,
     choose_listed_triton,
     keep_clusters_triton,
     open_clusters_triton,
 )
-from sparsekv.kernels.decode_attention import RunRows, StandIns, decode_attention_reference
-from sparsekv.kernels.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.kmeans import assign_plainly, cluster_means_plainly
-from sparsekv.kernels.kmeans_triton import NearestCentres, cluster_means
-from sparsekv.kernels.list_codes import encode_lists
-from sparsekv.kernels.list_ranks import ExactKeys, rank_tokens_reference
-from sparsekv.kernels.list_ranks_triton import rank_tokens_triton
-from sparsekv.kernels.quoka import best_keys, quoka_scores, subselect_queries
-from sparsekv.kernels.quoka_triton import far_directions_triton, nearest_keys_triton
-from sparsekv.kernels.row_ranks import rank_rows_reference
-from sparsekv.kernels.row_ranks_triton import rank_rows_triton
-from sparsekv.kernels.top_ranks import top_ranked_reference
-from sparsekv.kernels.top_ranks_triton import top_ranked_triton
+from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
+from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
+from sparsekv.kernels.scores.quoka import best_keys, quoka_scores, subselect_queries
+from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
+from sparsekv.kernels.tables.list_codes import encode_lists
+from sparsekv.kernels.tables.list_ranks import ExactKeys, rank_tokens_reference
+from sparsekv.kernels.tables.list_ranks_triton import rank_tokens_triton
+from sparsekv.kernels.tables.row_ranks import rank_rows_reference
+from sparsekv.kernels.tables.row_ranks_triton import rank_rows_triton
+from sparsekv.kernels.tables.top_ranks import top_ranked_reference
+from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
 
 # In the interpreter numpy tells of each such number that it meets.
 pytestmark = [*compiled_or_interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -68,7 +68,7 @@ def some_clusters(kind: str) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def few_clusters_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.budget_choice_triton.MOST", 16)
+    monkeypatch.setattr("sparsekv.kernels.clusters.budget_choice_triton.MOST", 16)
 
 
 @few_kinds

@@ -6,7 +6,7 @@ from support.small_index import build_small, reopen, small_plan
 from support.tiny_models import FAMILIES
 
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.open import OpenIndex
+from sparsekv.runtime.decoding.open import OpenIndex
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.methods import Asked, Selection, Selector
-from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Selection, Selector
 
 from .small_layer import all_chosen
 

@@ -7,9 +7,9 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.capture import ContextLayer
-from sparsekv.indexing.prefill import Prefill
-from sparsekv.kernels.hook import route_attention
+from sparsekv.indexing.capture.capture import ContextLayer
+from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.kernels.common.hook import route_attention
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.list_ranks import TokenRanks, laid_out
+from sparsekv.kernels.tables.list_ranks import TokenRanks, laid_out
 
 from .reference import assert_close
 

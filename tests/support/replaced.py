@@ -7,11 +7,11 @@ in which a token that a cluster stands for has the cluster's mean key and mean v
 import torch
 
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.kernels.attention import causal_mask
-from sparsekv.kernels.hook import AttentionCall
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Gauge
-from sparsekv.runtime.methods import Selection, Selector
+from sparsekv.kernels.attention.attention import causal_mask
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.guard import Gauge
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Selection, Selector
 
 from .clusters import member_means, token_labels
 from .random_tensors import normal

@@ -3,12 +3,12 @@
 import torch
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.hook import AttentionCall, route_attention
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.methods import Method
-from sparsekv.runtime.open import OpenIndex, middle_context
-from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import OpenIndex, middle_context
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
 
 from .reference import relative_error
 from .replaced import EXACT, replaced_attention, represented

@@ -11,19 +11,19 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.csattention import CSAttentionIndexer
-from sparsekv.indexing.h2o import H2OIndexer
-from sparsekv.indexing.identify import identify
-from sparsekv.indexing.models import LoadedModel
-from sparsekv.indexing.multipole import MultipoleIndexer
-from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.indexing.methods.h2o import H2OIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.pqcache import PQCacheIndexer
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.pqcache import PQCacheIndexer
-from sparsekv.indexing.prompt import encode_prompt
-from sparsekv.indexing.squeezed import SqueezedIndexer
-from sparsekv.kernels.hook import route_attention
-from sparsekv.runtime.cache import IndexCache
-from sparsekv.runtime.open import OpenIndex, open_index
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 from .python_help import BY_NAME
 from .tiny_models import FAMILIES, tiny_tokenizer

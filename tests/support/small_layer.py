@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
-from sparsekv.indexing.methods import BuiltLayer, LayerInput
-from sparsekv.indexing.multipole import MultipoleIndexer
-from sparsekv.indexing.multipole_windowed import WindowedMultipoleIndexer
-from sparsekv.indexing.squeezed import SqueezedIndexer
-from sparsekv.runtime.budget import Budget
-from sparsekv.runtime.guard import Gauge
-from sparsekv.runtime.methods import Asked, MiddleContext, Selection, Selector
-from sparsekv.runtime.middle_rows import MemoryRows
-from sparsekv.runtime.sparse_layer import SparseLayer
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.attention.guard import Gauge
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.kv_store import MemoryRows
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, MiddleContext, Selection, Selector
 
 from .random_tensors import clustered, normal
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
-from sparsekv.indexing.csattention import CSAttentionIndexer
-from sparsekv.indexing.methods import BuiltLayer, LayerInput
-from sparsekv.kernels.table_lookup import Tables
-from sparsekv.runtime.methods import MiddleContext
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
+from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.kernels.tables.table_lookup import Tables
+from sparsekv.runtime.selection.interface import MiddleContext
 
 from .random_tensors import normal
 from .small_layer import SINKS, TAIL, SmallLayer

@@ -1,0 +1,42 @@
+"""The questions of one call as tokens, all checked before the first is answered."""
+
+from collections.abc import Sequence
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.generate import answer_room, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+
+
+def encode_questions(
+    index: OpenIndex, questions: Sequence[str], batch_file: str | None, *, raw: bool, special_tokens: bool
+) -> list[torch.Tensor | None]:
+    """Token ids [Q] of each question; None for a blank line of a batch.
+
+    Args:
+        batch_file: the file whose lines these are, for errors to name them; None for one question from elsewhere.
+
+    Raises:
+        UsageError: a question is empty, or too long for the model.
+    """
+    return [
+        None
+        if batch_file is not None and not question.strip()
+        else _encode(index, question, where, raw=raw, special_tokens=special_tokens)
+        for question, where in zip(questions, _places(len(questions), batch_file), strict=True)
+    ]
+
+
+def _places(lines: int, batch_file: str | None) -> list[str]:
+    name = "standard input" if batch_file == "-" else batch_file
+    return ["" if name is None else f"{name} line {line}: " for line in range(1, lines + 1)]
+
+
+def _encode(index: OpenIndex, question: str, where: str, *, raw: bool, special_tokens: bool) -> torch.Tensor:
+    try:
+        ids = question_ids(index, question, raw=raw, special_tokens=special_tokens)
+        answer_room(index, len(index.input_ids) + len(ids))
+    except UsageError as error:
+        raise UsageError(f"{where}{error}") from None
+    return ids

@@ -1,0 +1,85 @@
+"""The setting to decode with: what a person asked for, or else what `tune` found for the index."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sparsekv.cli.common.method_options import configure, refuse_unused
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import Defaults
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, choose_methods, methods
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method with its parameters and budget; `told` says where they are from, if a person did not choose."""
+
+    name: str
+    method: Method
+    budget: Budget
+    residual: bool
+    layer_budgets: dict[int, Budget] | None = None
+    told: str = ""
+
+
+def choose_setting(
+    artifact: Artifact,
+    method: str | None,
+    budget: str | None,
+    parameters: Mapping[str, Any],
+    prefilling: Mapping[str, type],
+    *,
+    residual: bool,
+) -> Setting:
+    """What was asked for; the index's default where nothing was and it has one.
+
+    Args:
+        parameters: of methods, None where a person set none.
+        prefilling: the method of a question's tokens, if they have one: its parameters say nothing of the answer's.
+
+    Raises:
+        UsageError: no such method, budget or parameter.
+        ArtifactError: the default's method cannot run any more.
+    """
+    wanted = None if budget is None else Budget.parse(budget)
+    defaults = artifact.manifest.defaults
+    elsewhere = {field.name for of in prefilling.values() for field in fields(of)}
+    given = {name for name, value in parameters.items() if value is not None}
+    asked = method or wanted or residual or given - elsewhere
+    if defaults is not None and not asked:
+        return _default(artifact, defaults)
+    indexed = list(artifact.manifest.methods)
+    name = choose_methods([method] if method else indexed, indexed)[0]
+    refuse_unused({name: methods()[name]} | dict(prefilling), parameters)
+    return Setting(name, configure(methods()[name], parameters), wanted or Budget(0.1), residual)
+
+
+def _default(artifact: Artifact, defaults: Defaults) -> Setting:
+    try:
+        choose_methods([defaults.method], list(artifact.manifest.methods))
+        configured = _configured(methods()[defaults.method], defaults.parameters)
+    except UsageError as error:
+        raise ArtifactError(
+            f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run `sparsekv tune` "
+            "again, or choose with --method"
+        ) from None
+    layers = defaults.layer_budgets
+    return Setting(
+        defaults.method,
+        configured,
+        Budget(defaults.budget),
+        defaults.residual,
+        None if layers is None else {layer: Budget(share) for layer, share in layers.items()},
+        f"the index's default: {defaults.method} {defaults.variant}".rstrip() + f" at {100 * defaults.budget:.3g}%",
+    )
+
+
+def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
+    """A method with the parameters that a manifest holds, in which tuples are lists."""
+    unknown = parameters.keys() - {field.name for field in fields(method)}
+    if unknown:
+        raise UsageError(f"this version knows no {', '.join(sorted(unknown))}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in parameters.items()}
+    return method(**values)

@@ -1,0 +1,38 @@
+"""`--prefill` of a question: the method, with its own options, that chooses what the question's tokens attend to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsekv.cli.common.method_options import configure
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, choose_methods, methods
+
+
+def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
+    """The method that `--prefill` names, for options to be checked against; empty where it names none, or `dense`."""
+    if name is None or name == DENSE:
+        return {}
+    chosen = choose_methods([name], list(artifact.manifest.methods))[0]
+    return {f"--prefill {chosen}": methods()[chosen]}
+
+
+def question_prefill(
+    name: str | None, budget: str | None, chosen: Mapping[str, type[Method]], parameters: Mapping[str, Any]
+) -> QuestionPrefill | None:
+    """How a question is prefilled; None where the method that answers chooses for it.
+
+    Args:
+        chosen: what `prefill_method` gives.
+
+    Raises:
+        UsageError: a budget without a prefill that has one.
+    """
+    if budget is not None and not chosen:
+        raise UsageError(f"--prefill-budget {budget}: give it with --prefill and a method that chooses, such as quoka")
+    if name is None:
+        return None
+    method = next((configure(one, parameters) for one in chosen.values()), None)
+    return QuestionPrefill(name, method, Budget.parse(budget or QUESTION_BUDGET, "--prefill-budget"))

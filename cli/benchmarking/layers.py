@@ -1,0 +1,124 @@
+"""Layers to time steps on: of a mixture, with indices built on the spot, or of an index on disk."""
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import LayerFacts, MethodRecord
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.decoding.open import middle_context
+from sparsekv.runtime.selection.interface import LayerPlace, MiddleContext
+
+HEADS_AT_ONCE = 8  # KV heads that an index is built for together
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What a method chooses from in a layer, and the record of its index, if it has one."""
+
+    context: MiddleContext
+    record: MethodRecord | None
+
+
+def index_mixture(data: LayerData, indexer: Indexer | None) -> Indexed:
+    """Build a method's tensors; None: it needs none.
+
+    Memory: what the indexer takes for `HEADS_AT_ONCE` heads at a time; calibration for no more.
+    """
+    if indexer is None:
+        return Indexed(data.context({}), None)
+    pieces = [(heads, indexer.build_layer(_layer_input(data, heads))) for heads in _pieces(len(data.keys))]
+    some, tensors = pieces[min(1, len(pieces) - 1)]
+    built = BuiltLayer(tensors, data.tail[_query_heads(data, some)], data.facts)
+    record = MethodRecord(
+        revision=indexer.revision,
+        parameters=asdict(indexer),
+        seed=indexer.seed,
+        # Of some heads: what is calibrated holds for all layers of a model.
+        calibration=indexer.calibrate(lambda: iter([built])),
+        built_from={},
+    )
+    return Indexed(data.context(_join([one for _, one in pieces]), record.calibration, record.parameters), record)
+
+
+def _layer_input(data: LayerData, heads: slice) -> LayerInput:
+    return LayerInput(
+        keys=data.keys[heads, data.middle],
+        values=data.values[heads, data.middle],
+        facts=data.facts,
+        split=data.split,
+        queries=data.sampled[_query_heads(data, heads)],
+        positions=data.positions,
+        sink_keys=data.keys[heads, : data.split.sinks],
+    )
+
+
+def _query_heads(data: LayerData, heads: slice) -> slice:
+    group = len(data.query) // len(data.keys)
+    return slice(heads.start * group, heads.stop * group)
+
+
+def _pieces(heads: int) -> list[slice]:
+    """All heads at once; else the first by itself, so that shapes tell which tensors have an axis of heads."""
+    if heads <= HEADS_AT_ONCE:
+        return [slice(0, heads)]
+    starts = [0, *range(1, heads, HEADS_AT_ONCE)]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], heads], strict=True)]
+
+
+def _join(pieces: list[Tensors]) -> Tensors:
+    """The tensors of all heads; one without an axis of heads is the same in every piece."""
+    first, *others = pieces
+    by_head = {name for name, one in first.items() if others and len(one) == 1 and len(others[0][name]) > 1}
+    return {name: torch.cat([piece[name] for piece in pieces]) if name in by_head else first[name] for name in first}
+
+
+def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
+    """A layer of an index, by default the middle one; its query is the last of the held-out tail.
+
+    Memory: keys and values in `dtype`.
+
+    Raises:
+        UsageError: no such layer, or one whose attention torch's own does not compute.
+    """
+    manifest = artifact.manifest
+    indexed = manifest.indexed_layers
+    number = indexed[len(indexed) // 2] if layer is None else layer
+    if number not in indexed:
+        raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
+    _refuse_unlike(manifest.layers[number], number)
+    keys, values = (rows.to(device, dtype) for rows in artifact.context(number))
+    tail = artifact.queries(number)["tail"].to(device, dtype)
+    return LayerData(
+        keys=keys,
+        values=values,
+        query=tail[:, -1:].contiguous(),
+        tail=tail[:, : tail.shape[1] // 2],
+        sampled=tail[:, :0],
+        positions=torch.arange(0, device=device),
+        batch=1,
+        split=manifest.split,
+        facts=manifest.layers[number],
+        place=LayerPlace(indexed.index(number), len(indexed)),
+    )
+
+
+def _refuse_unlike(facts: LayerFacts, number: int) -> None:
+    if facts.softcap is not None or facts.attention_sinks:
+        what = "learned sinks" if facts.attention_sinks else "a soft cap"
+        raise UsageError(
+            f"the attention of layer {number} has {what}, which torch's own dense attention has not, so there is "
+            "nothing to compare with; bench an index of another model"
+        )
+
+
+def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
+    """What the index holds for a method in a layer that `stored_layer` gave."""
+    number = artifact.manifest.indexed_layers[data.place.number]
+    context = middle_context(artifact, number, name, data.keys.device)
+    context = replace(context, keys=data.keys[:, data.middle], load_values=lambda: data.values[:, data.middle])
+    return Indexed(context, artifact.manifest.methods.get(name))

@@ -1,0 +1,177 @@
+"""Where `sparsekv bench` takes its layers from: a mixture of clusters, or one layer of an index."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsekv.cli.benchmarking.layers import Indexed, index_mixture, stored_index, stored_layer
+from sparsekv.cli.common.method_options import configure
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.models.load import DTYPES
+from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.selection.interface import choose_methods
+
+DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")
+ITERATIONS = 3  # of k-means: more make better clusters, and a step takes as long
+LEAST_CONTEXT, LARGEST_SEED = 512, 2**31 - 1
+UNITS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person said of a layer's sizes; None or nothing where it is left to the device or the index."""
+
+    contexts: list[str]
+    batches: list[int]
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    dtype: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured where a person does not say it."""
+
+    contexts: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+SMALL = Sizes(("8K", "32K"), 9, 3, 64, "float32")
+LARGE = Sizes(("128K",), 32, 8, 128, "bfloat16")
+
+
+class Source(ABC):
+    """Layers and what methods choose from in them."""
+
+    @abstractmethod
+    def methods(self, names: list[str]) -> list[str]:
+        """Those to time, of the names that were given; UsageError for one that cannot run."""
+
+    @abstractmethod
+    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
+        """What builds the indices of methods, as a person set it; none where they are built already."""
+
+    @abstractmethod
+    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+        """One at a time; each is made when it is asked for."""
+
+    @abstractmethod
+    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+        """What a method chooses from in one of the layers."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What a reader of the figures has to know."""
+
+
+class Mixtures(Source):
+    """Every context with every batch; indices are built on the spot."""
+
+    def __init__(self, asked: Asked, device: torch.device):
+        sizes = LARGE if device.type == "cuda" else SMALL
+        self.device, self.seed, self.batches = device, asked.seed, asked.batches or [1]
+        self.dtype = sizes.dtype if asked.dtype == "auto" else asked.dtype
+        self.heads = sizes.heads if asked.heads is None else asked.heads
+        self.kv_heads = sizes.kv_heads if asked.kv_heads is None else asked.kv_heads
+        self.head_dim = sizes.head_dim if asked.head_dim is None else asked.head_dim
+        self.contexts = [_tokens(text) for text in asked.contexts or sizes.contexts]
+        self._check()
+
+    def _check(self) -> None:
+        for batch in self.batches:
+            if batch < 1:
+                raise UsageError(f"--batch {batch}: give at least 1")
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
+            raise UsageError(f"--heads {self.heads}: give a multiple of --kv-heads, which is {self.kv_heads}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UsageError(f"--head-dim {self.head_dim}: give an even number, such as 128")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
+
+    def methods(self, names: list[str]) -> list[str]:
+        return choose_methods(names or list(DEFAULT_METHODS), list(indexers()))
+
+    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
+        given = {name: value for name, value in parameters.items() if value is not None}
+        wanted = {name: known for name, known in indexers().items() if name in names}
+        return {
+            name: configure(one, {"iterations": ITERATIONS, "seed": self.seed} | given) for name, one in wanted.items()
+        }
+
+    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+        for context in dict.fromkeys(self.contexts):
+            for batch in dict.fromkeys(self.batches):
+                yield self.layer(context, batch, built)
+
+    def layer(self, context: int, batch: int, built: Mapping[str, Indexer], number: int = 0) -> LayerData:
+        """One layer; those of other numbers are drawn from other seeds."""
+        sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
+        shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
+        return mixture(shape, batch, self.seed + number * batch, self.device, DTYPES[self.dtype], sampled)
+
+    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+        return index_mixture(data, indexer)
+
+    def about(self) -> dict[str, Any]:
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
+        return {"data": "mixture", "seed": self.seed, **sizes}
+
+
+class StoredLayerSource(Source):
+    """One layer of an index, with the indices that it holds."""
+
+    def __init__(self, artifact: Artifact, layer: int | None, asked: Asked, device: torch.device):
+        sizes = {"context": asked.contexts, "batch": asked.batches}
+        sizes |= {name: getattr(asked, name) for name in ("heads", "kv_heads", "head_dim")}
+        for name, value in sizes.items():
+            if value:
+                raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
+        self.artifact = artifact
+        self.dtype = artifact.manifest.dtype if asked.dtype == "auto" else asked.dtype
+        self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])
+
+    def methods(self, names: list[str]) -> list[str]:
+        usable = choose_methods([], list(self.artifact.manifest.methods))
+        default = [name for name in DEFAULT_METHODS if name in usable]
+        return choose_methods(names or default, list(self.artifact.manifest.methods))
+
+    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
+        return {}
+
+    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+        yield self.data
+
+    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+        return stored_index(data, self.artifact, name)
+
+    def about(self) -> dict[str, Any]:
+        heads = {"heads": len(self.data.query), "kv_heads": len(self.data.keys), "head_dim": self.data.keys.shape[2]}
+        layer = self.artifact.manifest.indexed_layers[self.data.place.number]
+        return {"data": str(self.artifact.folder), "layer": layer, **heads, "dtype": self.dtype}
+
+
+def _tokens(text: str) -> int:
+    """`32768`, `32K` and `1M`."""
+    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    tokens = int(found[1]) * UNITS[found[2]] if found else 0
+    if tokens < LEAST_CONTEXT:
+        raise UsageError(f"--context {text}: give a number of tokens such as 32768 or 128K, at least {LEAST_CONTEXT}")
+    return tokens
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise UsageError for a dtype that there is not."""
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")

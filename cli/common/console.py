@@ -1,0 +1,96 @@
+"""What a person sees: tables and results on stdout, notes and progress on stderr, the bars only on a terminal.
+
+Whatever is shown goes through here: names and words are never taken for markup, emoji codes or a terminal's commands.
+"""
+
+import csv
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from sparsekv.cli.common.printable import printable
+
+
+class _PlainConsole(Console):
+    """Shows every string, in tables and titles too, as its characters."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+stderr = _PlainConsole(stderr=True)
+
+
+def show(*things: RenderableType, width: int = 120) -> None:
+    """Tables or lines on stdout, as wide as the terminal, or `width` where there is none."""
+    console = _PlainConsole(width=None if sys.stdout.isatty() else width)
+    for thing in things:
+        console.print(thing)
+
+
+def say(text: str, *, end: str = "\n") -> None:
+    """A result on stdout: printable on a terminal, character for character as it is elsewhere."""
+    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
+
+
+def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A CSV on stdout: its header, and a line for each row."""
+    writer = csv.DictWriter(sys.stdout, names)
+    writer.writeheader()
+    clean = printable if sys.stdout.isatty() else str
+    for row in rows:
+        writer.writerow({name: clean(value) if isinstance(value, str) else value for name, value in row.items()})
+
+
+def tell(thing: RenderableType, *, soft_wrap: bool = False) -> None:
+    """A table or a line on stderr; a log that is full is no reason to stop."""
+    with suppress(OSError):
+        stderr.print(thing, soft_wrap=soft_wrap)
+
+
+def note(text: str, *, quiet: bool) -> None:
+    """One line on stderr, unless the person asked for quiet."""
+    if not quiet:
+        tell(" ".join(printable(text).splitlines()), soft_wrap=True)
+
+
+def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
+    """That special tokens stand in a text, and how often each; nothing where none does."""
+    if plain:
+        told = "; ".join(f"{token}, {'once' if times == 1 else f'{times:,} times'}" for token, times in plain.items())
+        note(
+            f"{document} contains special tokens of the model ({told}): read as plain text; --special-tokens gives "
+            "them their meaning",
+            quiet=quiet,
+        )
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives a function of (stage, done, of) that draws one bar a stage; it draws nothing where no one is watching."""
+    bars = Progress(
+        TextColumn("{task.description:14}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=stderr,
+        disable=quiet or not stderr.is_terminal,
+    )
+    tasks = {}
+
+    def show(stage: str, done: int, of: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(printable(stage), total=of)
+        bars.update(tasks[stage], completed=done)
+
+    with bars:
+        yield show

@@ -1,0 +1,175 @@
+"""Pictures of a recall report, of a clustering and of lists."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+from sparsekv.cli.common.printable import printable
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.reporting.report import RecallReport, RecallRow
+from sparsekv.runtime.selection.interface import methods
+from sparsekv.runtime.selection.list_statistics import ListShape
+
+matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
+
+SHOWN_SHARE = 0.05  # budget whose recall the heat map shows, or the nearest one measured
+MARKERS = "osD^vPX*<>"
+
+
+def plot_recall(report: RecallReport, path: Path) -> None:
+    """Recall and output error against the share of keys and values read, one line a method; recall by layer and head.
+
+    Raises:
+        SparsekvError: the picture cannot be written.
+    """
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), layout="constrained", width_ratios=(1, 1, 0.8))
+    _lines(axes[0], report, "recall", "recall of the oracle's tokens")
+    _lines(axes[1], report, "output_error", "relative error of the attention output")
+    _log_scale(axes[1])
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    _heat_map(figure, axes[2], report)
+    figure.suptitle(f"{report.model} on {Path(report.index).name}: {report.n_middle:,} indexed tokens")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure and let go of it; SparsekvError when the file cannot be written."""
+    for text in figure.findobj(Text):
+        text.set_text(printable(text.get_text()))
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"cannot write the plot {path}: {reason}; give --plot another name") from None
+    except ValueError as error:
+        raise SparsekvError(f"cannot write the plot {path}: {error}") from None
+    finally:
+        plt.close(figure)
+
+
+def _log_scale(axis: Axes) -> None:
+    """Of y, with plain numbers: powers of ten would be written as mathematics."""
+    axis.set_yscale("log")
+    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
+def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
+    lines: dict[str, list[RecallRow]] = {}
+    for row in report.by():
+        lines.setdefault(f"{row.method} {row.variant}".strip(), []).append(row)
+    colours = plt.get_cmap("tab10")
+    for number, (name, rows) in enumerate(lines.items()):
+        rows = sorted(rows, key=lambda row: row.kv_fraction)
+        x, y = [row.kv_fraction for row in rows], [getattr(row, measure) for row in rows]
+        axis.plot(x, y, marker=MARKERS[number % len(MARKERS)], color=colours(number % 10), label=name, alpha=0.85)
+    axis.set_xlabel("keys and values read, as a share of dense attention's")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+
+
+def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
+    """The first method that an index was built for; a report of baselines alone shows the first of them."""
+    shown = _shown(report)
+    rows = [row for row in report.by("layer", "kv_head") if _line(row) == _line(shown)]
+    layers = sorted({row.layer for row in rows if row.layer is not None})
+    heads = sorted({row.kv_head for row in rows if row.kv_head is not None})
+    recall = np.full((len(layers), len(heads)), np.nan)
+    for row in rows:
+        assert row.layer is not None
+        assert row.kv_head is not None
+        recall[layers.index(row.layer), heads.index(row.kv_head)] = row.recall
+    _by_layer(figure, axis, recall, layers)
+    axis.set_xticks(range(len(heads)), [str(head) for head in heads])
+    axis.set_xlabel("KV head")
+    axis.set_title(f"recall of {shown.method} {shown.variant} at {shown.budget_tokens:,} tokens", fontsize="medium")
+
+
+def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
+    """Values [layers, columns] as colours, a row a layer."""
+    image = axis.imshow(values, aspect="auto", cmap="viridis")
+    step = max(1, len(layers) // 15)
+    axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axis.set_ylabel("layer")
+    figure.colorbar(image, ax=axis)
+
+
+def _line(row: RecallRow) -> tuple[Any, ...]:
+    return row.method, row.variant, row.budget, row.budget_tokens
+
+
+def _shown(report: RecallReport) -> RecallRow:
+    known = methods()
+
+    def distance(row: RecallRow) -> tuple[bool, float]:
+        return not known[row.method].needs_index, abs(row.budget_tokens / report.n_middle - SHOWN_SHARE)
+
+    return min(report.by(), key=distance)
+
+
+def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: Path) -> None:
+    """Sizes of the clusters of each layer, and their distribution over all layers.
+
+    Args:
+        sizes: tokens in each cluster, one array a layer.
+
+    Raises:
+        SparsekvError: the picture cannot be written.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    filled = [size[size > 0] for size in sizes]
+    for quantile, name in ((1.0, "max"), (0.99, "p99"), (0.5, "median"), (0.0, "min")):
+        left.plot(layers, [np.quantile(size, quantile) for size in filled], marker="o", markersize=3, label=name)
+    _log_scale(left)
+    left.set_xlabel("layer")
+    left.set_ylabel("tokens in a cluster")
+    left.legend()
+    left.grid(alpha=0.3)
+    everything = np.concatenate(filled)
+    right.hist(everything, bins=40)
+    _log_scale(right)
+    right.set_xlabel("tokens in a cluster")
+    right.set_ylabel("clusters, all layers")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
+    """What subspaces give to the order of keys (as the CSAttention paper's figure 1c): by rank; by layer and subspace.
+
+    Args:
+        lists: by layer.
+
+    Raises:
+        SparsekvError: the picture cannot be written.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    ranked = np.array([one.ranked_shares for one in lists.values()])
+    ranks = np.arange(1, ranked.shape[1] + 1)
+    for number, one in enumerate(ranked):
+        left.plot(ranks, one, color="grey", alpha=0.3, linewidth=1, label="" if number else "one layer")
+    left.plot(ranks, ranked.mean(0), marker="o", label="mean of the layers")
+    left.axhline(1 / len(ranks), linestyle="--", color="black", label="even share")
+    left.set_ylim(bottom=0)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.set_xlabel("subspace of a query, by rank")
+    left.set_ylabel("share of the logits' deviation over keys")
+    left.legend()
+    left.grid(alpha=0.3)
+    _by_layer(figure, right, np.array([one.subspace_shares for one in lists.values()]), list(lists))
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set_xlabel("subspace")
+    right.set_title("share of each subspace", fontsize="medium")
+    figure.suptitle(title)
+    save(figure, path)

@@ -1,0 +1,35 @@
+"""What `sparsekv generate --stats` shows of an answer and of each layer."""
+
+from rich.table import Table
+
+from sparsekv.cli.common.console import note, tell
+from sparsekv.runtime.cache.index_cache import LayerStats
+from sparsekv.runtime.decoding.generate import Answer
+
+MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
+
+
+def print_stats(answer: Answer) -> None:
+    """Times and rows on stderr, and a table of layers where the method can tell what it leaves."""
+    note(_summary(answer), quiet=False)
+    if answer.kv_fraction > 1:
+        note(f"more than all keys and values: {MORE_THAN_EVERYTHING}", quiet=False)
+    if answer.layers:
+        _print_layers(answer.layers)
+
+
+def _summary(answer: Answer) -> str:
+    return (
+        f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "
+        f"{answer.generated_tokens} tokens at {answer.tokens_per_second:.1f} a second, "
+        f"read {answer.kv_fraction:.1%} of the document's keys and values"
+    )
+
+
+def _print_layers(layers: list[LayerStats]) -> None:
+    table = Table(title="attention left to centroids or dropped, by estimate", title_justify="left", title_style="")
+    for name in ("layer", "left", "heads given more", "heads given all"):
+        table.add_column(name, justify="right")
+    for one in layers:
+        table.add_row(str(one.layer), f"{one.missed:.1%}", f"{one.raised:.1%}", f"{one.dense:.1%}")
+    tell(table)

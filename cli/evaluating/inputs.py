@@ -1,0 +1,121 @@
+"""What an evaluation is made of: a text and tasks, or a file of published ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sparsekv.cli.evaluating.run import Comparison
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.documents.document import read_document
+from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
+from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
+
+DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
+Pairs = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A text with tasks to make of it, or published contexts; read and checked before a model is loaded."""
+
+    name: str
+    text: str
+    tasks: list[str]
+    published: list[Context]
+    pairs: Pairs
+    lengths: list[int]
+    depths: tuple[float, ...]
+    contexts: int
+    questions: int | None
+    seed: int
+
+    @classmethod
+    def read(
+        cls,
+        document: str | None,
+        tasks: list[str],
+        data: str | None,
+        data_format: str | None,
+        pairs: str | None,
+        lengths: list[int],
+        depths: list[float],
+        contexts: int,
+        questions: int | None,
+        seed: int,
+    ) -> "Inputs":
+        """Raise UsageError for what does not fit together, and for files that cannot be read."""
+        if (document is None) == (data is None):
+            raise UsageError("give a text to make tasks of, or --data FILE with --format; one of the two")
+        if (data is None) != (data_format is None):
+            raise UsageError("--data and --format belong together: give both")
+        if data is not None and (tasks or depths or pairs):
+            raise UsageError("--data brings its own tasks: leave out --task, --depth and --pairs")
+        # Nothing of the text is needed for the checks that a request makes.
+        Request("", len, min(lengths, default=1), contexts, questions, tuple(depth / 100 for depth in depths))
+        for task in tasks:
+            choose_task(task)
+        return cls(
+            name=Path(data or document or "").name,
+            text="" if document is None else read_document(document),
+            tasks=list(dict.fromkeys(tasks or DEFAULT_TASKS)),
+            published=[] if data is None or data_format is None else read_published(data, data_format),
+            pairs=() if pairs is None else read_pairs(pairs),
+            lengths=list(dict.fromkeys(lengths)),
+            depths=tuple(depth / 100 for depth in depths),
+            contexts=contexts,
+            questions=questions,
+            seed=seed,
+        )
+
+
+def work_folder(document: str | None, data: str | None, given: Path | None) -> Path:
+    """Where the work goes; UsageError for a text that has no name, as that from standard input."""
+    if given is None and document == "-":
+        raise UsageError("a text from standard input has no name: name a folder with --work")
+    name = Path(data or document or "eval").name
+    if given is None and not name:
+        raise UsageError(f"{data or document} is a folder; name a text file in it")
+    return given or Path(name).with_suffix(".eval")
+
+
+def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
+    """The contexts of all tasks at all lengths, or the first of the published ones, cut where they are too long.
+
+    Raises:
+        UsageError: the text is too short or a length too small for a task.
+    """
+    if inputs.published:
+        kept = _first_of_each_task(inputs.published, inputs.contexts)
+        return [_fit(context, inputs, comparison) for context in kept]
+    return [
+        context
+        for task in inputs.tasks
+        for length in inputs.lengths or [DEFAULT_LENGTH]
+        for context in choose_task(task).make(
+            Request(
+                inputs.text,
+                comparison.count,
+                length,
+                inputs.contexts,
+                inputs.questions,
+                inputs.depths,
+                inputs.seed,
+                inputs.pairs,
+            )
+        )
+    ]
+
+
+def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Context]:
+    taken: dict[str, list[Context]] = {}
+    for context in published:
+        taken.setdefault(context.task, []).append(context)
+    return [context for some in taken.values() for context in some[:contexts]]
+
+
+def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
+    """With no more questions than asked for, its middle cut out where it would not fit the model."""
+    context = replace(context, questions=context.questions[: inputs.questions])
+    room = comparison.room(context)
+    limit = min([*inputs.lengths, *([] if room is None else [room])], default=None)
+    return context if limit is None else replace(context, text=shorten(context.text, comparison.count, limit))

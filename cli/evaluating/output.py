@@ -1,0 +1,63 @@
+"""The table of an evaluation: for a person, as JSON, as CSV."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from rich.table import Table
+
+from sparsekv.cli.common.console import say, say_csv, show
+from sparsekv.runtime.evaluation.table import Cell, Row
+from sparsekv.runtime.selection.budget import Budget
+
+
+def print_rows(
+    rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
+) -> None:
+    """Everything on stdout."""
+    if as_json:
+        told = {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
+        say(json.dumps(told, indent=1))
+    elif as_csv:
+        say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
+    else:
+        groups: dict[tuple[str, int | None, str], list[Row]] = {}
+        for row in rows:
+            groups.setdefault((row.task, row.length, row.metric), []).append(row)
+        for group in groups.values():
+            _print_group(group, about)
+
+
+def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
+    first = rows[0]
+    length = "" if first.length is None else f" of {first.length:,} tokens"
+    unit = f" in {first.unit}" if first.unit else ""
+    table = Table(
+        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts{length}, "
+        f"{first.metric}{unit}, {about['model']}",
+        title_justify="left",
+        title_style="",
+    )
+    shown = ["prefill"] if len({row.prefill for row in rows}) > 1 else []
+    for name in [*shown, "method"]:
+        table.add_column(name)
+    for name in ("budget", "score [95%]", "difference to dense [95%]", "KV read", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *([row.prefill] if shown else []),
+            f"{row.method} {row.variant}".strip(),
+            "" if row.budget is None else str(Budget(row.budget)),
+            f"{row.score:.1f} [{row.score_low:.1f}, {row.score_high:.1f}]",
+            _difference(row),
+            f"{row.kv_fraction:.3f}",
+            f"{row.seconds:.2f}",
+        )
+    show(table)
+
+
+def _difference(row: Row) -> str:
+    if row.difference is None or row.difference_low is None or row.difference_high is None:
+        return ""
+    return f"{row.difference:+.1f} [{row.difference_low:+.1f}, {row.difference_high:+.1f}]"

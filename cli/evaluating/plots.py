@@ -1,0 +1,104 @@
+"""Pictures of an evaluation: scores against rows read, and needles by length and depth."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sparsekv.cli.common.plots import MARKERS, save
+from sparsekv.runtime.evaluation.table import Cell, Row
+from sparsekv.runtime.selection.budget import Budget
+
+Line = tuple[str, str, str]
+
+
+def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Path) -> None:
+    """One panel a task and length: a line a method, with its intervals, and dense attention as a band. Below, for the
+    cells that are given, one map of length by depth for each task and way.
+
+    Raises:
+        SparsekvError: the picture cannot be written.
+    """
+    groups: dict[tuple[str, int | None, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.task, row.length, row.metric), []).append(row)
+    maps = _maps(cells)
+    columns = max(len(groups), min(len(maps), 5))
+    below = -(-len(maps) // columns)
+    figure, axes = plt.subplots(
+        1 + below, columns, figsize=(max(8, 4.5 * columns), 5 + 3 * below), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, group in zip(axes[0], groups.values(), strict=False):
+        _lines(axis, group)
+    for axis, (name, some) in zip(axes[1:].flat, maps.items(), strict=False):
+        _map(figure, axis, name, some)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def _lines(axis: Axes, rows: list[Row]) -> None:
+    axis.axis("on")
+    lines: dict[Line, list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row.prefill, row.method, row.variant), []).append(row)
+    several = len({row.prefill for row in rows}) > 1
+    colours = plt.get_cmap("tab20")
+    for number, ((prefill, method, variant), some) in enumerate(lines.items()):
+        ordered = sorted(some, key=lambda row: row.kv_fraction)
+        score = np.array([row.score for row in ordered])
+        ends = np.array([[row.score_low for row in ordered], [row.score_high for row in ordered]])
+        axis.errorbar(
+            [row.kv_fraction for row in ordered],
+            score,
+            yerr=np.abs(ends - score),
+            marker=MARKERS[number % len(MARKERS)],
+            color=colours(number % 20),
+            label=" ".join(part for part in (method, variant, prefill if several else "") if part),
+            alpha=0.85,
+            capsize=2,
+        )
+    dense = next((row for row in rows if row.difference is None), None)
+    if dense is not None:
+        axis.axhline(dense.score, color="black", linestyle="--", linewidth=1)
+        axis.axhspan(dense.score_low, dense.score_high, color="black", alpha=0.08)
+    first = rows[0]
+    axis.set_title(first.task if first.length is None else f"{first.task}, {first.length:,} tokens", fontsize="medium")
+    axis.set_xlabel("keys and values read, as a share of dense attention's")
+    axis.set_ylabel(f"{first.metric} {first.unit}".strip())
+    axis.set_xlim(0, 1.05)
+    if first.unit == "%":
+        axis.set_ylim(-2, 102)
+    axis.grid(alpha=0.3)
+
+
+def _maps(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells by task and way."""
+    maps: dict[str, list[Cell]] = {}
+    for cell in cells:
+        budget = "" if cell.budget is None else f" at {Budget(cell.budget)}"
+        name = f"{cell.task}, {cell.method} {cell.variant}".strip() + f"{budget} ({cell.prefill} prefill)"
+        maps.setdefault(name, []).append(cell)
+    return maps
+
+
+def _map(figure: Figure, axis: Axes, name: str, cells: list[Cell]) -> None:
+    axis.axis("on")
+    lengths = sorted({cell.length for cell in cells})
+    depths = sorted({cell.depth for cell in cells})
+    scores = np.full((len(depths), len(lengths)), np.nan)
+    for cell in cells:
+        scores[depths.index(cell.depth), lengths.index(cell.length)] = cell.score
+    image = axis.imshow(scores, aspect="auto", cmap="viridis", vmin=0, vmax=100)
+    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("depth")
+    axis.set_title(name, fontsize="small")
+    figure.colorbar(image, ax=axis)

@@ -1,0 +1,242 @@
+"""One index a document, built once, and every question answered over it in every way that is asked for."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.formats.checksums import hash_json, hash_tokens
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import Trusted, encode_text
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.generate import Sampling, generate
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.perplexity import perplexity
+from sparsekv.runtime.evaluation.answers import Answers, Given, answer_key
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.table import DENSE, Result, Way
+from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
+
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
+
+    `indexers` build what the methods need; with `residual`, each method is run once more with it; `keep` keeps the
+    indices.
+    """
+
+    loaded: LoadedModel
+    identity: tuple[ModelIdentity, TokenizerIdentity]
+    methods: dict[str, Method]
+    indexers: dict[str, Indexer]
+    budgets: list[Budget]
+    prefills: dict[str, Prefill]
+    question: QuestionPrefill | None = None
+    residual: bool = False
+    raw: bool = False
+    keep: bool = False
+    max_new_tokens: int | None = None
+    sinks: int = 10
+    tail: int = 128
+    chunk_size: int = 512
+
+    def count(self, text: str) -> int:
+        """Tokens of a document as it is indexed."""
+        return len(self.prompt(text, bare=False).input_ids)
+
+    def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
+        """A document as it is indexed."""
+        return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
+
+    def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
+        """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
+        beginning; of a continuation its first tokens."""
+        parts = [f"\n{question.text} {question.prefix}".rstrip()]
+        if METRICS[question.metric].continuation:
+            parts = [question.answers[0]]
+        elif prompt.chat is not None:
+            parts = [Trusted(prompt.chat.between), question.text, Trusted(prompt.chat.after), question.prefix]
+        elif context.length is None:
+            parts = [question.text, question.prefix]
+        ids = encode_text(self.loaded.tokenizer, *parts).ids
+        return torch.tensor(ids[: question.max_new_tokens] if METRICS[question.metric].continuation else ids)
+
+    def longest(self, question: Question) -> int:
+        """Tokens that an answer may have."""
+        if METRICS[question.metric].continuation or self.max_new_tokens is None:
+            return question.max_new_tokens
+        return self.max_new_tokens
+
+    def room(self, context: Context) -> int | None:
+        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any."""
+        positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is None:
+            return None
+        empty = self.prompt("", bare=context.bare)
+        asked = (len(self.question_ids(context, one, empty)) + self.longest(one) for one in context.questions)
+        return int(positions) - max(asked)
+
+    def ways(self) -> list[tuple[Way, Budget | None]]:
+        """Every way in which a question is answered, dense attention first."""
+        variants = ["", "residual"] if self.residual else [""]
+        return [
+            one
+            for prefill in self.prefills
+            for one in [
+                (Way(prefill, DENSE), None),
+                *(
+                    (Way(prefill, name, variant, budget.value), budget)
+                    for name in self.methods
+                    for variant in variants
+                    for budget in self.budgets
+                ),
+            ]
+        ]
+
+
+def check_room(comparison: Comparison, contexts: list[Context]) -> None:
+    """Raise UsageError where a document, its question and the answer are more than the model has positions."""
+    for context in contexts:
+        tokens, room = len(comparison.prompt(context.text, bare=context.bare).input_ids), comparison.room(context)
+        if room is not None and tokens > room:
+            raise UsageError(
+                f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "
+                "beside the question and the answer; give a smaller --length"
+            )
+
+
+def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Show) -> Iterator[Result]:
+    """Answer every question in every way, taking over answers that are in `work` already.
+
+    Raises:
+        UsageError: a document does not fit the model.
+        SparsekvError: `work` cannot be written, or another process writes there.
+    """
+    ways, done = comparison.ways(), 0
+    total = len(ways) * sum(len(context.questions) for context in contexts)
+    with Answers(work) as answers:
+        for context in contexts:
+            prompt = comparison.prompt(context.text, bare=context.bare)
+            for prefill in comparison.prefills:
+                here = [(way, budget) for way, budget in ways if way.prefill == prefill]
+                asking = _Asking(comparison, context, prompt, prefill, answers, work)
+                for result in asking.results(here, show):
+                    done += 1
+                    show("answers", done, total)
+                    yield result
+
+
+@dataclass
+class _Asking:
+    """One context under one prefill; its index is built when the first answer that is not known needs it."""
+
+    comparison: Comparison
+    context: Context
+    prompt: FixedPrompt
+    prefill: str
+    answers: Answers
+    work: Path
+    opened: OpenIndex | None = None
+
+    def results(self, ways: list[tuple[Way, Budget | None]], show: Show) -> Iterator[Result]:
+        for way, budget in ways:
+            cache: IndexCache | None = None
+            for question in self.context.questions:
+                key = answer_key(self._decides(way, budget, question))
+                if key not in self.answers.known:
+                    self.opened = self.opened or self._open(show)
+                    cache = cache or self._cache(self.opened, way, budget)
+                    told = {"task": self.context.task, "context": self.context.name, "question": question.text}
+                    given = self._answer(self.opened, cache, question)
+                    self.answers.add(key, given, {**told, "expected": question.answers, **asdict(way)})
+                yield Result(self.context, question, way, self.answers.known[key])
+        if self.opened is not None and not self.comparison.keep:
+            self.opened = None
+            shutil.rmtree(self._folder())
+
+    def _decides(self, way: Way, budget: Budget | None, question: Question) -> dict[str, Any]:
+        comparison, (model, tokenizer) = self.comparison, self.comparison.identity
+        method = comparison.methods.get(way.method)
+        builders = comparison.indexers if way.variant else {way.method: comparison.indexers.get(way.method)}
+        return {
+            "version": version("sparsekv"),
+            "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
+            "tokenizer": tokenizer.tokenizer_hash,
+            "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
+            "prompt": hash_tokens(self.prompt.input_ids.tolist()),
+            "split": [comparison.sinks, comparison.tail],
+            "prefill": [comparison.chunk_size, asdict(comparison.prefills[self.prefill])],
+            "question_prefill": self._question_prefill(method is not None),
+            "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
+            "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
+            "way": asdict(way),
+            "share": budget is not None and budget.is_share,
+            "method": None if method is None else asdict(method),
+            "indexers": {name: indexer and asdict(indexer) for name, indexer in builders.items()},
+        }
+
+    def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
+        """Of a method's questions; dense attention's are prefilled densely."""
+        question = self.comparison.question
+        if question is None or not sparse:
+            return None
+        indexer = self.comparison.indexers.get(question.name)
+        return asdict(question) | {"indexer": indexer and asdict(indexer)}
+
+    def _folder(self) -> Path:
+        built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill]
+        return self.work / "indices" / f"{hash_json(built)[:16]}.skv"
+
+    def _open(self, show: Show) -> OpenIndex:
+        comparison = self.comparison
+        plan = BuildPlan(
+            comparison.loaded,
+            self.prompt,
+            comparison.indexers,
+            sinks=comparison.sinks,
+            tail=comparison.tail,
+            chunk_size=comparison.chunk_size,
+            prefill=comparison.prefills[self.prefill],
+        )
+        build_index(plan, self._folder(), show)
+        artifact = Artifact(self._folder())
+        return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
+
+    def _cache(self, index: OpenIndex, way: Way, budget: Budget | None) -> IndexCache:
+        if budget is None:
+            return index.dense_cache()
+        comparison = self.comparison
+        method = comparison.methods[way.method]
+        return index.sparse_cache(way.method, method, budget, residual=bool(way.variant), question=comparison.question)
+
+    def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> Given:
+        comparison, started = self.comparison, time.perf_counter()
+        ids = comparison.question_ids(self.context, question, self.prompt)
+        if METRICS[question.metric].continuation:
+            text, loss = "", math.log(perplexity(index, cache, ids))
+        else:
+            text, loss = generate(index, cache, ids, Sampling(comparison.longest(question))).text, None
+        # Dense layers count nothing.
+        fraction = cache.kv_fraction() if any(isinstance(one, SparseLayer) for one in cache.stored_layers) else 1.0
+        return Given(text, loss, fraction, time.perf_counter() - started)

@@ -1,0 +1,141 @@
+"""What `sparsekv inspect` prints for a person, from the same record that --json gives."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sparsekv.cli.common.console import show
+from sparsekv.cli.common.printable import printable
+from sparsekv.runtime.selection.budget import Budget
+
+WORDS_SHOWN = 8
+BLOCKS_SHOWN = 6
+
+
+def print_inspection(inspection: dict[str, Any]) -> None:
+    """Facts, then for each method its parameters, cluster sizes, biggest clusters and lists."""
+    show(_facts(inspection))
+    for name, method in inspection["methods"].items():
+        parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
+        show("", Text.assemble((printable(name), "bold"), f": {printable(parameters)}"))
+        show(*_held_out(method["calibration"]))
+        for part, table in TABLES.items():
+            if method[part]:
+                show(table(method[part]))
+
+
+def _facts(inspection: dict[str, Any]) -> Table:
+    split, layers, sizes = inspection["split"], inspection["layers"], inspection["bytes"]
+    table = Table(box=None, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    facts = {
+        "index": f"{inspection['index']} (built {inspection['created']})",
+        "model": f"{inspection['model']['id']}, {inspection['dtype']}",
+        "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
+        "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
+        "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
+        "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
+        "size": f"{sum(sizes.values()) / 1e6:,.1f} MB: "
+        + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items()),
+        "sha256": "every file is right" if inspection["verified"] else "not rechecked (--verify)",
+    }
+    if inspection["defaults"] is not None:
+        facts["default"] = _default(inspection["defaults"])
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    return table
+
+
+def _default(setting: dict[str, Any]) -> str:
+    """What `tune` wrote."""
+    target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
+    of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
+    return (
+        f"{setting['method']} {setting['variant']}".strip() + f" at {100 * setting['budget']:.3g}%{by_layer}: "
+        f"{target['measure']} {setting['held_out']:.4f}{of} on the held-out half, for a target of {target['value']:g}, "
+        f"KV read {setting['kv_fraction']:.3f}"
+    )
+
+
+def _held_out(calibration: dict[str, Any]) -> list[str]:
+    """Every held-out keep rate in a calibration, however deep it lies, by the path to it."""
+    lines = []
+    for key, value in calibration.items():
+        if key == "held_out_keep":
+            lines.append(f"threshold for {value['target']:.1%} keeps {value['kept']:.1%} on held-out queries")
+        elif isinstance(value, dict):
+            lines += [f"{key} {line}" for line in _held_out(value)]
+    return lines
+
+
+def _blocks(blocks: list[dict[str, Any]]) -> Table:
+    """Every block, or the first ones and the last two where there are many: closed ones are alike."""
+    table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
+    for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
+        table.add_column(name, justify="right")
+    for number, block in enumerate(blocks):
+        if BLOCKS_SHOWN - 2 <= number < len(blocks) - 2:
+            if number == BLOCKS_SHOWN - 2:
+                table.add_row("...")
+            continue
+        numbers = (number, block["start"], block["stop"] - 1, block["tokens"], block["clusters"])
+        table.add_row(*(f"{number:,}" for number in numbers), "open" if block["open"] else "")
+    return table
+
+
+def _sizes(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title="tokens in a cluster, and how far keys and values are from its centroids, over all KV heads",
+        title_justify="left",
+        title_style="",
+    )
+    for name in ("layer", "level", "clusters", "min", "median", "p99", "max", "empty", "key spread", "value spread"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty"))
+        spreads = ("none" if row[name] is None else f"{row[name]:.3f}" for name in ("key_spread", "value_spread"))
+        table.add_row(str(row["layer"]), str(row["level"]), *sizes, *spreads)
+    return table
+
+
+def _biggest(clusters: list[dict[str, Any]]) -> Table:
+    title = f"biggest clusters of layer {clusters[0]['layer']}"
+    table = Table(title=title, title_justify="left", title_style="")
+    for name in ("KV head", "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("words, by how often", overflow="fold")
+    for cluster in clusters:
+        words = list(cluster["words"].items())[:WORDS_SHOWN]
+        text = "  ".join(f"{word} {count}" for word, count in words)
+        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), text)
+    return table
+
+
+def _lists(rows: list[dict[str, Any]]) -> Table:
+    subspaces = len(rows[0]["subspace_shares"])
+    table = Table(
+        title=f"lists, over all KV heads, and what the {subspaces} subspaces give to the order of keys "
+        f"(an even share is {1 / subspaces:.3f})",
+        title_justify="left",
+        title_style="",
+    )
+    for name in ("layer", "lists", "entries", "keys listed", "in lists", "most", "of subspace", "least", "of subspace"):
+        table.add_column(name, justify="right")
+    for name in ("a query's most", "its least"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shares, ranked = row["subspace_shares"], row["ranked_shares"]
+        table.add_row(
+            str(row["layer"]),
+            *(f"{row[name]:,}" for name in ("lists", "entries")),
+            *(f"{row[name]:.3f}" for name in ("keys_listed", "in_lists")),
+            *(text for share in (max(shares), min(shares)) for text in (f"{share:.3f}", str(shares.index(share)))),
+            *(f"{share:.3f}" for share in (ranked[0], ranked[-1])),
+        )
+    return table
+
+
+TABLES = {"blocks": _blocks, "layers": _sizes, "biggest": _biggest, "lists": _lists}
+"""What shows each part of a method's record."""

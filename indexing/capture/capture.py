@@ -1,0 +1,247 @@
+"""Capture of keys, values and queries as a model attends to them, by a prefill in chunks.
+
+The model runs as it is, chunk after chunk, into a cache that is allocated once: N rows of keys and values a layer.
+Beside that, one layer's chunk of attention is in memory at a time, and of each layer the last R queries and those of a
+sample of positions, where one is asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.indexing.models.rope import rope_depends_on_length
+from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+
+PROBE_LOGITS = 32
+PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
+"""Queries [Hq, P, D] of a layer at positions [P] of a prefix that is not run."""
+
+
+class ContextLayer(CacheLayerMixin):
+    """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
+
+    Args:
+        tokens: N.
+        prefix: keys and values [Hk, P, D] of the first ones, where they are known.
+    """
+
+    is_sliding = False
+
+    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens, self.seen, self._prefix = tokens, 0, prefix
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = key_states.new_empty(*key_states.shape[:2], self.tokens, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], self.tokens, value_states.shape[-1])
+        self.is_initialized = True
+        if self._prefix is not None:
+            self.seen = self._prefix[0].shape[1]
+            self.keys[0, :, : self.seen], self.values[0, :, : self.seen] = self._prefix
+            self._prefix = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        start, self.seen = self.seen, self.seen + key_states.shape[2]
+        self.keys[:, :, start : self.seen] = key_states
+        self.values[:, :, start : self.seen] = value_states
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+
+    def get_seq_length(self) -> int:
+        return self.seen if self._prefix is None else self._prefix[0].shape[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.tokens
+
+
+@dataclass
+class CapturedLayer:
+    """One layer: keys, values [Hk, N, D] as attended, the last R queries [Hq, R, D], sink logits [Hq], and the queries
+    [Hq, P, D] of the sampled positions; None for a layer with a sliding window."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tail: torch.Tensor
+    sink_logits: torch.Tensor | None
+    sample: torch.Tensor | None
+
+
+@dataclass
+class _Recorder:
+    """The attention function of a capture: that of its prefill, which keeps the last R queries, and those of some
+    positions [P], rising; `prefix_queries` gives those of the ones before the prefix's end."""
+
+    prefill: Prefill
+    sinks: int
+    tokens: int
+    tail: int
+    positions: torch.Tensor
+    prefix_tokens: int
+    prefix_queries: PrefixQueries | None
+    samples: dict[int, torch.Tensor] = field(default_factory=dict)
+    tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    facts: dict[int, LayerFacts] = field(default_factory=dict)
+    sink_logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        self.facts[call.layer] = LayerFacts(
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sliding_window=call.window,
+            attention_sinks=call.sink_logits is not None,
+        )
+        if call.sink_logits is not None:
+            self.sink_logits[call.layer] = call.sink_logits.detach()
+        self._keep_tail(call)
+        if call.window is None:
+            self._keep_sample(call)
+        # The probe is compared with a token that attends to the stored context densely.
+        dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
+        return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
+
+    def _keep_tail(self, call: AttentionCall) -> None:
+        start = call.keys.shape[1] - call.query.shape[1]
+        rows = call.query[:, max(0, self.tokens - self.tail - start) :]
+        if rows.shape[1]:
+            kept = self.tails.get(call.layer, rows[:, :0])
+            self.tails[call.layer] = torch.cat([kept, rows], 1)
+
+    def _keep_sample(self, call: AttentionCall) -> None:
+        start, end = call.keys.shape[1] - call.query.shape[1], call.keys.shape[1]
+        if call.layer not in self.samples:
+            self.samples[call.layer] = self._first_sample(call)
+        first, last = torch.searchsorted(self.positions, torch.tensor([start, end])).tolist()
+        rows = (self.positions[first:last] - start).to(call.query.device)
+        self.samples[call.layer][:, first:last] = call.query[:, rows]
+
+    def _first_sample(self, call: AttentionCall) -> torch.Tensor:
+        sample = call.query.new_empty(len(call.query), len(self.positions), call.query.shape[2])
+        known = int((self.positions < self.prefix_tokens).sum())
+        if known:
+            assert self.prefix_queries is not None
+            sample[:, :known] = self.prefix_queries(call.layer, self.positions[:known])
+        return sample
+
+
+@dataclass
+class Capture:
+    """A whole prefill: one entry a layer, and the probe; `take` hands a layer over and frees its cache rows."""
+
+    _logits: torch.Tensor
+    _layers: list[ContextLayer]
+    _recorder: _Recorder
+
+    @property
+    def probe(self) -> Probe:
+        """The highest logits of the last token; only where `not_finite` finds nothing."""
+        top = self._logits.topk(min(PROBE_LOGITS, len(self._logits)))
+        return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
+
+    def facts(self, layer: int) -> LayerFacts:
+        return self._recorder.facts[layer]
+
+    def not_finite(self) -> str | None:
+        """What overflowed or is no number: keys, values or queries of the first such layer, or the logits."""
+        for number, layer in enumerate(self._layers):
+            recorder = self._recorder
+            queries = [recorder.tails[number], recorder.samples.get(number)]
+            for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
+                if not all(_is_finite(some) for some in rows if some is not None):
+                    return f"{name} of layer {number}"
+        return None if _is_finite(self._logits) else "logits"
+
+    def take(self, layer: int) -> CapturedLayer:
+        rows = self._layers[layer]
+        keys, values = rows.keys, rows.values
+        assert keys is not None
+        assert values is not None
+        rows.keys = rows.values = None
+        return CapturedLayer(
+            keys=keys[0],
+            values=values[0],
+            tail=self._recorder.tails.pop(layer),
+            sink_logits=self._recorder.sink_logits.get(layer),
+            sample=self._recorder.samples.pop(layer, None),
+        )
+
+
+def _is_finite(rows: torch.Tensor) -> bool:
+    # One pass without a mask of its size: both extremes are not numbers where any value is not.
+    return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
+
+
+@torch.inference_mode()
+def capture(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    tail: int,
+    positions: torch.Tensor | None = None,
+    chunk_size: int = 512,
+    prefill: Prefill | None = None,
+    sinks: int = 0,
+    prefix_tokens: int = 0,
+    prefix: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    prefix_queries: PrefixQueries | None = None,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Capture:
+    """Prefill `input_ids` in chunks, keeping what each layer attends to.
+
+    Args:
+        input_ids: [N] int64.
+        tail: R, the number of last queries to keep.
+        positions: [P] int64, rising: where to keep the queries too, allocated at once.
+        chunk_size: tokens a forward pass; the result of a dense prefill does not depend on it beyond rounding. A model
+            whose RoPE depends on the length of the sequence is run over the whole prompt at once, whatever it says.
+        prefill: what chunks attend to; dense by default. After another one the last token is run by itself, densely.
+        sinks: first tokens that every chunk attends to, whatever the prefill.
+        prefix_tokens: leading tokens whose keys and values are already known (an edited document).
+        prefix: gives keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
+        prefix_queries: gives the queries at those positions that are not run; needed where there are any.
+        progress: called with the number of tokens done after each chunk.
+    """
+    tokens = len(input_ids)
+    positions = torch.zeros(0, dtype=torch.int64) if positions is None else positions
+    if rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None)):
+        chunk_size, prefix_tokens = tokens, 0
+    prefill = prefill or DensePrefill()
+    recorder = _Recorder(prefill, sinks, tokens, tail, positions, prefix_tokens, prefix_queries)
+    layers = [
+        ContextLayer(tokens, _first_rows(prefix(layer), prefix_tokens, model) if prefix and prefix_tokens else None)
+        for layer in range(model.config.get_text_config().num_hidden_layers)
+    ]
+    cache = Cache(layers=list(layers))
+    with route_attention(model, recorder):
+        for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
+            chunk = input_ids[None, start:end].to(model.device)
+            logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            progress(end)
+    return Capture(logits[0, -1].float(), layers, recorder)
+
+
+def _chunks(first: int, tokens: int, chunk_size: int, *, last_alone: bool) -> Iterator[tuple[int, int]]:
+    whole = tokens - 1 if last_alone else tokens
+    for start in range(first, whole, chunk_size):
+        yield start, min(start + chunk_size, whole)
+    if last_alone:
+        yield whole, tokens
+
+
+def _first_rows(
+    rows: tuple[torch.Tensor, torch.Tensor], tokens: int, model: PreTrainedModel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = rows
+    return keys[:, :tokens].to(model.device), values[:, :tokens].to(model.device)

@@ -1,0 +1,106 @@
+"""From a document to the fixed prompt: frame it with the model's chat template, count its tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import EncodedText, Trusted, encode_text
+from sparsekv.formats.schema import ChatFrame
+from sparsekv.indexing.documents.document import Document
+from sparsekv.indexing.models.hub import first_line
+
+_DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
+_BETWEEN = "\n\n"
+
+
+@dataclass(frozen=True)
+class FixedPrompt:
+    """input_ids [N] of everything before the question, the document's sha256, and the chat frame if there is one.
+
+    `special_tokens` says that those of the document kept their meaning, `plain` how often which stand in it as plain
+    text, `cut` that the document goes on.
+    """
+
+    input_ids: torch.Tensor
+    text_sha256: str
+    chat: ChatFrame | None
+    special_tokens: bool = False
+    plain: dict[str, int] = field(default_factory=dict)
+    cut: bool = False
+
+
+def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
+    """What the chat template puts before the document, between it and the question, and after; None without one.
+
+    Raises:
+        UsageError: the template fails, or does not carry a text through.
+    """
+    if not tokenizer.chat_template:
+        return None
+    content = f"{_DOCUMENT}{_BETWEEN}{_QUESTION}"
+    parts = render(tokenizer, [{"role": "user", "content": content}]).split(content)
+    if len(parts) != 2:
+        raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
+    return ChatFrame(before=parts[0], between=_BETWEEN, after=parts[1])
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Messages in a model's chat template, up to where its answer begins; UsageError where the template fails."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program, which may raise what it likes
+        raise UsageError(f"the model's chat template fails: {first_line(error)}; build with --raw") from None
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | Document,
+    *,
+    raw: bool = False,
+    max_tokens: int | None = None,
+    special_tokens: bool = False,
+) -> FixedPrompt:
+    """Token ids of the fixed prompt: the chat template's head, then the document's first `max_tokens` tokens.
+
+    Args:
+        text: a document is kept in memory no further than these tokens need.
+        special_tokens: let those of the document keep their meaning; otherwise they are plain text.
+
+    Raises:
+        UsageError: the model's chat template is of no use.
+        SparsekvError: the document is no text, or its special tokens cannot be read as plain text.
+    """
+    chat = None if raw else chat_frame(tokenizer)
+    head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
+    document = Document.of(text) if isinstance(text, str) else text
+
+    def encode(part: str) -> EncodedText:
+        return encode_text(tokenizer, part, add_special_tokens=chat is None, special_tokens=special_tokens)
+
+    encoded, cut = (encode(document.whole()), False) if max_tokens is None else _first(encode, document, max_tokens)
+    plain = encoded.plain
+    if cut and plain:
+        kept = str(tokenizer.decode(encoded.ids))
+        plain = {token: kept.count(token) for token in plain if token in kept}
+    return FixedPrompt(torch.tensor([*head, *encoded.ids]), document.sha256(), chat, special_tokens, plain, cut)
+
+
+def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:
+    """The first tokens of a document, and whether it goes on.
+
+    A beginning may end amid a token, so its tokens count when those of one twice as long begin alike.
+    """
+    shorter: list[int] = []
+    characters = 8 * tokens + 4096
+    while True:
+        text = document.first(characters)
+        encoded = encode(text)
+        ids = encoded.ids[:tokens]
+        if len(text) < characters:
+            return EncodedText(ids, encoded.plain), len(encoded.ids) > tokens
+        if len(ids) == tokens and ids == shorter:
+            return EncodedText(ids, encoded.plain), True
+        shorter, characters = ids, 2 * characters

@@ -1,0 +1,29 @@
+"""What the chat template puts between an answer and the next question."""
+
+from transformers import PreTrainedTokenizerBase
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import ChatFrame
+from sparsekv.indexing.documents.prompt import render
+
+_DOCUMENT, _ANSWER, _QUESTION = "<<sparsekv document>>", "<<sparsekv answer>>", "<<sparsekv question>>"
+
+
+def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, ending: str) -> ChatFrame:
+    """The frame of a question that follows an answer.
+
+    Args:
+        chat: the frame of the question that was answered; it stays for a template that hides either text or fails.
+        ending: the answer's last token as text, so that the end of a turn does not come twice.
+    """
+    turns = [("user", _DOCUMENT), ("assistant", _ANSWER), ("user", _QUESTION)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        rendered = render(tokenizer, messages)
+    except UsageError:  # some templates allow one turn alone
+        return chat
+    _, answered, rest = rendered.partition(_ANSWER)
+    between, asked, after = rest.partition(_QUESTION)
+    if not answered or not asked:
+        return chat
+    return ChatFrame(before=chat.before, between=between.removeprefix(ending), after=after)

@@ -1,0 +1,52 @@
+"""What methods that cluster keys have in common: their parameters, and the clustering of some tokens."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.indexers.clustering import kmeans
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours
+from sparsekv.kernels.kmeans.kmeans import SPACES, to_space
+
+
+@dataclass(frozen=True)
+class ClusterIndexer(Indexer):
+    """Levels of clusters; `levels` are shares of the tokens that are clustered together, finest first."""
+
+    levels: tuple[float, ...] = field(
+        default=(0.05, 0.01), metadata={"help": "Centroids per level as shares of the document's tokens, finest first."}
+    )
+    iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
+    space: str = field(default="normalised", metadata={"help": f"Space of k-means: {', '.join(SPACES)}."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        falling = all(a > b for a, b in pairwise(self.levels))
+        if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
+            raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
+        if self.iterations < 1:
+            raise UsageError(f"--iterations {self.iterations}: give at least 1")
+        if self.space not in SPACES:
+            raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
+
+    def cluster(
+        self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of `level_tensors` for tokens clustered together; allocates the keys once more in float32.
+
+        Args:
+            keys, values: [Hk, M, D].
+            first_token: position in the prompt of the first of them.
+            lookup_keys: [Hk, M, D], clustered in the place of the keys.
+        """
+        points, sizes = keys if lookup_keys is None else lookup_keys, level_sizes(self.levels, keys.shape[1])
+        labels = self._kmeans(points, sizes[0])
+        levels = levels_above(points, labels, sizes, self._kmeans)
+        attended = None if lookup_keys is None else keys
+        return level_tensors(levels, number_neighbours(levels, labels), values, first_token, attended)
+
+    def _kmeans(self, points: torch.Tensor, clusters: int, valid: torch.Tensor | None = None) -> torch.Tensor:
+        return kmeans(to_space(points, self.space, valid), clusters, self.iterations, self.seed, valid)

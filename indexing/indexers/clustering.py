@@ -1,0 +1,46 @@
+"""k-means over the heads of a layer: faiss on the CPU, our own kernels on a GPU; one seed, one final assignment."""
+
+import torch
+
+from sparsekv.kernels.kmeans.kmeans import random_kmeans
+
+
+def kmeans(
+    points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Labels of a k-means per head, all from one final assignment to the final centres.
+
+    Args:
+        points: [Hk, M, D] float32.
+        clusters: number of clusters, at most the number of valid points of any head.
+        valid: [Hk, M] bool; points that take no part get label 0. None: all do.
+
+    Returns:
+        [Hk, M] int64, the same in every run on one device. Clusters may be empty.
+    """
+    if points.is_cuda:
+        generator = torch.Generator(points.device).manual_seed(seed)
+        return random_kmeans(points, clusters, iterations, generator, valid)
+    if valid is None:
+        valid = torch.ones(points.shape[:2], dtype=torch.bool)
+    labels = torch.zeros(points.shape[:2], dtype=torch.int64)
+    for head, mask in enumerate(valid):
+        labels[head, mask] = _kmeans_faiss(points[head, mask], clusters, iterations, seed)
+    return labels
+
+
+def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
+    import faiss  # here, because a GPU needs none of it
+
+    # The two bounds keep faiss from subsampling, and from printing its advice past Python to a person's screen.
+    data = points.contiguous().numpy()
+    trained = faiss.Kmeans(
+        data.shape[1],
+        clusters,
+        niter=iterations,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(data),
+    )
+    trained.train(data)
+    return torch.from_numpy(trained.assign(data)[1])

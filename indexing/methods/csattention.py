@@ -1,0 +1,130 @@
+"""CSAttention, offline: centroids of the prompt's queries in subspaces of a head, and a list of each one's best keys.
+
+Per KV head the queries of its whole group are clustered by cosine in each subspace (k-means++ seeds); a centroid's list
+holds the middle keys of highest partial score c k, as many as `--alpha` of the middle, with fixed-size arrays. Scores
+are those of the centroids as stored, in float16.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, register
+from sparsekv.kernels.tables.table_lookup import Tables, cosines, fit_weights
+from sparsekv.kernels.tables.tables import cosine_kmeans, rope_pair_order, split_channels, top_lists
+
+SUBSPACES = ("rope-pairs", "contiguous")
+ENTRY_BYTES = 6  # int32 position, float16 score
+FITTED_POSITIONS = 32  # whose queries, the last of the sample, subspaces are weighted by
+QUANTILES = 101
+
+
+@register("csattention")
+@dataclass(frozen=True)
+class CSAttentionIndexer(Indexer):
+    """Query-centric tables; not built by default, as they are larger than the keys and values themselves."""
+
+    by_default: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = True
+    subspace_size: int = field(default=16, metadata={"help": "Channels of a subspace, a divisor of the head's."})
+    subspaces: str = field(
+        default="rope-pairs", metadata={"help": f"Channels that are kept together: {', '.join(SUBSPACES)}."}
+    )
+    query_sample: int = field(
+        default=4096, metadata={"help": "Queries of the document, per KV head, that it is built from; at most 65536."}
+    )
+    centroids: int = field(default=128, metadata={"help": "Centroids of queries in each subspace."})
+    alpha: float = field(default=0.25, metadata={"help": "Keys in each centroid's list, as a share of the document's."})
+    iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
+    largest_sample: ClassVar[int] = 65_536
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("subspace_size", "centroids", "iterations", "query_sample"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+        if self.query_sample > self.largest_sample:
+            raise UsageError(f"--query-sample {self.query_sample}: give at most {self.largest_sample}")
+        if not 0 < self.alpha <= 1:
+            raise UsageError(f"--alpha {self.alpha:g}: give a share above 0 and at most 1")
+        if self.subspaces not in SUBSPACES:
+            raise UsageError(f"--subspaces {self.subspaces}: choose one of {', '.join(SUBSPACES)}")
+
+    def queries_wanted(self) -> int:
+        return self.query_sample
+
+    def bytes_per_token(self, head_dim: int) -> float:
+        return ENTRY_BYTES * head_dim / self.subspace_size * self.centroids * self.alpha
+
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """channels [m, D / m] int32 of each subspace, centroids [Hk, m, C, D / m] float16, and `_lists`' tensors.
+
+        C is smaller where there are fewer queries. Allocates queries and keys in float32, and one subspace's scores
+        [C, M] at a time.
+
+        Raises:
+            UsageError: a head does not divide into subspaces, or which channels RoPE turns together is not known.
+        """
+        assert layer.queries is not None
+        channels = self._channels(layer).to(layer.keys.device)
+        queries = split_channels(layer.queries.unflatten(0, (len(layer.keys), -1)).flatten(1, 2), channels)
+        generator = torch.Generator(queries.device).manual_seed(self.seed)
+        clusters = min(self.centroids, queries.shape[2])
+        centroids = cosine_kmeans(queries.flatten(0, 1), clusters, self.iterations, generator)
+        kept = {"channels": channels.int(), "centroids": centroids.unflatten(0, queries.shape[:2]).half()}
+        return self._with_lists(kept, layer)
+
+    def append_layer(
+        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
+    ) -> dict[str, torch.Tensor]:
+        """The centroids as they are, and their lists over all keys. Allocates as `build_layer`, but for the queries."""
+        return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
+
+    def _with_lists(self, kept: dict[str, torch.Tensor], layer: LayerInput) -> dict[str, torch.Tensor]:
+        """With table_tokens [Hk, m, C, L] int32, rising along a list, table_scores [Hk, m, C, L] float16, key_mean
+        [Hk, m, D / m] float32, the mean of all middle keys, and part_weights [Hk, m] float32."""
+        assert layer.queries is not None
+        keys = split_channels(layer.keys, kept["channels"])
+        length = max(1, round(self.alpha * keys.shape[2]))
+        positions, scores = top_lists(kept["centroids"].float(), keys, length)
+        lists = {"table_tokens": positions + layer.split.sinks, "table_scores": scores, "key_mean": keys.mean(2)}
+        tables = Tables.from_tensors(kept | lists, keys.shape[2], layer.split.sinks)
+        last = layer.queries[:, -FITTED_POSITIONS:].unflatten(0, (len(keys), -1)).flatten(1, 2)
+        return kept | lists | {"part_weights": fit_weights(tables, last, layer.keys, layer.facts.softmax_scale)}
+
+    def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
+        """`cosines`: quantiles in steps of a hundredth of the best cosine of a part of a query, over all layers, heads
+        and subspaces and the first half of the held-out queries: below one of them a lookup is less sure."""
+        found = []
+        for layer in layers():
+            tables = Tables.from_tensors(layer.tensors, 0, 0)
+            queries = layer.tail_queries[:, : layer.tail_queries.shape[1] // 2]
+            grouped = queries.unflatten(0, (len(tables.centroids), -1)).flatten(1, 2)
+            found.append(cosines(tables, grouped).amax(-1).flatten().cpu())
+        ordered = torch.cat(found).sort().values
+        places = torch.linspace(0, len(ordered) - 1, QUANTILES).round().long()
+        return {"cosines": ordered[places].tolist()}
+
+    def _channels(self, layer: LayerInput) -> torch.Tensor:
+        head_dim, rope = layer.keys.shape[2], layer.facts.rope
+        if head_dim % self.subspace_size:
+            raise UsageError(
+                f"--subspace-size {self.subspace_size}: the model's heads have {head_dim} channels; give a divisor of "
+                "that"
+            )
+        if self.subspaces == "contiguous":
+            return torch.arange(head_dim).view(-1, self.subspace_size)
+        if rope is None:
+            raise UsageError(
+                "--subspaces rope-pairs: how this model turns its keys is not known; give --subspaces contiguous"
+            )
+        if rope.frequencies and self.subspace_size % 2:
+            raise UsageError(
+                f"--subspace-size {self.subspace_size} splits pairs of channels that RoPE turns together; give an even "
+                "size, or --subspaces contiguous"
+            )
+        order = rope_pair_order(head_dim, len(rope.frequencies), interleaved=rope.interleaved)
+        return order.view(-1, self.subspace_size)

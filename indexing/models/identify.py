@@ -1,0 +1,29 @@
+"""Identity of a loaded model and tokenizer, for the manifest of an index and for the check against it."""
+
+import torch
+
+from sparsekv.formats.fingerprints import identify_model, identify_tokenizer
+from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.indexing.models.load import LoadedModel
+
+
+def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
+    """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    adapters = getattr(model, "peft_config", None)
+    with torch.no_grad():
+        model_identity = identify_model(
+            loaded.name,
+            loaded.revision,
+            model.config.get_text_config().to_dict(),
+            model.state_dict().items(),
+            ",".join(sorted(adapters)) if adapters else None,
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    template = tokenizer.chat_template
+    return model_identity, identify_tokenizer(
+        serialized,
+        template if template is None else str(template),
+        tokenizer.special_tokens_map,
+    )

@@ -1,0 +1,248 @@
+"""Loading a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.indexing.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
+from sparsekv.indexing.models.hub import first_line, hub_folder
+from sparsekv.indexing.models.rope import RopeScaling
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Progress = Callable[[str], None]
+
+_NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
+"""What torch, safetensors and Python say of it, in errors of many kinds."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in evaluation mode, its tokenizer, and where they came from.
+
+    `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    name: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that needs no hub: what it is, and whether it is in the cache (`bytes` on disk, 0 if not)."""
+
+    name: str
+    description: str
+    licence: str
+    folder: Path
+    cached: bool
+    bytes: int
+
+
+def known_models() -> list[KnownModel]:
+    """The models that this tool brings along."""
+    folder = embedded_path()
+    cached = not damaged_files(folder, full=False)
+    return [
+        KnownModel(
+            name=EMBEDDED,
+            description="SmolLM2-135M-Instruct: 30 layers, 9 query heads on 3 KV heads, 8,192 positions",
+            licence="Apache-2.0",
+            folder=folder,
+            cached=cached,
+            bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
+        )
+    ]
+
+
+def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
+    """Folder of a model made ready to run offline, checked in full if it is the embedded one.
+
+    Raises:
+        UsageError: no such model, or a folder, which needs no pulling.
+        SparsekvError: no network, no space, a wrong checksum.
+    """
+    if name == EMBEDDED:
+        return pull_embedded(progress, full_check=True)
+    if name and os.path.isdir(_path(name)):
+        raise UsageError(f"{name} is a folder already; use it with --model {name}")
+    return hub_folder(name)
+
+
+def load_model(
+    name: str = EMBEDDED,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    rope_scaling: str | None = None,
+    progress: Progress = lambda text: None,
+) -> LoadedModel:
+    """Load a model and its tokenizer, downloading what is not there yet.
+
+    Args:
+        name: the embedded model's name, a local folder, or a hub id.
+        device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
+        dtype: `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16), `float32`, `float16`
+            or `bfloat16`.
+        rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
+        progress: called with one line at the start of each step that takes a while.
+
+    Raises:
+        UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
+        SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
+    """
+    scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
+    target = choose_device(device)
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
+    folder, name, revision = _find(name, progress)
+    with silent_transformers():
+        config = _config(folder, name)
+        if scaling is not None:
+            scaling.stretch(config)
+        tokenizer = _tokenizer(folder, name)
+        model = _model(folder, name, config, target, DTYPES.get(dtype) or _auto_dtype(config, target))
+    return LoadedModel(model, tokenizer, name, revision)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer alone of a model that is on this machine; nothing is downloaded.
+
+    Raises:
+        UsageError: no such model, or one without a tokenizer.
+        SparsekvError: the embedded model is not in the cache.
+    """
+    if name == EMBEDDED and damaged_files(embedded_path(), full=False):
+        raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
+    folder, name, _ = _find(name, lambda text: None, download=False)
+    with silent_transformers():
+        return _tokenizer(folder, name)
+
+
+def choose_device(text: str) -> torch.device:
+    """A device by its name; `auto` is the GPU where there is one. UsageError for what is none, or not there."""
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {text}: choose one of auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "
+            "use --device cpu or auto"
+        )
+    return device
+
+
+def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    own = config.dtype or config.get_text_config().dtype
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~ of nobody
+        return Path(name)
+
+
+def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
+    """Folder, full name and revision of a model."""
+    if name == EMBEDDED:
+        return pull_embedded(progress), name, None
+    path = _path(name)
+    if not name or not os.path.exists(path):
+        folder = hub_folder(name, download=download)
+        return folder, name, folder.name
+    if not os.access(path, os.X_OK):
+        raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
+    if not os.path.isfile(path / "config.json"):
+        raise UsageError(
+            f"model '{name}' has no config.json that can be read; name a folder saved with save_pretrained, a hub id, "
+            "or see `sparsekv models list`"
+        )
+    return path, str(path.resolve()), None
+
+
+def _config(folder: Path, name: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = first_line(error)
+        if "trust_remote_code" in str(error):
+            reason = "it brings code of its own, which is not run"
+        raise UsageError(f"model '{name}' has a config that cannot be read: {reason}; choose another model") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
+        )
+    return config
+
+
+def _tokenizer(folder: Path, name: str) -> Tokenizer:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError):
+        tokenizer = None
+    # A folder without tokenizer files can also yield one that knows special tokens alone.
+    if not isinstance(tokenizer, Tokenizer) or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UsageError(
+            f"model '{name}' has no tokenizer that can be read; put its files (tokenizer.json) beside config.json"
+        )
+    return tokenizer
+
+
+def _model(
+    folder: Path, name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    placed: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
+    for weights in folder.glob("*.safetensors"):
+        # What may not be read is told as that here; safetensors tells of a file that is not there.
+        weights.open("rb").close()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **placed,
+        )
+    except torch.OutOfMemoryError:
+        raise SparsekvError(
+            f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
+        ) from None
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
+            raise SparsekvError(
+                f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
+                "or use --dtype bfloat16 or a smaller model"
+            ) from None
+        raise SparsekvError(
+            f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "
+            "safetensors files, and match config.json"
+        ) from None
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise SparsekvError(
+            f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
+            "transformers would fill them with random numbers: choose a checkpoint with all of them"
+        )
+    model.eval()
+    return model

@@ -1,0 +1,131 @@
+"""How a document is prefilled, and the registry that finds the ways: one file each, named nowhere else.
+
+Densely, or with each chunk attending to itself and to a choice of what is before it. What a chunk is given is chosen
+anew for every chunk and layer, from everything, whatever chunks before it were given: nothing is evicted for good.
+"""
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+import torch
+
+import sparsekv.indexing.prefill
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.attention.attention import causal_attention
+from sparsekv.kernels.attention.chunk_attention import chunk_attention
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.scores.quoka import best_keys
+
+
+@dataclass(frozen=True)
+class Prefill(ABC):
+    """One way to prefill: a frozen dataclass whose fields are its parameters and command-line options."""
+
+    exact: ClassVar[bool] = False
+    """Whether it is dense attention, so that the size of the chunks changes nothing."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
+        """Attention [Hq, B, D] of one chunk, whose tokens are the last of the keys.
+
+        Args:
+            sinks: how many first tokens are always attended.
+        """
+
+
+PREFILLS: dict[str, type[Prefill]] = {}
+T = TypeVar("T", bound=type[Prefill])
+
+
+def register(name: str) -> Callable[[T], T]:
+    """Class decorator: makes a way to prefill known to every command under this name."""
+
+    def add(prefill: T) -> T:
+        PREFILLS[name] = prefill
+        return prefill
+
+    return add
+
+
+def prefills() -> dict[str, type[Prefill]]:
+    """All ways by name; imports every file of this folder once."""
+    for module in pkgutil.iter_modules(sparsekv.indexing.prefill.__path__):
+        importlib.import_module(f"sparsekv.indexing.prefill.{module.name}")
+    return dict(sorted(PREFILLS.items()))
+
+
+def prefill_name(prefill: Prefill) -> str:
+    """The name that a way was registered under."""
+    return next(name for name, known in PREFILLS.items() if known is type(prefill))
+
+
+def choose_prefill(name: str) -> type[Prefill]:
+    """A way by its name; UsageError where there is none."""
+    if name not in prefills():
+        raise UsageError(f"--prefill {name}: choose one of {', '.join(prefills())}")
+    return prefills()[name]
+
+
+@register("dense")
+@dataclass(frozen=True)
+class DensePrefill(Prefill):
+    """Every token attends to all before it."""
+
+    exact: ClassVar[bool] = True
+
+    def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
+        return causal_attention(
+            call.query, call.keys, call.values, call.softmax_scale, call.softcap, call.window, call.sink_logits
+        )
+
+
+@dataclass(frozen=True)
+class SparsePrefill(Prefill):
+    """A chunk attends to itself and to the tokens before it that a score ranks highest, the first ones among them.
+
+    That the last ones before the chunk are always among them too is not in the papers, where their share is 0: without
+    them the first queries of a chunk may see none of the text that they go on with.
+    """
+
+    prefill_budget: int = field(default=1024, metadata={"help": "Tokens before a chunk that it attends to."})
+    prefill_recent: float = field(
+        default=0.125, metadata={"help": "Share of them that are the last before the chunk, whatever they score."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.prefill_budget < 1:
+            raise UsageError(f"--prefill-budget {self.prefill_budget}: give at least 1")
+        if not 0 <= self.prefill_recent <= 1:
+            raise UsageError(f"--prefill-recent {self.prefill_recent:g}: give a share from 0 to 1")
+
+    @abstractmethod
+    def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+        """[Hk, T]: what each key [Hk, T, D] before a chunk is worth to its queries [Hk, G, B, D]."""
+
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
+        """[Hk, K] int64: the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to, `first` and
+        `last` of them whatever they score."""
+        return best_keys(self.scores(query, keys, facts), self.prefill_budget, first, last)
+
+    def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
+        """Layers with a sliding window attend to all of it. Copies the rows that are chosen, and the chunk's."""
+        Hk, before = call.keys.shape[0], call.keys.shape[1] - call.query.shape[1]
+        if call.window is not None or before <= self.prefill_budget:
+            return DensePrefill().attend(call, sinks)
+        facts = LayerFacts(
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sliding_window=None,
+            attention_sinks=call.sink_logits is not None,
+        )
+        recent = int(self.prefill_recent * self.prefill_budget)
+        query, first = call.query.unflatten(0, (Hk, -1)), min(sinks, self.prefill_budget - recent)
+        rows = self.choose(query, call.keys[:, :before], facts, first, recent)
+        return chunk_attention(
+            call.query, call.keys, call.values, rows, call.softmax_scale, call.softcap, call.sink_logits
+        )

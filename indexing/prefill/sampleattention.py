@@ -1,0 +1,30 @@
+"""SampleAttention prefill (arXiv 2406.15486): each chunk attends to what a few of its queries attend to most.
+
+The paper keeps as many columns as hold a share of the sampled attention; here it is a number of tokens, as in the
+comparison that QuoKA's paper makes.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.quoka import check_prefill_queries
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.indexing.prefill.interface import SparsePrefill, register
+from sparsekv.kernels.attention.sampled_attention import sampled_attention, spaced_places
+
+
+@register("sampleattention")
+@dataclass(frozen=True)
+class SampleAttentionPrefill(SparsePrefill):
+    """Scores keys by the attention of evenly spaced queries of the chunk."""
+
+    prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_prefill_queries(self.prefill_queries)
+
+    def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+        some = query[:, :, spaced_places(query.shape[2], self.prefill_queries).to(query.device)]
+        return sampled_attention(some, keys, facts.softmax_scale, facts.softcap)

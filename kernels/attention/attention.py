@@ -1,0 +1,182 @@
+"""Exact attention over several segments of keys and values, as one softmax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.kernels.attention.decode_attention import StandIns
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some of the keys and values a query attends to: keys, values [Hk, T, D].
+
+    `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them. Keys that are
+    masked out may be anything; their values must be finite, for they are multiplied by a weight of 0. `bias` broadcasts
+    alike and is added to the logits: the logarithm of how many rows one stands for. Keys and values may be of another
+    dtype than the query, as centroids are of the index's dtype, not the model's.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[queries, keys] bool for queries that are the last of the keys; a window counts the query itself."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def attend(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of grouped queries over all segments together, softmax in float32.
+
+    Args:
+        query: [Hk, G, Q, D].
+        sink_logits: [Hk, G] learned logits that take part in the softmax and carry no value (GPT-OSS).
+
+    Returns:
+        [Hk, G, Q, D] in the query's dtype. Allocates the logits: [Hk, G, Q, all T] float32, twice.
+    """
+    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
+    return _output(torch.cat(logits, -1).softmax(-1), segments, query)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention gave [Hk, G, Q, D], and the log-sum-exp of all its logits, sinks included, [Hk, G, Q] float32."""
+
+    output: torch.Tensor
+    logsumexp: torch.Tensor
+
+
+def attend_with_logsumexp(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> Attended:
+    """The same as `attend`, with its denominator."""
+    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
+    weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
+    return Attended(_output(weights, segments, query), total)
+
+
+def _logits(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    logits = []
+    for segment in segments:
+        part = attention_logits(query, segment.keys, softmax_scale, softcap)
+        part = part if segment.bias is None else part + segment.bias
+        logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
+    if sink_logits is not None:
+        logits.append(sink_logits.float()[:, :, None, None].expand(*query.shape[:3], 1))
+    return logits
+
+
+def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
+    """Weights [Hk, G, Q, all T], those of sink logits last, on the segments' values."""
+    Hk, G, Q, _ = query.shape
+    rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
+    output, start = None, 0
+    for segment in segments:
+        values = segment.values.to(query.dtype)
+        part = rows.narrow(2, start, values.shape[1])
+        output = torch.bmm(part, values) if output is None else output.baddbmm_(part, values)
+        start += values.shape[1]
+    assert output is not None
+    return output.view(Hk, G, Q, -1)
+
+
+def attend_once(
+    query: torch.Tensor,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` for one query on a CPU, in as few operations as that takes: with cold caches these are what costs.
+
+    Args:
+        query: [Hk, G, D].
+        rows: keys and values [Hk, T, D] of segments that are attended whole.
+        stand_ins: centroids, with logits, that are attended too.
+        sink_logits: [Hk, G].
+
+    Returns:
+        [Hk, G, D] in the query's dtype.
+    """
+    wide = query.float()
+    # With beta=0 nothing is added, whatever it is; only so is there a product that scales.
+    ignored = wide.narrow(2, 0, 1)
+    logits = [
+        torch.baddbmm(ignored, wide, keys.float().transpose(1, 2), beta=0, alpha=softmax_scale) for keys, _ in rows
+    ]
+    if softcap is not None:
+        logits = [softcap * torch.tanh(part / softcap) for part in logits]
+    logits += [one.logits + one.log_counts.unsqueeze(1) for one in stand_ins]
+    if sink_logits is not None:
+        logits.append(sink_logits.float().unsqueeze(2))
+    weights = torch.cat(logits, -1).softmax(-1).to(query.dtype)
+    all_values = [values for _, values in rows] + [one.values for one in stand_ins]
+    start = all_values[0].shape[1]
+    output = torch.bmm(weights.narrow(2, 0, start), all_values[0].to(query.dtype))
+    for values in all_values[1:]:
+        output.baddbmm_(weights.narrow(2, start, values.shape[1]), values.to(query.dtype))
+        start += values.shape[1]
+    return output
+
+
+def causal_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dense causal attention of queries that are the last of the keys, by the fastest form that computes it.
+
+    Args:
+        query: [Hq, Q, D].
+        keys, values: [Hk, T, D].
+        sink_logits: [Hq].
+
+    Returns:
+        [Hq, Q, D].
+    """
+    Hk, (Hq, Q, D) = keys.shape[0], query.shape
+    if window is not None:
+        # No query sees further back than this: the first one is the earliest.
+        keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
+    if softcap is None and sink_logits is None:
+        # A mask made of values would keep torch from its flash kernels on a GPU; `causal_lower_right` is none.
+        mask = causal_mask(Q, keys.shape[1], window, query.device) if window else causal_lower_right(Q, keys.shape[1])
+        return scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=softmax_scale, enable_gqa=Hq != Hk
+        )[0]
+    mask = causal_mask(Q, keys.shape[1], window, query.device)
+    sinks = None if sink_logits is None else sink_logits.view(Hk, Hq // Hk)
+    grouped = query.view(Hk, Hq // Hk, Q, D)
+    return attend(grouped, [Segment(keys, values, mask)], softmax_scale, softcap, sinks).view(Hq, Q, -1)

@@ -1,0 +1,56 @@
+"""`chunk_rows` in Triton: keys, values and queries copied in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.common.launch import following
+from sparsekv.kernels.common.tiles_triton import power_of_two, start, tile_rows
+
+TILE_BYTES, WARPS = 8192, 4
+
+
+@triton.jit(do_not_specialize=["known", "slots", "before", "heads"])
+def _chunk_rows_kernel(
+    query, keys, values, chosen, of_query, joined, known, slots, before, heads,
+    query_head, query_row, key_head, key_row, value_head, value_row, joined_head, joined_values,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of slots, the first `known` of which are chosen rows, the others the chunk's: of the keys and values of
+    one of so many heads, or of a query head after these, whose first slots stay as they are."""
+    start(EARLY)
+    head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = (slot < slots)[:, None] & (d < D)
+    place = slot[:, None] * D + d
+    if head < heads:
+        row = tl.load(chosen + head * known + slot, mask=slot < known, other=0)
+        row = tl.where(slot < known, row, before + slot - known)[:, None]
+        k = tl.load(keys + head * key_head + row * key_row + d, mask=inside)
+        v = tl.load(values + head * value_head + row * value_row + d, mask=inside)
+        tl.store(joined + head * joined_head + place, k, mask=inside)
+        tl.store(joined + joined_values + head * joined_head + place, v, mask=inside)
+    else:
+        head -= heads
+        of_chunk = inside & (slot >= known)[:, None]
+        row = (slot - known).to(tl.int64)[:, None]
+        q = tl.load(query + head * query_head + row * query_row + d, mask=of_chunk)
+        tl.store(of_query + head * joined_head + place, q, mask=of_chunk)
+
+
+def chunk_rows_triton(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`chunk_rows` on a GPU; tensors may be parts of others, of whose rows the elements lie side by side."""
+    (H, T, D), (Hq, B, _), K = keys.shape, query.shape, chosen.shape[1]
+    query, keys, values = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, keys, values))
+    slots, tile = K + B, tile_rows(D, keys.dtype, TILE_BYTES)
+    joined = torch.empty(2, H, slots, D, dtype=keys.dtype, device=keys.device)
+    of_query = torch.empty(Hq, slots, D, dtype=query.dtype, device=keys.device) if padded else query
+    _chunk_rows_kernel[(triton.cdiv(slots, tile), H + Hq if padded else H)](
+        query, keys, values, chosen.contiguous(), of_query, joined, K, slots, T - B, H,
+        *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], slots * D, H * slots * D,
+        D=D, BLOCK_D=power_of_two(D), TILE=tile, num_warps=WARPS, **following(keys.device),
+    )  # fmt: skip
+    of_keys, of_values = joined.unbind()
+    return of_query, of_keys, of_values

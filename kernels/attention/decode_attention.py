@@ -1,0 +1,121 @@
+"""Attention of one decode step: to chosen runs of rows, to rows that are always attended, and to stand-ins, at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.kernels.scores.logits import attention_logits
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
+    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
+    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which one call uses up: with it rows
+    go to programs that are done before others."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor | None
+    capacity: int
+    used: torch.Tensor | None = None
+    queue: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
+    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. There may be more
+    logits and counts than values: those are minus infinity. With `rows` [H, C] int32 the values [H, V, D] are of all
+    clusters, and these tell which of them each is; there are `used` [H] int32 of each head, None: all."""
+
+    logits: torch.Tensor
+    log_counts: torch.Tensor
+    values: torch.Tensor
+    rows: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+
+    def gathered(self) -> torch.Tensor:
+        """The value of each [H, C, D]; copies them where `rows` tells which they are."""
+        if self.rows is None:
+            return self.values
+        return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
+
+
+def decode_attention(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    exact_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One softmax over chosen runs, exact rows and stand-ins.
+
+    On a GPU flash-decoding: the rows of all runs of a head are split evenly, however uneven the runs are, over programs
+    that each attend for the whole group; two launches or three, shapes that depend on no data, no synchronisation.
+
+    Args:
+        query: [H, G, D].
+        exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
+        stand_ins: on a GPU at most one of them with `rows`; of values too heads need not be contiguous.
+        sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
+        exact_count: [1] int32 on the query's device, how many of the exact rows there are; None: all.
+
+    Returns:
+        [H, G, D] in the query's dtype.
+    """
+    if query.is_cuda:
+        from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+            return decode_attention_triton(
+                query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count
+            )
+    return decode_attention_reference(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count)
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    exact_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` in plain torch: gathers the rows."""
+    lengths = _single_rows(runs) if runs.ends is None else lengths_of(runs.ends)
+    rows, valid = expand_runs(runs.starts, lengths, runs.capacity)
+    keys, values = (held.gather(1, rows[..., None].expand(-1, -1, held.shape[2])) for held in (runs.keys, runs.values))
+    if exact_count is not None:
+        exact = exact[0][:, : int(exact_count)], exact[1][:, : int(exact_count)]
+    chosen, always = (
+        attention_logits(query[:, :, None], each, softmax_scale, softcap)[:, :, 0] for each in (keys, exact[0])
+    )
+    logits, stood = [chosen.masked_fill(~valid[:, None], -torch.inf), always], [part.gathered() for part in stand_ins]
+    for part, each in zip(stand_ins, stood, strict=True):
+        logits.append((part.logits + part.log_counts[:, None])[..., : each.shape[1]])
+    if sink_logits is not None:
+        logits.append(sink_logits.float()[..., None])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    all_values = torch.cat([values, exact[1], *stood], 1).to(wide)
+    weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
+    return (weights.to(all_values.dtype) @ all_values).to(query.dtype)
+
+
+def _single_rows(runs: RunRows) -> torch.Tensor:
+    """Lengths [H, R] of runs of one row each, 0 of those that are not used."""
+    used = runs.starts.new_full(runs.starts.shape[:1], runs.capacity) if runs.used is None else runs.used
+    return (torch.arange(runs.starts.shape[1], device=runs.starts.device) < used[:, None]).int()
+
+
+def lengths_of(ends: torch.Tensor) -> torch.Tensor:
+    """Lengths [H, R] of runs from their running sums."""
+    return ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))

@@ -1,0 +1,262 @@
+"""`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and stand-ins in one launch.
+
+Partial softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins; and the merge of
+those. Rows are read as a plain list, tiles ahead: those of runs are written out in a launch before.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import pad
+
+from sparsekv.kernels.attention.decode_attention import RunRows, StandIns
+from sparsekv.kernels.attention.run_rows_triton import list_rows
+from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
+from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+TILE_BYTES, WARPS = 16_384, 4
+# Tiles read ahead: of rows whose place is read first a third one is no gain, of plain stand-ins it is.
+STAND_STAGES, ROW_STAGES = 3, 2
+MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
+# Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
+STAND_FIFTHS, LISTED_FIFTHS = 2, 5
+MERGED_COLUMNS = 32
+# Of the chosen rows so many go, a tile at a time, to the program that is done first, where each has a few tiles:
+# equal shares are not done at the same time.
+QUEUED_PERCENT, LEAST_TILES = 20, 4
+
+
+@triton.jit
+def _add(peak, total, output, logits, values):
+    """One tile more in a running softmax."""
+    highest = tl.maximum(peak, tl.max(logits, 1))
+    # A tile may be masked out whole, and be the first.
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp(logits - safe[:, None])
+    shrink = tl.exp(peak - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+
+
+@triton.jit
+def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
+    """Which of some stand-ins are those of a share of all units, of which theirs are the first.
+
+    From one multiple of 16 to another, so that logits are read four at a time.
+    """
+    stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
+    begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
+    return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
+
+
+# What grows as a model decodes must not make triton compile anew.
+@triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
+def _partial_kernel(
+    query, keys, values, rows, rows_used, exact_keys, exact_values, exact_count,
+    stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
+    listed_used, queue, peaks, totals, outputs,
+    head_stride, row_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
+    stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
+    listed_stride, listed_values_stride, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
+    QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr, USED: tl.constexpr, COUNTED: tl.constexpr,
+    ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    of_group, in_row = g < G, d < D
+    start(EARLY)
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
+    peak = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    output = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
+    if ROWS_USED:
+        chosen_rows = tl.minimum(tl.load(rows_used + head * rows_used_stride), chosen_rows)
+    if USED:
+        listed = tl.minimum(tl.load(listed_used + head * used_stride), listed)
+    if COUNTED:
+        exact_rows = tl.minimum(tl.load(exact_count), exact_rows)
+    stands = (stand_rows * STAND_FIFTHS + 4) // 5
+    lists = (listed * LISTED_FIFTHS + 4) // 5 if LISTED else 0
+    queued = chosen_rows * QUEUED_PERCENT // 100
+    first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
+
+    logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
+    values_of = stand_values + head * stand_stride
+    begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
+    for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
+        c = at + t
+        inside = c < stop
+        mask = (inside & (c < stand_rows))[:, None] & in_row
+        v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
+        count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
+        logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
+        peak, total, output = _add(peak, total, output, logits, v)
+
+    if LISTED:
+        first, last = first - stands, last - stands
+        logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
+        values_of = listed_values + head * listed_values_stride
+        begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
+        for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
+            c = at + t
+            inside = c < stop
+            row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
+            count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
+            # Of clusters that are attended row by row nothing is left to stand for.
+            mask = (count > -float("inf"))[:, None] & in_row
+            v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
+            logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
+            peak, total, output = _add(peak, total, output, logits, v)
+        stands = lists
+    exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
+    stop = tl.minimum(last - stands, exact_rows)
+    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=ROW_STAGES):
+        inside = at + t < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+
+    keys, values = keys + head * head_stride, values + head * head_stride
+    rows += head * rows_stride
+    begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
+    while begin < chosen_rows:
+        for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
+            inside = at + t < stop
+            row = tl.load(rows + at + t, mask=inside, other=0)
+            mask = inside[:, None] & in_row
+            place = row[:, None] * row_stride + d
+            k = tl.load(keys + place, mask=mask, other=0.0)
+            v = tl.load(values + place, mask=mask, other=0.0)
+            logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+            peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        begin = chosen_rows
+        if QUEUED_PERCENT:
+            begin += tl.atomic_add(queue + head, TILE, sem="relaxed") - queued
+        stop = tl.minimum(begin + TILE, chosen_rows)
+
+    place = (head * tl.num_programs(0) + split) * G + g
+    tl.store(peaks + place, peak, mask=of_group)
+    tl.store(totals + place, total, mask=of_group)
+    tl.store(outputs + place[:, None] * D + d, output, mask=of_group[:, None] & in_row)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    peaks, totals, outputs, sink_logits, merged, splits,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    start(EARLY)
+    g, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)
+    place = (head * splits + split) * G + g
+    part_peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
+    part_total = tl.load(totals + place, mask=split < splits, other=0.0)
+    part = tl.load(outputs + place[:, None] * D + d, mask=(split < splits)[:, None] & (d < D), other=0.0)
+    peak = tl.max(part_peak, 0)
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head * G + g).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp(part_peak - peak)
+    total = tl.sum(part_total * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - peak)
+    output = tl.sum(part * weights[:, None], 0) / total
+    tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
+
+
+def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not. Values
+    of a head that do not follow one another are copied too.
+
+    `other` stands where there are none, and is never read.
+    """
+    if part is None:
+        return other, other, other, other
+    logits, log_counts, rows = part.logits, part.log_counts, part.rows
+    size = aligned(part.values.shape[1] if rows is None else logits.shape[2])
+    if logits.shape[2] != size or log_counts.shape[1] != size:
+        logits, log_counts = (pad(one, (0, size - one.shape[-1]), value=-torch.inf) for one in (logits, log_counts))
+    if rows is not None and rows.shape[1] != size:
+        rows = pad(rows, (0, size - rows.shape[1]))
+    values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
+    return logits, log_counts, values, other if rows is None else rows
+
+
+def _joined(parts: Sequence[StandIns]) -> StandIns | None:
+    """Several levels' stand-ins as one; copies them where they are more than one."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    sizes = [part.values.shape[1] for part in parts]
+    return StandIns(
+        torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.values for part in parts], 1),
+    )
+
+
+def decode_attention_triton(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[StandIns],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    exact_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs a multiprocessor,
+    and the numbers of the chosen rows."""
+    (H, G, D), E = query.shape, exact[0].shape[1]
+    query, early = query.contiguous(), following(query.device)
+    plain = _joined([part for part in stand_ins if part.rows is None])
+    listed = next((part for part in stand_ins if part.rows is not None), None)
+    used = None if listed is None else listed.used
+    logits, log_counts, values, _ = _tensors(plain, query)
+    listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
+    C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
+    units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
+    programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device), grain=10)
+    tile = tile_rows(D, query.dtype, TILE_BYTES)
+    queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
+    rows, used_rows = runs.starts, runs.used
+    if runs.ends is not None:
+        rows, used_rows = (
+            torch.empty(H, max(runs.capacity, 1), dtype=torch.int32, device=query.device),
+            runs.ends[:, -1],
+        )
+        list_rows(runs.starts, runs.ends, rows, runs.capacity)
+    peaks, totals = torch.empty(2, H, programs, G, device=query.device)
+    outputs = torch.empty(H, programs, G, D, device=query.device)
+    merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
+    _partial_kernel[(programs, H)](
+        query, runs.keys, runs.values, rows, query if used_rows is None else used_rows, *exact,
+        query if exact_count is None else exact_count,
+        logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
+        query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
+        *runs.keys.stride()[:2], runs.capacity, rows.stride(0), 0 if used_rows is None else used_rows.stride(0),
+        E, exact[0].stride(0),
+        C, logits.stride(1), log_counts.stride(0), values.stride(0),
+        S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
+        0 if used is None else used.stride(0),
+        softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
+        G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile,
+        STAND_STAGES=STAND_STAGES, ROW_STAGES=ROW_STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
+        QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
+        LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
+        ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
+    )  # fmt: skip
+    _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
+        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
+        HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
+        **early,
+    )  # fmt: skip
+    return merged

@@ -1,0 +1,352 @@
+"""The best clusters to a budget, from their logits, in Triton.
+
+A choice to a budget needs no sort: what is looked for is the rank of the last cluster that is taken, the leading bits
+of its score. Parts of a head's clusters count their tokens by the exponent of the score; then, of those that have the
+last one's exponent, by the rest of the rank; then each part knows that rank, and what those before it take, and lists
+what it takes itself. Clusters that are opened have no other rank than the exponent. All in integers, and each part by
+itself, so that no order of theirs changes anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.clusters.choice_counts_triton import (
+    LIMITS,
+    by_place,
+    counted,
+    last_place,
+    sum_of_two,
+    sums_and_largest,
+)
+from sparsekv.kernels.clusters.cluster_choice import (
+    EXPONENT_BITS,
+    OPENED_BITS,
+    SCORE_BITS,
+    TOKEN_BITS,
+    ClusterChoice,
+    least_rank,
+)
+from sparsekv.kernels.common.launch import following, multiprocessors
+from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, start
+
+# Clusters of a part, measured: at least so many, where they are opened, where they are listed, of which about half are
+# there; and at most. More than so many parts make these larger.
+FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
+CLUSTERS_A_WARP = 256
+ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
+SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
+BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
+ROW = tl.constexpr(ALIGNED)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
+    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; [H] int32 zeros, twice, to
+    count in; and how many clusters there are [H] int32, None: all."""
+
+    logits: torch.Tensor
+    numbers: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    used: torch.Tensor
+    queue: torch.Tensor
+    known: torch.Tensor | None = None
+
+
+@triton.jit
+def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constexpr):
+    """[GROUP] of all parts; 0 where there is no query head."""
+    part = tl.arange(0, PARTS)
+    place = (head * G + g[:, None]) * parts + part
+    known = (g[:, None] < G) & (part < parts)
+    part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
+    part_totals = tl.load(totals + place, mask=known, other=0.0)
+    peak = tl.max(part_peaks, 1)
+    # Where every cluster is empty there is no peak, and no score either.
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(part_totals * tl.exp(part_peaks - peak[:, None]), 1)
+    return tl.where(g < G, peak + tl.log(tl.maximum(total, 1e-30)), 0.0)
+
+
+@triton.jit
+def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, least, threshold, G: tl.constexpr,
+            GROUP: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Of some clusters of a head the rank of the score, and below it the size, in one integer.
+
+    To keep what reaches a threshold, that has rank 1, and all else rank 0.
+    """
+    g = tl.arange(0, GROUP)
+    size = tl.load(numbers + c, mask=inside, other=0)
+    # Read before the sums are waited for.
+    known = inside[:, None] & (g < G)
+    logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
+    score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
+    if KEEP:
+        rank = (score / G >= threshold).to(tl.int32)
+    else:
+        rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - BITS)) - least
+        rank = tl.minimum(tl.maximum(rank, 0), (BINS << BITS) - 1)
+    return (rank.to(tl.uint32) << TOKENS) | size.to(tl.uint32)
+
+
+@triton.jit
+def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
+    """[PART]: a part's clusters; which of these are its own; and the first that is no part's, before the row's end."""
+    size, stop = PART, stride
+    if USED:
+        # Parts of those that there are, all alike.
+        stop = tl.cdiv(tl.minimum(tl.load(used + head), stride), ROW) * ROW
+        size = tl.cdiv(stop // ROW, parts) * ROW
+    c = tl.multiple_of(part * size, ROW) + tl.arange(0, PART)
+    return c, c < tl.minimum((part + 1) * size, stop), stop
+
+
+@triton.jit
+def _rank(packed):
+    return (packed >> TOKENS).to(tl.int32)
+
+
+@triton.jit
+def _size(packed):
+    return (packed & SIZE_MASK).to(tl.int32)
+
+
+@triton.jit
+def _write_members(
+    scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The rows of so many first members of a number of clusters, each cluster's from a slot on.
+
+    Mostly few clusters are taken: these are brought together first, and then read again, by each thread those that it
+    writes members of.
+    """
+    tl.store(scratch + 4 * order, starts, mask=known)
+    tl.store(scratch + 4 * order + 1, begins, mask=known)
+    tl.store(scratch + 4 * order + 2, lengths, mask=known)
+    tl.debug_barrier()
+    member = tl.broadcast_to(tl.arange(0, WIDTH)[:, None], [WIDTH, ENTRIES])
+    for at in range(0, number, ENTRIES):
+        entry = at + tl.broadcast_to(tl.arange(0, ENTRIES)[None, :], [WIDTH, ENTRIES])
+        place = scratch + 4 * entry
+        start_of = tl.load(place, mask=entry < number, other=0)
+        begin = tl.load(place + 1, mask=entry < number, other=0)
+        length = tl.load(place + 2, mask=entry < number, other=0)
+        length = tl.minimum(length, slots - begin)
+        for first in range(0, longest, WIDTH):
+            tl.store(rows + begin + first + member, start_of + first + member, mask=first + member < length)
+
+
+@triton.jit
+def _take(
+    rank, size, number, starts, last, held, had, above, equal, equal_size, budget, wanted,
+    lengths, log_left, rows, slots, scratch, used, seen, head, inside,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
+    """Write what is taken of some clusters: all above the last rank, then of that rank until there is enough.
+
+    `held` and `had` are the tokens and members of all clusters above the last rank, `above`, `equal` and `equal_size`
+    members above it, members of it and their tokens in the clusters before these.
+    """
+    above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
+    # Of the last rank those may be taken that the parts before leave room for: of how many, the scan is to tell.
+    room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
+    known = above_number + tl.where(room, equal_number, 0) > 0
+    # Three sums in a word, for the more registers a program takes the fewer run at once.
+    ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
+    if OPEN:
+        sizes = tl.where(rank == last, size, 0)
+        ends, sizes_ends = tl.associative_scan((ends, sizes), 0, sum_of_two)
+    else:
+        ends = tl.cumsum(ends, 0)
+    equal_begins = equal + ((ends >> TOKENS) & SIZE_MASK).to(tl.int32) - equal_number
+    if OPEN:
+        held_before = held + equal_size + sizes_ends - sizes
+        opened = (rank == last) & ((held_before < budget) | (had + equal_begins < wanted))
+        taken = above_number + tl.where(opened, number, 0)
+        left = tl.where(opened | (rank > last), 0, size)
+    else:
+        taken = above_number + tl.minimum(tl.maximum(budget - held - equal_begins, 0), equal_number)
+        left = size - taken
+    tl.store(lengths, taken, mask=inside)
+    log_of_left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), -float("inf"))
+    tl.store(log_left, log_of_left, mask=inside)
+    clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, sums_and_largest)
+    slot = tl.where(rank > last, above + (ends & SIZE_MASK).to(tl.int32) - above_number, had + equal_begins)
+    order = (ends >> (2 * TOKENS)).to(tl.int32) - 1
+    _write_members(scratch, clusters, longest, rows, slots, order, known, starts, slot, taken, ENTRIES, WIDTH)
+    if count > 0:
+        tl.atomic_add(used + head, count, sem="relaxed")
+        if SEEN:
+            tl.atomic_add(seen + head, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["least"])
+def _rank_kernel(
+    logits, numbers, children, peaks, totals, known, ranked, coarse, stride, clusters, parts, least, threshold,
+    G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
+    OPEN: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Ranks of a part's clusters, and their tokens and children counted by the exponent."""
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c, inside, _ = _share(part, tl.num_programs(0), known, head, stride, PART, KNOWN)
+    if OPEN:
+        # No launch writes these: they are not waited for.
+        of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
+    start(EARLY)
+    packed = _packed(
+        logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, inside, stride, parts, least,
+        threshold, G, GROUP, PARTS, KEEP, BITS,
+    )  # fmt: skip
+    tl.store(ranked + head * stride + c, packed.to(tl.int32, bitcast=True), mask=inside)
+    size = _size(packed)
+    number = of_cluster if OPEN else size
+    counts = by_place(_rank(packed) if KEEP else _rank(packed) >> BITS, size, number, BINS, OPEN)
+    counted_bins: tl.constexpr = 2 * BINS if OPEN else BINS
+    place = coarse + (head * tl.num_programs(0) + part) * (counted_bins + LIMITS)
+    tl.store(place + tl.arange(0, counted_bins), counts)
+
+
+# Of a stride that is a multiple of 16 numbers would be loaded four at a time, and laid out anew to be added up.
+@triton.jit(do_not_specialize=["budget", "stride"])
+def _count_kernel(
+    ranked, known, coarse, fine, stride, budget,
+    PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part's tokens, of clusters with the last one's exponent, counted by the rest of the rank."""
+    part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
+    place = fine + (head * others + part) * (FINE + LIMITS)
+    # Memory of no launch that may still run.
+    tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
+    start(EARLY)
+    packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, False)
+    last, held, _, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, 0, BINS, False)
+    limits = place + FINE
+    tl.store(limits, (last << TOKENS) | held)
+    tl.store(limits + 1, above)
+    size, rank = _size(packed), _rank(packed)
+    tl.debug_barrier()
+    tl.atomic_add(place + (rank & (FINE - 1)), size, mask=(rank >> SCORE == last) & (size > 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["budget", "wanted", "stride"])
+def _take_kernel(
+    logits, ranked, children, known, coarse, fine, starts, lengths, log_left, rows, scratch, used, seen,
+    stride, clusters, starts_stride, rows_stride, slots, budget, wanted, G: tl.constexpr, GROUP: tl.constexpr,
+    PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
+    SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What a part takes, after those before it."""
+    part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
+    lengths, log_left = lengths + head * stride, log_left + head * stride
+    if KNOWN:
+        # After the clusters that there are come some of no token, up to the end of a row: no other launch writes them.
+        empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
+        after = (empty >= stop) & (empty < stride)
+        tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
+        tl.store(lengths + empty, tl.zeros([PART], tl.int32), mask=after)
+        tl.store(log_left + empty, tl.full([PART], -float("inf"), tl.float32), mask=after)
+        place = logits + head * G * stride + g * stride + empty[:, None]
+        tl.store(place, tl.full([PART, GROUP], -float("inf"), tl.float32), mask=after[:, None] & (g < G))
+    first_row = tl.load(starts + head * starts_stride + c, mask=inside & (c < clusters), other=0, cache_modifier=".cg")
+    if OPEN:
+        number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
+    if KEEP or OPEN:
+        start(EARLY)
+    # Where tokens are counted between, ranks are of the launch before the last, which is over: that one waited for it.
+    packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+    size, rank = _size(packed), _rank(packed)
+    if KEEP:
+        last, held, had, equal, equal_size = 0, 0, 0, 0, 0
+        _, _, _, before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+        above = tl.sum(tl.where(tl.arange(0, BINS) > 0, before, 0), 0)
+    elif OPEN:
+        sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, OPEN)
+        last, held, had, above, equal, equal_size = last_place(
+            sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN
+        )
+    else:
+        start(EARLY)
+        limits = fine + (head * others + part) * (FINE + LIMITS) + FINE
+        of_exponent, above = tl.load(limits), tl.load(limits + 1)
+        high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
+        sizes, before, numbers, numbers_before = counted(fine, head, part, others, FINE, OTHERS, OPEN)
+        low, held, had, above_low, equal, equal_size = last_place(
+            sizes, before, numbers, numbers_before, held, held, budget, 0, FINE, OPEN
+        )
+        last, above = (high << SCORE) + low, above + above_low
+    if not OPEN:
+        number = size
+    _take(
+        rank, size, number, first_row.to(tl.int32), last, held, had, above, equal, equal_size, budget, wanted,
+        lengths + c, log_left + c, rows + head * rows_stride, slots, scratch + (head * others + part) * (4 * PART),
+        used, seen, head, inside, ENTRIES, WIDTH, OPEN, SEEN,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to take: clusters for a budget of tokens or, with a threshold, all that reach it; or, to be opened, clusters
+    until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each, contiguous and there
+    before the logits were computed.
+
+    starts [H, C] int: the first member of each, a token's row or a child, there before the ranks are computed; of
+    listed clusters zeros are written past the last one. slots: members of a head at most; seen [H] int64 or None: to
+    which their number is added.
+    """
+
+    starts: torch.Tensor
+    slots: int
+    budget: int
+    threshold: float | None = None
+    children: torch.Tensor | None = None
+    wanted: int = 0
+    seen: torch.Tensor | None = None
+
+
+def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
+    """What is taken of so many clusters, from their logits."""
+    (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
+    keep, opened, early = take.threshold is not None, take.children is not None, following(device)
+    fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED
+    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), fewest), MOST)
+    size = max(size, power_of_two(triton.cdiv(stride, MOST_PARTS)))
+    grid, others = (triton.cdiv(stride, size), H), power_of_two(triton.cdiv(stride, size))
+    children = scored.numbers if take.children is None else take.children
+    bits = OPENED_BITS if opened else SCORE_BITS
+    ranked, lengths = torch.empty(2, H, stride, dtype=torch.int32, device=device)
+    scratch = torch.empty(H, grid[0], size, 4, dtype=torch.int32, device=device)
+    log_left = torch.empty(H, stride, device=device)
+    coarse, fine = (
+        torch.empty(H, grid[0], counts + LIMITS.value, dtype=torch.int32, device=device)
+        for counts in ((2 if opened else 1) * BINS.value, FINE.value)
+    )
+    rows = torch.empty(H, aligned(max(take.slots, 1)), dtype=torch.int32, device=device)
+    known = scored.used if scored.known is None else scored.known
+    how = {
+        "PART": size,
+        "KNOWN": scored.known is not None,
+        "num_warps": min(32, max(4, size // CLUSTERS_A_WARP)),
+        **early,
+    }
+    _rank_kernel[grid](
+        scored.logits, scored.numbers, children, scored.peaks, scored.totals, known, ranked, coarse,
+        stride, children.shape[1], parts, least_rank(take.budget, bits), take.threshold or 0.0,
+        G=G, GROUP=power_of_two(G), PARTS=power_of_two(parts), KEEP=keep, OPEN=opened, BITS=bits, **how,
+    )  # fmt: skip
+    if not keep and not opened:
+        _count_kernel[grid](ranked, known, coarse, fine, stride, take.budget, OTHERS=others, **how)
+    _take_kernel[grid](
+        scored.logits, ranked, children, known, coarse, fine, take.starts, lengths, log_left, rows, scratch,
+        scored.used, scored.used if take.seen is None else take.seen, stride, clusters, take.starts.stride(0),
+        rows.shape[1], take.slots, take.budget, take.wanted, G=G, GROUP=power_of_two(G), OTHERS=others, KEEP=keep,
+        OPEN=opened, SEEN=take.seen is not None, ENTRIES=ENTRIES, WIDTH=WIDTH, **how,
+    )  # fmt: skip
+    return ClusterChoice(scored.logits, lengths[:, :clusters], log_left, rows, scored.used, scored.queue)

@@ -1,0 +1,169 @@
+"""`choose_clusters` and `choose_listed` in Triton: logits and their sums over all multiprocessors, then the choice."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
+from sparsekv.kernels.clusters.cluster_choice import Children, ClusterChoice, ListedChoice
+from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
+from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
+
+WARPS = 4
+# Bytes of a tile, stages of the loop, programs a multiprocessor: measured, one below so many clusters and one above.
+MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
+
+
+@triton.jit
+def _logits_kernel(
+    query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used, queue,
+    C, slots, stride, centroids_stride, counts_stride, first_stride, clusters_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents.
+
+    Of those that are listed up to a multiple of 16; what is after these the launch that takes clusters writes.
+    """
+    start(EARLY)
+    part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    of_group = g < G
+    known_clusters = tl.minimum(tl.load(listed + head), slots) if LISTED else C
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
+    # Heads are further apart than they have clusters where clusters take tokens in.
+    centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
+    first_row += head * first_stride
+    logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride
+    clusters += head * clusters_stride
+    peak = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    if part == 0:
+        tl.store(used + head, 0)
+        tl.store(queue + head, 0)
+    # Past the last cluster come some of no token, up to a multiple of 16.
+    first, stop = share(part, parts, tl.cdiv(known_clusters, 16))
+    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        slot = at + t
+        inside = slot < stop
+        known = inside & (slot < known_clusters)
+        c = slot
+        if LISTED:
+            c = tl.load(clusters + slot, mask=known, other=0)
+        k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
+        number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
+        tl.store(numbers + slot, number, mask=inside)
+        if LISTED:
+            row = tl.load(first_row + c, mask=known, other=0)
+            tl.store(starts + slot, row.to(tl.int32), mask=inside)
+        scores = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        scores = tl.where(number > 0, scores, -float("inf"))
+        tl.store(logits + g[:, None] * stride + slot, scores, mask=of_group[:, None] & inside)
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        # There may be no cluster yet that has a token.
+        safe = tl.where(highest == -float("inf"), 0.0, highest)
+        total = total * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]) * number.to(tl.float32), 1)
+        peak = highest
+    place = (head * G + g) * parts + part
+    tl.store(peaks + place, peak, mask=of_group)
+    tl.store(totals + place, total, mask=of_group)
+
+
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [H, C] or [H, C, D] without gaps but between heads; copied where they have others."""
+    return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
+
+
+def _launch(
+    query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, scale: float, softcap: float | None,
+    first_row: torch.Tensor | None = None, listed: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[Scored, torch.Tensor]:  # fmt: skip
+    """Logits and sums of all clusters, or of those that are listed: then the first row of each of these, too."""
+    (H, G, D), C, device = query.shape, centroids.shape[1], query.device
+    centroids, counts = _side_by_side(centroids.to(query.dtype)), _side_by_side(counts)
+    clusters, known = (counts, counts) if listed is None else listed
+    first_row = counts if first_row is None else _side_by_side(first_row)
+    slots = clusters.shape[1]
+    tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
+    rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
+    # No more than have a tile each, for fewer programs' sums are added up sooner.
+    programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), multiprocessors(device)))
+    parts = programs_per_head(H, slots, max(programs, 1) * multiprocessors(device))
+    stride = aligned(slots)
+    logits = torch.empty(H, G, stride, device=device)
+    peaks, totals = torch.empty(2, H, G, parts, device=device)
+    numbers, starts = torch.empty(2, H, stride, dtype=torch.int32, device=device)
+    used, queue = torch.empty(2, H, dtype=torch.int32, device=device)
+    _logits_kernel[(parts, H)](
+        query.contiguous(), centroids, counts, first_row, clusters, known, starts, logits, numbers,
+        peaks, totals, used, queue, C, slots, stride, centroids.stride(0), counts.stride(0), first_row.stride(0),
+        clusters.stride(0), scale, softcap or 0.0,
+        CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
+        TILE=rows, STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
+        **following(device),
+    )  # fmt: skip
+    return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
+
+
+def choose_clusters_triton(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> ClusterChoice:
+    """`choose_clusters` on a GPU; reads the centroids once, their logits once more."""
+    scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
+    return choose(scored, counts.shape[1], Wanted(starts, budget, budget))
+
+
+def open_clusters_triton(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    children: Children,
+    wanted: int,
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> ClusterChoice:
+    """`open_clusters` on a GPU; reads the centroids once, their logits once more."""
+    numbers = children.numbers.contiguous()
+    scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
+    take = Wanted(children.first, children.slots, budget, children=numbers, wanted=wanted, seen=children.seen)
+    return choose(scored, counts.shape[1], take)
+
+
+def keep_clusters_triton(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    threshold: float,
+    most: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+    seen: torch.Tensor | None = None,
+) -> ClusterChoice:
+    """`keep_clusters` on a GPU; reads the centroids once, their logits once more."""
+    scored, _ = _launch(query, centroids, counts, softmax_scale, softcap)
+    return choose(scored, counts.shape[1], Wanted(starts, most, 0, threshold, seen=seen))
+
+
+def choose_listed_triton(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    counts: torch.Tensor,
+    first_row: torch.Tensor,
+    listed: tuple[torch.Tensor, torch.Tensor],
+    budget: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> ListedChoice:
+    """`choose_listed` on a GPU; reads the centroids that are listed once."""
+    scored, starts = _launch(query, centroids, counts, softmax_scale, softcap, first_row, listed)
+    slots = listed[0].shape[1]
+    return ListedChoice(choose(scored, slots, Wanted(starts, budget, budget)), starts[:, :slots])

@@ -1,0 +1,138 @@
+"""A hierarchy of clusters, numbered so that members of one cluster, and children of one parent, are neighbours."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from sparsekv.kernels.kmeans.kmeans import cluster_means
+
+
+@dataclass
+class Level:
+    """Clusters of one level: centroids [Hk, C, D] float32, token counts [Hk, C], and the parent of each [Hk, C]."""
+
+    centroids: torch.Tensor
+    counts: torch.Tensor
+    parent: torch.Tensor | None = None
+
+
+Cluster = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
+"""Labels [Hk, M] of points [Hk, M, D] float32 in so many clusters; only points where [Hk, M] is True take part."""
+
+
+def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], cluster: Cluster) -> list[Level]:
+    """The finest level from its labels, and coarser ones by clustering centroids.
+
+    A coarse centroid is the count-weighted mean of its children, so it is the mean of its member keys; empty
+    clusters take no part in the next level.
+
+    Args:
+        keys: [Hk, M, D]; labels: [Hk, M] in the finest level.
+        sizes: number of clusters, descending, the finest level's first.
+    """
+    levels = [Level(*cluster_means(keys, labels, sizes[0]))]
+    for size in sizes[1:]:
+        below = levels[-1]
+        filled = below.counts > 0
+        size = min(size, int(filled.sum(1).min()))
+        below.parent = cluster(below.centroids, size, filled)
+        levels.append(Level(*cluster_means(below.centroids, below.parent, size, below.counts)))
+    return levels
+
+
+def level_sizes(shares: Sequence[float], tokens: int) -> list[int]:
+    """Number of clusters of each level for so many tokens that are clustered together; at least one."""
+    return [max(1, round(share * tokens)) for share in shares]
+
+
+def number_neighbours(levels: list[Level], labels: torch.Tensor) -> torch.Tensor:
+    """Renumber every level in place, from the coarsest down, by parent and with empty clusters last.
+
+    Returns:
+        [Hk, M] labels of the tokens in the new numbers of the finest level.
+    """
+    new_number = None
+    for level in reversed(levels):
+        key = (level.counts == 0).long() * (1 << 40)
+        if level.parent is not None and new_number is not None:
+            # An empty cluster has no parent of its own; the last one keeps the children of each parent neighbours.
+            empty = level.counts == 0
+            level.parent = new_number.gather(1, level.parent).masked_fill(empty, new_number.shape[1] - 1)
+            key = key + level.parent
+        order = key.argsort(dim=1, stable=True)
+        _permute(level, order)
+        new_number = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).to(order).expand_as(order))
+    assert new_number is not None
+    return new_number.gather(1, labels)
+
+
+def _permute(level: Level, order: torch.Tensor) -> None:
+    level.centroids = level.centroids.gather(1, order[..., None].expand_as(level.centroids))
+    level.counts = level.counts.gather(1, order)
+    if level.parent is not None:
+        level.parent = level.parent.gather(1, order)
+
+
+def level_tensors(
+    levels: list[Level],
+    labels: torch.Tensor,
+    values: torch.Tensor,
+    first_token: int,
+    keys: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """The artifact's tensors of a hierarchy.
+
+    Args:
+        labels: [Hk, M] of the tokens in the finest level.
+        values: [Hk, M, D] of the tokens, whose dtype the centroids get.
+        first_token: position in the prompt of the first of them.
+        keys: [Hk, M, D] as attended, where the levels are of others, by which clusters are looked up.
+
+    Returns:
+        levelI.centroids and levelI.value_centroids [Hk, C_I, D], levelI.counts and levelI.parent [Hk, C_I] int32,
+        token_order [Hk, M] int32 (positions in the prompt, cluster by cluster), token_offsets [Hk, C_0 + 1] int32.
+        With `keys` they are what the centroids are the means of, and levelI.lookup_centroids are those of the levels.
+    """
+    own_name, other_rows = "centroids", {"value_centroids": values}
+    if keys is not None:
+        own_name, other_rows = "lookup_centroids", other_rows | {"centroids": keys}
+    tensors = {
+        "token_order": (labels.argsort(dim=1, stable=True) + first_token).int(),
+        "token_offsets": torch.nn.functional.pad(levels[0].counts.long().cumsum(1), (1, 0)).int(),
+    }
+    size = levels[0].counts.shape[1]
+    means = {name: cluster_means(rows, labels, size)[0] for name, rows in other_rows.items()}
+    for number, level in enumerate(levels):
+        for name, rows in {own_name: level.centroids, **means}.items():
+            tensors[f"level{number}.{name}"] = rows.to(values.dtype)
+        tensors[f"level{number}.counts"] = level.counts.int()
+        if level.parent is not None:
+            tensors[f"level{number}.parent"] = level.parent.int()
+            size = levels[number + 1].counts.shape[1]
+            means = {name: cluster_means(rows, level.parent, size, level.counts)[0] for name, rows in means.items()}
+    return tensors
+
+
+def join_blocks(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One hierarchy out of those of neighbouring blocks, whose clusters keep to themselves.
+
+    Returns:
+        the tensors of `level_tensors`, numbered on from block to block, and block_clusters [Hk, blocks + 1] int32:
+        the first cluster of the finest level in each block.
+    """
+    joined = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0] if name != "token_offsets"}
+    for name in joined:
+        if name.endswith(".parent"):
+            above = f"level{int(name.removeprefix('level').removesuffix('.parent')) + 1}.counts"
+            first = _first_numbers([block[above].shape[1] for block in blocks])
+            joined[name] = torch.cat([block[name] + start for block, start in zip(blocks, first, strict=False)], 1)
+    joined["token_offsets"] = torch.nn.functional.pad(joined["level0.counts"].long().cumsum(1), (1, 0)).int()
+    clusters = torch.tensor(_first_numbers([block["level0.counts"].shape[1] for block in blocks]))
+    joined["block_clusters"] = clusters.int().expand(len(joined["token_order"]), -1).contiguous()
+    return joined
+
+
+def _first_numbers(sizes: list[int]) -> list[int]:
+    return [0, *accumulate(sizes)]

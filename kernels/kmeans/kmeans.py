@@ -1,0 +1,132 @@
+"""k-means of the keys of all heads at once: assignment, means, and iterations of both.
+
+On a GPU the first two are kernels of their own; nothing here waits for it, so that a graph can record all of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+ROWS_AT_ONCE = 16_384
+SPACES = ("normalised", "raw", "centred")
+
+
+def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Keys [Hk, M, D] as k-means sees them, in float32: unit vectors, as they are, or unit after centring.
+
+    `normalised` is Squeezed Attention, section 3.1; `centred` subtracts each head's mean key first (RetroInfer).
+
+    Args:
+        valid: [Hk, M] bool, at least one a head; other keys take no part in the mean. None: all do.
+    """
+    keys = keys.float()
+    if space == "raw":
+        return keys
+    if space == "centred":
+        weights = keys.new_ones(keys.shape[:2]) if valid is None else valid.float()
+        keys = keys - ((weights[:, None] @ keys) / weights.sum(1)[:, None, None])
+    return torch.nn.functional.normalize(keys, dim=-1)
+
+
+def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """Nearest centre of each point by Euclidean distance.
+
+    Args:
+        points: [Hk, M, D]; centres: [Hk, C, D].
+
+    Returns:
+        [Hk, M] int64. Allocates [Hk, 16384, C] scores at a time; on a GPU the points once more in float16.
+    """
+    return nearest_centres(points)(centres)
+
+
+def nearest_centres(points: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`assign` of points [Hk, M, D] that stay, to centres that move: on a GPU the points are rounded once."""
+    if points.is_cuda:
+        # Triton is imported where it is used: it takes long, and only Linux has it.
+        from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres
+
+        return NearestCentres(points)
+    return partial(assign_plainly, points)
+
+
+def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """`assign` in plain torch, in float32."""
+    across, half_norms = centres.float().transpose(1, 2), centres.float().square().sum(-1)[:, None] / 2
+    scores = (rows.float() @ across - half_norms for rows in points.split(ROWS_AT_ONCE, 1))
+    return torch.cat([of_rows.argmax(-1) for of_rows in scores], 1)
+
+
+def cluster_means(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean and weight of each cluster.
+
+    Args:
+        points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
+
+    Returns:
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32; the same in every run.
+    """
+    if points.is_cuda:
+        from sparsekv.kernels.kmeans import kmeans_triton
+
+        return kmeans_triton.cluster_means(points, labels, clusters, weights)
+    return cluster_means_plainly(points, labels, clusters, weights)
+
+
+def cluster_means_plainly(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cluster_means` in plain torch, whose sums a GPU adds up in an order that differs between runs."""
+    weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
+    total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
+    sums = torch.zeros(len(points), clusters, points.shape[-1], device=points.device)
+    rows = labels[..., None].expand_as(points)
+    sums.scatter_add_(1, rows, points.float() * weights[..., None])
+    return sums / total.clamp(min=1)[..., None], total
+
+
+def lloyd(
+    points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Iterations of assignment and means; a centre that no point is nearest to stays where it is.
+
+    Args:
+        points: [Hk, M, D] float32; centres: [Hk, C, D], where to begin.
+        weights: [Hk, M] float32, 0 for a point that takes no part.
+
+    Returns:
+        labels [Hk, M] of one last assignment, and the centres [Hk, C, D] that it was made to.
+    """
+    nearest = nearest_centres(points)
+    for _ in range(iterations):
+        means, counts = cluster_means(points, nearest(centres), centres.shape[1], weights)
+        centres = torch.where(counts[..., None] > 0, means, centres)
+    return nearest(centres), centres
+
+
+def random_kmeans(
+    points: torch.Tensor,
+    clusters: int,
+    iterations: int,
+    generator: torch.Generator,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Labels of a k-means that starts from random points of each head.
+
+    Args:
+        points: [Hk, M, D] float32.
+        clusters: at most the number of valid points of any head.
+        generator: chooses them, on the points' device.
+        valid: [Hk, M] bool; points that take no part get label 0. None: all do.
+
+    Returns:
+        [Hk, M] int64.
+    """
+    random = torch.rand(points.shape[:2], generator=generator, device=points.device)
+    random = random if valid is None else random.masked_fill(~valid, 2.0)
+    first = random.argsort(dim=-1)[:, :clusters, None].expand(-1, -1, points.shape[-1])
+    labels, _ = lloyd(points, points.gather(1, first), iterations, None if valid is None else valid.float())
+    return labels if valid is None else labels.masked_fill(~valid, 0)

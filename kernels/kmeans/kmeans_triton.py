@@ -1,0 +1,215 @@
+"""k-means on a GPU: nearest centres on tensor cores with the argmax in the same pass, and means over sorted labels."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.common.tiles_triton import power_of_two
+
+FARTHEST_MEAN = 4096.0  # largest entry of the mean once scaled, so that centres at 16 times it are finite still
+REGISTERS = 65_536  # of a multiprocessor
+ROWS_AT_ONCE = 32  # rows that a program of the means, or of the rounding, holds
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the search is cut: points and centres of one product, and the warps and the stages of a program.
+
+    `programs` shall fit on a multiprocessor: while one looks for the highest scores, another keeps tensor cores busy.
+    """
+
+    points: int
+    centres: int
+    warps: int
+    stages: int
+    programs: int = 2
+
+    @property
+    def registers(self) -> int:
+        """Most registers of a thread."""
+        return min(255, REGISTERS // (32 * self.warps * self.programs))
+
+    def shared_bytes(self, dims: int) -> int:
+        """Shared memory of a program: its points, and as many tiles of centres as are in flight."""
+        return 2 * dims * (self.points + self.stages * self.centres)
+
+
+# The largest that fits is taken. Tensor cores read both tiles from shared memory, at N = 64 as fast as it gives them,
+# at N = 128 with a quarter to spare; and centres are read once for each tile of points.
+TILES = (Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1))
+
+
+@triton.jit
+def _round_rows(
+    rows, means, scales, rounded, half_norms, count, padded_count, head_stride, row_stride, dims,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """Rows around their head's mean and scaled, in float16, and half their squared norms; zeros past the last."""
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    inside = (row < count)[:, None] & (dim < dims)[None, :]
+    at = head * head_stride + row[:, None].to(tl.int64) * row_stride + dim[None, :]
+    found = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.load(means + head * dims + dim, mask=dim < dims, other=0.0)
+    scaled = (found - mean[None, :]) * tl.load(scales + head)
+    # The largest finite float16: infinity would make products of no meaning.
+    half = tl.where(inside, tl.minimum(tl.maximum(scaled, -65504.0), 65504.0), 0.0).to(tl.float16)
+    to = head * padded_count + row
+    tl.store(rounded + to[:, None] * DIMS + dim[None, :], half, mask=(row < padded_count)[:, None])
+    if NORMS:
+        wide = half.to(tl.float32)
+        half_norm = tl.where(row < count, tl.sum(wide * wide, 1) / 2, float("inf"))
+        tl.store(half_norms + to, half_norm, mask=row < padded_count)
+
+
+@triton.jit
+def _find_nearest(
+    points, centres, half_norms, labels, count, padded_clusters,
+    DIMS: tl.constexpr, POINTS: tl.constexpr, CENTRES: tl.constexpr,
+):  # fmt: skip
+    """The centre of highest q c - |c|^2 / 2 for a tile of points; the scores never leave the registers."""
+    head = tl.program_id(1).to(tl.int64)
+    point = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
+    dim, column = tl.arange(0, DIMS), tl.arange(0, CENTRES)
+    at = head * count + point
+    tile = tl.load(points + at[:, None] * DIMS + dim[None, :], mask=(point < count)[:, None], other=0.0)
+    centres += head * padded_clusters * DIMS
+    half_norms += head * padded_clusters
+    best = tl.full([POINTS], float("-inf"), tl.float32)
+    label = tl.zeros([POINTS], tl.int32)
+    for first in range(0, padded_clusters, CENTRES):
+        centre = tl.load(centres + (first + column)[:, None] * DIMS + dim[None, :])
+        half_norm = tl.load(half_norms + first + column)
+        scores = tl.dot(tile, tl.trans(centre)) - half_norm[None, :]
+        highest, where = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=False)
+        better = highest > best
+        best = tl.where(better, highest, best)
+        label = tl.where(better, first + where, label)
+    tl.store(labels + at, label.to(tl.int64), mask=point < count)
+
+
+@triton.jit
+def _sum_runs(
+    points, order, starts, weights, means, totals, count, clusters, head_stride, row_stride, dims, DIMS: tl.constexpr,
+    ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of one cluster, whose points are a run of the sorted order; always in the same order."""
+    cluster = tl.program_id(0).to(tl.int64)
+    head = cluster // clusters
+    start, end = tl.load(starts + cluster), tl.load(starts + cluster + 1)
+    dim = tl.arange(0, DIMS)
+    row = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, DIMS], tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for first in range(start, end, ROWS):
+        inside = first + row < end
+        point = tl.load(order + first + row, mask=inside, other=0)
+        one = tl.load(weights + point, mask=inside, other=0.0) if WEIGHTED else inside.to(tl.float32)
+        at = points + head * head_stride + (point - head * count)[:, None] * row_stride + dim[None, :]
+        found = tl.load(at, mask=inside[:, None] & (dim < dims)[None, :], other=0.0).to(tl.float32)
+        total += found * one[:, None]
+        weight += one
+    weighed = tl.sum(weight, 0)
+    tl.store(means + cluster * dims + dim, tl.sum(total, 0) / tl.maximum(weighed, 1.0), mask=dim < dims)
+    tl.store(totals + cluster, weighed)
+
+
+class NearestCentres:
+    """Finds the nearest centre of points that stay while centres move.
+
+    Points and centres are rounded to float16 around the head's mean point, scaled so that no coordinate of a point is
+    above 1, and products are added up in float32. So the labels are those of points and centres that are off by 2^-11
+    of their distance to the mean: no chosen centre is further than the nearest by more than 2^-10 of the two distances
+    to the mean. bfloat16 costs as much and is off by eight times that; tf32 is off by as much and costs twice. The
+    norms are those of the rounded centres, so that a point which is a centre is at distance 0 from it. Centres further
+    out than 60,000 times the furthest point are told apart no more.
+    """
+
+    def __init__(self, points: torch.Tensor, tiles: Tiles | None = None):
+        """Points [Hk, M, D] of any floating dtype; copies them in float16, D padded to a power of two."""
+        self.tiles = tiles or _fitting_tiles(_padded(points.shape[2]), points.device)
+        self.means = points.mean(1, dtype=torch.float32)
+        least, greatest = points.aminmax(dim=1)
+        radius = torch.maximum(greatest.float() - self.means, self.means - least.float()).amax(1)
+        # Where all points are one, the mean is the only scale there is.
+        radius = torch.maximum(radius, self.means.abs().amax(1) / FARTHEST_MEAN)
+        self.scales = 1 / radius.clamp(min=1e-30)
+        self.points, _ = self._rounded(points, points.shape[1])
+
+    def __call__(self, centres: torch.Tensor) -> torch.Tensor:
+        """Labels [Hk, M] int64 of the nearest of centres [Hk, C, D], which are copied in float16."""
+        Hk, count, dims = self.points.shape
+        clusters = triton.cdiv(centres.shape[1], self.tiles.centres) * self.tiles.centres
+        rounded, half_norms = self._rounded(centres, clusters, norms=True)
+        labels = torch.empty(Hk, count, dtype=torch.int64, device=self.points.device)
+        with torch.cuda.device_of(self.points):  # Triton launches on the current device, which may be another
+            _find_nearest[(triton.cdiv(count, self.tiles.points), Hk)](
+                self.points, rounded, half_norms, labels, count, clusters,
+                DIMS=dims, POINTS=self.tiles.points, CENTRES=self.tiles.centres,
+                num_warps=self.tiles.warps, num_stages=self.tiles.stages, maxnreg=self.tiles.registers,
+            )  # fmt: skip
+        return labels
+
+    def _rounded(
+        self, rows: torch.Tensor, padded_count: int, *, norms: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float16 [Hk, padded_count, padded D], and half norms [Hk, padded_count] float32, infinite where padded."""
+        rows, (Hk, count, dims) = _rows(rows), rows.shape
+        rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
+        half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
+        with torch.cuda.device_of(rows):
+            _round_rows[(triton.cdiv(padded_count, ROWS_AT_ONCE), Hk)](
+                rows, self.means, self.scales, rounded, half_norms, count, padded_count, *rows.stride()[:2], dims,
+                DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, NORMS=norms,
+            )  # fmt: skip
+        return rounded, half_norms
+
+
+def cluster_means(
+    points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean and weight of each cluster, added up in the order of the points: the same in every run.
+
+    Sorting the labels moves 12 bytes a point a few times, where the sums read 4 D bytes of it once; adding rows to
+    their cluster by atomic operations would read as much, then write all of it to the second-level cache, and round
+    in the order in which they come.
+
+    Args:
+        points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
+
+    Returns:
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32.
+    """
+    points, (Hk, count, dims) = _rows(points), points.shape
+    first = torch.arange(0, Hk * clusters, clusters, dtype=torch.int32, device=points.device)
+    ordered, order = (labels.int() + first[:, None]).flatten().sort(stable=True)
+    numbers = torch.arange(Hk * clusters + 1, dtype=torch.int32, device=points.device)
+    means = torch.empty(Hk, clusters, dims, device=points.device)
+    totals = torch.empty(Hk, clusters, device=points.device)
+    with torch.cuda.device_of(points):
+        _sum_runs[(Hk * clusters,)](
+            points, order, torch.searchsorted(ordered, numbers),
+            totals if weights is None else weights.float().contiguous(),
+            means, totals, count, clusters, *points.stride()[:2], dims,
+            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None,
+        )  # fmt: skip
+    return means, totals
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _padded(dims: int) -> int:
+    """What the products take: a power of two, 16 or more."""
+    return max(16, power_of_two(dims))
+
+
+def _fitting_tiles(dims: int, device: torch.device) -> Tiles:
+    if device.type != "cuda":  # the interpreter
+        return TILES[-1]
+    limit = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return next((tiles for tiles in TILES if tiles.shared_bytes(dims) <= limit), TILES[-1])

@@ -1,0 +1,134 @@
+"""QuoKA's scores (section 3 of the paper): which keys a chunk of queries needs, by cosine to a few of its queries."""
+
+import torch
+from torch.nn.functional import normalize
+
+from sparsekv.kernels.scores.logits import products
+
+# What kernels hold in registers: directions that keys are compared with, and queries of a group to choose from.
+MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
+
+
+def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed: int = 0) -> torch.Tensor:
+    """The queries of each head that stand for its chunk: those of lowest cosine similarity to the chunk's mean query.
+
+    Args:
+        query: [Hk, G, B, D].
+        count: how many; all of them where there are no more.
+        subset: `far`; `random` and `all` are what the paper compares it with.
+        seed: of the random ones.
+
+    Returns:
+        [Hk, G, count, D].
+    """
+    if subset == "all" or query.shape[2] <= count:
+        return query
+    if subset == "random":
+        draws = torch.rand(query.shape[2], generator=torch.Generator().manual_seed(seed))
+        return query[:, :, draws.topk(count).indices.to(query.device)]
+    mean = query.float().mean(2, keepdim=True)
+    nearness = torch.cosine_similarity(query.float(), mean, dim=-1)
+    places = nearness.topk(count, -1, largest=False).indices
+    return query.gather(2, places[..., None].expand(-1, -1, -1, query.shape[-1]))
+
+
+def directions(query: torch.Tensor) -> torch.Tensor:
+    """[Hk, Q, D] float32: normalised queries [Hk, G, Q, D], averaged over the group."""
+    averaged: torch.Tensor = normalize(query.float(), dim=-1).mean(1)
+    return averaged
+
+
+def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
+    """The directions of the queries that `subselect_queries` keeps, in the order of their similarity.
+
+    On a GPU two kernels; where two queries are as near to the mean, another may come first than in torch.
+
+    Args:
+        query: [Hk, G, B, D].
+        count: how many; all of them where there are no more.
+
+    Returns:
+        [Hk, count, D] float32.
+    """
+    _, G, B, _ = query.shape
+    if query.is_cuda and count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES:
+        from sparsekv.kernels.scores.quoka_triton import far_directions_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+            return far_directions_triton(query, count)
+    return directions(subselect_queries(query, count))
+
+
+def nearest_keys(
+    some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0, across: str = "max"
+) -> torch.Tensor:
+    """The first and last keys and those of highest cosine to some directions: `count` of each head in all.
+
+    On a GPU two kernels, which read the keys once: in rising order, and of cosines that agree to 2 ** -15 the lower
+    number first.
+
+    Args:
+        some: [Hk, Q, D].
+        keys: [Hk, T, D].
+        count: at least `first` + `last`, at most T.
+        across: `max` over the directions, or their `mean`.
+
+    Returns:
+        [Hk, count] int64, each key once.
+    """
+    some = some.mean(1, keepdim=True) if across == "mean" else some
+    if keys.is_cuda and some.shape[1] <= MOST_DIRECTIONS:
+        from sparsekv.kernels.scores.quoka_triton import nearest_keys_triton
+
+        with torch.cuda.device_of(keys):  # Triton launches on the current one, which may be another
+            return nearest_keys_triton(some, keys, count, first, last)
+    return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
+
+
+def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
+    """[Hk, count] int64: the first and last keys, and those of highest score [Hk, T], which is overwritten."""
+    scores[:, scores.shape[1] - last :] = torch.inf
+    scores[:, :first] = torch.inf
+    return scores.topk(count, -1, sorted=False).indices
+
+
+def key_norms(keys: torch.Tensor) -> torch.Tensor:
+    """[Hk, T] float32 of keys [Hk, T, D]; at least a tiny number, so that they can be divided by."""
+    norms: torch.Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+    return norms.clamp(min=1e-12)
+
+
+def quoka_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    norms: torch.Tensor | None = None,
+    similarity: str = "cosine",
+    across: str = "max",
+) -> torch.Tensor:
+    """How near each key is to the nearest of some queries, averaged over the group.
+
+    Normalised queries are averaged over the group before they meet a key: products are linear, so this is the mean of
+    the heads' scores at the cost of one head.
+
+    Args:
+        query: [Hk, G, Q, D].
+        keys: [Hk, T, D].
+        norms: [Hk, T] of the keys, where they are known.
+        similarity: `cosine`, or `dot`, which the paper compares it with.
+        across: `max` over the queries, or their `mean`, likewise; `none` keeps them apart.
+
+    Returns:
+        [Hk, 1, T] float32, or [Hk, Q, T]. Allocates [Hk, Q, T] float32.
+    """
+    averaged = query.float().mean(1) if similarity == "dot" else directions(query)
+    averaged = averaged.mean(1, keepdim=True) if across == "mean" else averaged
+    # Before the division: a norm is positive, so the largest product is the largest cosine.
+    scores = _highest(averaged, keys)[:, None] if across == "max" else products(averaged.to(keys.dtype), keys)
+    if similarity == "dot":
+        return scores
+    return scores / (key_norms(keys) if norms is None else norms)[:, None]
+
+
+def _highest(some: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[Hk, T] float32: of the products of some vectors [Hk, Q, D] with keys [Hk, T, D] the largest."""
+    return products(some.to(keys.dtype), keys).amax(1)

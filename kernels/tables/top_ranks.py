@@ -1,0 +1,32 @@
+"""The keys of highest rank, of each head as many: a choice without a sort, from counts of ranks."""
+
+import torch
+
+from sparsekv.kernels.tables.list_ranks import TokenRanks
+
+
+def top_ranked(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
+    """Numbers of the keys of highest rank, of equal ones the first.
+
+    On a GPU two kernels, no synchronisation, and the same result in every run.
+
+    Args:
+        wanted: K, at most as many as there are keys.
+        names: [H, keys] int32, given in the place of the keys' numbers.
+
+    Returns:
+        [H, K] int32, in the order of the keys.
+    """
+    if ranked.ranks.is_cuda:
+        from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
+
+        with torch.cuda.device_of(ranked.ranks):  # Triton launches on the current one, which may be another
+            return top_ranked_triton(ranked, wanted, names)
+    return top_ranked_reference(ranked, wanted, names)
+
+
+def top_ranked_reference(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
+    """`top_ranked` in plain torch."""
+    order = ranked.in_order().argsort(dim=-1, descending=True, stable=True)
+    best = order[:, :wanted].sort(-1).values
+    return best.int() if names is None else names.gather(1, best)

@@ -1,0 +1,153 @@
+"""`top_ranked` in Triton: the last rank that is taken is found from counts, which every program adds up for itself."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.common.launch import following
+from sparsekv.kernels.common.tiles_triton import start
+from sparsekv.kernels.tables.list_codes import TILE_WORDS
+from sparsekv.kernels.tables.list_ranks import BINS, TokenRanks
+from sparsekv.kernels.tables.list_ranks_triton import WARPS_OF_FEW, WARPS_OF_MANY, many
+from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
+
+ROWS = 32
+COUNT_WARPS_OF_MANY = 2  # measured: of one it takes half as long again, of four a fifth longer
+TOP_BITS = tl.constexpr(-2139062144)  # of the four bytes of a word
+ONES = tl.constexpr(0x01010101)
+
+
+@triton.jit
+def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Of a head's counts [tiles, BINS]: all of them, and those of the tiles before one, [BINS] each."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, BINS)
+    every = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for at in range(0, tiles, ROWS):
+        rows = (at + row)[:, None]
+        some = tl.load(counts + rows * BINS + column, mask=rows < tiles, other=0)
+        every += tl.sum(some, 0)
+        before += tl.sum(tl.where(rows < tile, some, 0), 0)
+    return every, before
+
+
+@triton.jit
+def _last(counts, wanted, BINS: tl.constexpr):
+    """The highest bin that enough keys are in or above, 0 where all are too few; and how many it is to give."""
+    column = tl.arange(0, BINS)
+    from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    last = tl.max(tl.where(from_here >= wanted, column, 0), 0)
+    return last, wanted - tl.sum(tl.where(column > last, counts, 0), 0)
+
+
+@triton.jit(do_not_specialize=["wanted"])
+def _count_kernel(
+    ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
+):
+    """How many of a tile have each rank of the coarse bin that is taken in part."""
+    start(EARLY)
+    tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
+    words, next_words = tl.load(place), tl.load(place + WORDS)
+    every, _ = _sums(coarse + head * tiles * BINS, 0, tiles, BINS, ROWS)
+    last, _ = _last(every, wanted, BINS)
+    counts = tl.zeros([WORDS], tl.int64)
+    for at in tl.static_range(0, 32, 8):
+        counts += tl.where(((words >> at) & 0xF0) == 16 * last, one_each(words, at), 0)
+        counts += tl.where(((next_words >> at) & 0xF0) == 16 * last, one_each(next_words, at), 0)
+    counts = sums_of_fours(counts, WORDS // 4)
+    tl.store(fine + (head * tiles + tile) * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def _at_least(words, bound):
+    """The top bit of each byte of words that is not below a bound from 0 to 256, and no other."""
+    low_bits_are = (words | TOP_BITS) - (bound & 127) * ONES
+    found = tl.where(bound < 128, low_bits_are | words, low_bits_are & words)
+    return tl.where(bound < 256, found & TOP_BITS, 0)
+
+
+@triton.jit
+def _marks(words, next_words, bound, QUADS: tl.constexpr):
+    """Of each 32 keys one word, a bit for each that has such a rank or a higher one, in the order of the keys."""
+    shift = 2 * (tl.arange(0, 4 * QUADS) % 4)
+    found, of_next = _at_least(words, bound), _at_least(next_words, bound)
+    both = ((found >> 7) & ONES) | ((of_next >> 6) & (2 * ONES))
+    return tl.sum(tl.reshape(both << shift, [QUADS, 4]), 1)
+
+
+@triton.jit
+def _number(marks):
+    """How many bits are set."""
+    marks = marks.to(tl.uint32, bitcast=True)
+    marks -= (marks >> 1) & 0x55555555
+    marks = (marks & 0x33333333) + ((marks >> 2) & 0x33333333)
+    return ((((marks + (marks >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _first_of(marks, number):
+    """The lowest so many bits of words."""
+    kept = tl.zeros_like(marks)
+    for at in range(tl.max(number, 0)):
+        lowest = marks & -marks
+        kept |= tl.where(at < number, lowest, 0)
+        marks ^= lowest
+    return kept
+
+
+@triton.jit(do_not_specialize=["wanted", "keys"])
+def _place_kernel(
+    ranks, coarse, fine, names, chosen, wanted, keys, NAMED: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Each chosen key of a tile in its place, after those of the tiles before."""
+    start(EARLY)
+    tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    QUADS: tl.constexpr = WORDS // 4
+    place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
+    words, next_words = tl.load(place), tl.load(place + WORDS)
+    every, before = _sums(coarse + head * tiles * BINS, tile, tiles, BINS, ROWS)
+    fine_every, fine_before = _sums(fine + head * tiles * BINS, tile, tiles, BINS, ROWS)
+    last_coarse, left = _last(every, wanted, BINS)
+    last_fine, room = _last(fine_every, left, BINS)
+    column = tl.arange(0, BINS)
+    first = tl.sum(tl.where(column > last_coarse, before, 0) + tl.where(column > last_fine, fine_before, 0), 0)
+    equal_before = tl.sum(tl.where(column == last_fine, fine_before, 0), 0)
+    first += tl.minimum(equal_before, room)
+    room = tl.maximum(room - equal_before, 0)
+    last = last_coarse * BINS + last_fine
+    taken = _marks(words, next_words, last + 1, QUADS)
+    equal = _marks(words, next_words, last, QUADS) ^ taken
+    equals = _number(equal)
+    taking = tl.minimum(tl.maximum(room - (tl.cumsum(equals, 0) - equals), 0), equals)
+    # Nearly all take all of theirs, or none.
+    taken |= tl.where(taking == equals, equal, 0) | _first_of(equal, tl.where(taking == equals, 0, taking))
+    number = _number(taken)
+    slot = tl.cumsum(number, 0) - number
+    token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)
+    names, chosen = names + head * keys, chosen + head * wanted + first
+    for _ in range(tl.max(number, 0)):
+        lowest = taken & -taken
+        # The exponent of a power of two is which bit it is.
+        bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
+        tl.store(chosen + slot, name, mask=taken != 0)
+        taken ^= lowest
+        slot += 1
+
+
+def top_ranked_triton(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
+    """`top_ranked` on a GPU; reads the ranks twice."""
+    (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, following(ranked.ranks.device)
+    fine = torch.empty(H, tiles, BINS, dtype=torch.int32, device=ranks.device)
+    chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
+    sizes, plenty = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": ROWS}, many(tiles * H, ranks.device)
+    _count_kernel[(tiles, H)](
+        ranks, ranked.coarse, fine, wanted, num_warps=COUNT_WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early
+    )
+    _place_kernel[(tiles, H)](
+        ranks, ranked.coarse, fine, chosen if names is None else names, chosen, wanted, ranked.keys,
+        NAMED=names is not None, num_warps=WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early,
+    )  # fmt: skip
+    return chosen

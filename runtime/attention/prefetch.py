@@ -1,0 +1,99 @@
+"""Searching for the next step's tokens while this step is attended to (CSAttention, section 3.4).
+
+What a step attends to was searched for with the query of the step before: new tokens are exact anyway, and neighbouring
+steps mostly want the same old ones. On a GPU the search and the transfer of the chosen rows have their own stream.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import TypeAlias
+
+import torch
+
+from sparsekv.runtime.selection.interface import Asked, Selection
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice, the chosen keys and values [Hk, R, D] where the model is, and which of them count, valid [Hk, 1, R];
+    None: all."""
+
+    chosen: Selection
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor | None
+
+
+Search = Callable[[Asked], Found]
+Pending: TypeAlias = "Future[Found]"
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
+
+
+class Ahead:
+    """One layer's searches, each a step ahead of its use.
+
+    Args:
+        search: what finds and fetches rows for one decode step's queries.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.pending: Pending | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def next(self, asked: Asked) -> Found:
+        """What was searched for with the step before's query, or, at first, with this one's; starts the next search."""
+        found = self.search(asked) if self.pending is None else self._arrived(self.pending)
+        self.pending = _worker().submit(self._run, asked, self._mark(asked.query.device))
+        return found
+
+    def forget(self) -> None:
+        """Let the search that is under way come to nothing: what it looks at is about to change."""
+        if self.pending is not None:
+            self._arrived(self.pending)
+        self.pending = None
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event | None:
+        if device.type != "cuda":
+            return None
+        self.stream = self.stream or torch.cuda.Stream(device)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @torch.inference_mode()
+    def _run(self, asked: Asked, ready: torch.cuda.Event | None) -> Found:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is None or ready is None:
+                return self.search(asked)
+            self.stream.wait_event(ready)
+            found = self.search(asked)
+            # What was asked is let go of here, and its memory given to others, so nothing may still be reading it.
+            self.stream.synchronize()
+            return found
+
+    def _arrived(self, pending: Pending) -> Found:
+        found = pending.result()
+        for tensor in tensors_in(found):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return found
+
+
+def tensors_in(found: object) -> Iterator[torch.Tensor]:
+    """Every tensor in the fields of a dataclass, and of those and the tuples in it."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from tensors_in(one)
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from tensors_in(getattr(found, field.name))

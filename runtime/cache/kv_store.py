@@ -1,0 +1,162 @@
+"""Where the middle's keys and values lie while a model decodes: on its device, on the host, or in the index's files."""
+
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
+from sparsekv.runtime.cache.growing import GrowingRows
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [Hk, T, D]."""
+
+
+PLACEMENTS = ("device", "host", "disk")
+
+
+def check_placement(placement: str) -> None:
+    """Raise UsageError for a place that there is not."""
+    if placement not in PLACEMENTS:
+        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
+
+
+class MiddleRows(ABC):
+    """Keys and values of one layer's middle, `used` rows a head in a selector's layout."""
+
+    used: int
+
+    @abstractmethod
+    def gather(self, rows: torch.Tensor) -> Pair:
+        """Keys and values [Hk, R, D], on the model's device, of rows [Hk, R]."""
+
+    def in_place(self) -> Pair | None:
+        """Keys and values [Hk, used or more, D] where they lie, if that is on the model's device."""
+        return None
+
+    @abstractmethod
+    def from_row(self, start: int) -> Pair:
+        """All rows from one on, [Hk, used - start, D], on the model's device."""
+
+    @abstractmethod
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        """Rows from `start` on, then new ones, lie from now on in an order [Hk, T], by their numbers among those.
+
+        Args:
+            new: keys and values; None: all that ever were new are forgotten, and the order names none of them.
+        """
+
+
+class MemoryRows(MiddleRows):
+    """Rows in memory, laid out so that runs are runs.
+
+    Allocates nothing where they lie already as they should; else keys and values once more, in page-locked memory where
+    they are on the host and the model on a GPU, so that chosen rows go there beside other work.
+
+    Args:
+        keys, values: [Hk, M, D] in order of position.
+        order: [Hk, M], the layout; None for order of position.
+        device: the model's.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor | None, device: torch.device):
+        self.device = device
+        self.pinned = keys.device != device
+        self.keys, self.values = (GrowingRows(self._lay_out(rows, order)) for rows in (keys, values))
+        self.heads = torch.arange(len(keys), device=keys.device)[:, None]
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.keys.used
+
+    def _lay_out(self, rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        laid_out = lay_out(rows, order)
+        return laid_out.pin_memory() if self.pinned else laid_out
+
+    def gather(self, rows: torch.Tensor) -> Pair:
+        flat = torch.add(rows.to(self.heads.device), self.heads, alpha=self.keys.buffer.shape[1]).flatten()
+        return self._picked(self.keys.buffer, flat), self._picked(self.values.buffer, flat)
+
+    def _picked(self, buffer: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        Hk, rows, D = buffer.shape
+        everything = buffer.view(Hk * rows, D)
+        if not self.pinned:
+            return everything.index_select(0, flat).view(Hk, -1, D)
+        room = buffer.new_empty(len(flat), D, pin_memory=True)
+        picked = torch.index_select(everything, 0, flat, out=room)
+        return picked.view(Hk, -1, D).to(self.device, non_blocking=True)
+
+    def in_place(self) -> Pair | None:
+        return None if self.pinned else (self.keys.buffer, self.values.buffer)
+
+    def from_row(self, start: int) -> Pair:
+        return self.keys.rows[:, start:].to(self.device), self.values.rows[:, start:].to(self.device)
+
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        for number, rows in enumerate((self.keys, self.values)):
+            old = rows.rows[:, start:]
+            among = old if new is None else torch.cat([old, new[number].to(old)], 1)
+            rows.write(start, lay_out(among, order.to(old.device)))
+
+
+class DiskRows(MiddleRows):
+    """Rows in the index's own files, of which only those that are asked for are read.
+
+    The file is mapped anew each time and let go of, so that pages once read count as the system's cache, not as this
+    process's memory. Keeps the layout, 8 bytes a token and head, and the rows that are new.
+
+    Args:
+        order: [Hk, M], the layout; None for order of position, to which new rows may only be added.
+    """
+
+    def __init__(
+        self, artifact: Artifact, layer: int, order: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+    ):
+        self.artifact, self.layer, self.device, self.dtype = artifact, layer, device, dtype
+        self.split = artifact.manifest.split
+        shape = artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
+        self.heads = torch.arange(shape[0])[:, None]
+        self.tokens = None if order is None else GrowingRows(order.cpu())
+        self.nothing = torch.empty(shape[0], 0, shape[2], dtype=dtype, device=device)
+        self.new = GrowingRows(self.nothing), GrowingRows(self.nothing)
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.split.middle + self.new[0].used
+
+    def gather(self, rows: torch.Tensor) -> Pair:
+        tokens = rows.cpu() if self.tokens is None else self.tokens.rows.gather(1, rows.cpu())
+        keys, values = self.artifact.context(self.layer)
+        return self._picked(keys, self.new[0], tokens), self._picked(values, self.new[1], tokens)
+
+    def _picked(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
+        Hk, N, D = stored.shape
+        places = self.split.sinks + tokens.clamp(max=self.split.middle - 1) + self.heads * N
+        picked = stored.flatten(0, 1).index_select(0, places.flatten()).view(Hk, -1, D).to(self.device, self.dtype)
+        if not new.used:
+            return picked
+        later = (tokens - self.split.middle).to(self.device)[..., None]
+        return torch.where(later < 0, picked, new.rows.gather(1, later.clamp(min=0).expand(-1, -1, D)))
+
+    def from_row(self, start: int) -> Pair:
+        return self.gather(torch.arange(start, self.used).expand(len(self.heads), -1))
+
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        before = self.used
+        if new is None:
+            self.new = GrowingRows(self.nothing), GrowingRows(self.nothing)
+        else:
+            for rows, more in zip(self.new, new, strict=True):
+                rows.write(rows.used, more.to(self.nothing))
+        if self.tokens is not None:
+            added = torch.arange(before, max(before, self.used)).expand(len(self.heads), -1)
+            among = torch.cat([self.tokens.rows[:, start:], added], 1)
+            self.tokens.write(start, among.gather(1, order.cpu()))
+
+
+def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Rows [Hk, M, D] in an order [Hk, M or fewer], such as the one that makes each cluster a run; contiguous."""
+    order = None if order is None else order[..., None].expand(-1, -1, rows.shape[2])
+    return (rows if order is None else rows.gather(1, order)).contiguous()

@@ -1,0 +1,231 @@
+"""Layers of a cache over a stored context: rows that come after it, and dense attention over all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
+from sparsekv.kernels.attention.decode_attention import RunRows, decode_attention
+from sparsekv.kernels.common.hook import AttentionCall
+
+FIRST_NEW_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a decode step puts its row, told on the device, so that a step that is captured finds another place at each
+    replay: `row` [1] int64, and `count` [1] int32, how many rows there are with it."""
+
+    row: torch.Tensor
+    count: torch.Tensor
+
+
+class StoredLayer(CacheLayerMixin):
+    """One layer whose first tokens are stored: `stored` of them, then the new ones in a buffer that doubles.
+
+    The buffer's first rows may be stored ones that are attended like new ones (`first_keys`, `first_values`
+    [Hk, E, D]: sinks and tail of a sparse layer); `rewind` forgets everything after them. A batch of sequences lies one
+    after another along the heads.
+    """
+
+    is_sliding = False
+    capturable = True
+    """Whether one decode step, captured, stands for all."""
+
+    def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
+        self.place: Place | None = None
+        rows = self.first + FIRST_NEW_ROWS
+        # Zeros, for what is masked must yet be a number.
+        self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
+        self.values = first_values.new_zeros(first_values.shape[0], rows, first_values.shape[2])
+        self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the rows were allocated with the stored ones."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not what is returned.
+
+        Between `hold` and `release` one row, which counts from `advance` on.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        if self.place is not None:
+            self.keys.index_copy_(1, self.place.row, key_states.flatten(0, 1))
+            self.values.index_copy_(1, self.place.row, value_states.flatten(0, 1))
+            return key_states, value_states
+        start, self.used = self.used, self.used + key_states.shape[2]
+        if self.used > self.keys.shape[1]:
+            self.keys, self.values = _grow(self.keys, start, self.used), _grow(self.values, start, self.used)
+        self.keys[:, start : self.used] = key_states.flatten(0, 1)
+        self.values[:, start : self.used] = value_states.flatten(0, 1)
+        return key_states, value_states
+
+    def hold(self, place: Place, tokens: int) -> None:
+        """From now on rows come one at a time, where `place` says, in buffers that have room for so many tokens."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.place = place
+        if self.used + tokens > self.keys.shape[1]:
+            needed = self.used + tokens
+            self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
+
+    def advance(self) -> None:
+        """A step is done whose row lies where `hold` said; those who replay it have moved the place on."""
+        self.used += 1
+
+    def release(self) -> None:
+        """Rows come as they like again."""
+        self.place = None
+
+    def room(self) -> int:
+        """How many more rows the buffers hold."""
+        assert self.keys is not None
+        return self.keys.shape[1] - self.used
+
+    def buffers(self) -> tuple[int, ...]:
+        """What tells whether a step would look elsewhere: rows have moved, or their room has changed."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
+
+    def rewind(self) -> None:
+        """Forget the tokens that came after the stored ones."""
+        self.used = self.first
+
+    def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, E + new, D] that are always attended; all that there is room for, after `hold`."""
+        assert self.keys is not None
+        assert self.values is not None
+        if self.place is not None:
+            return self.keys, self.values
+        return self.keys.narrow(1, 0, self.used), self.values.narrow(1, 0, self.used)
+
+    def get_seq_length(self) -> int:
+        return self.stored + self.used - self.first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of the queries [Hq, Q, D] that were appended last; returns [Hq, Q, D]."""
+        raise NotImplementedError
+
+
+def _grow(rows: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    grown = rows.new_zeros(rows.shape[0], max(needed, 2 * rows.shape[1]), rows.shape[2])
+    grown[:, :used] = rows[:, :used]
+    return grown
+
+
+class DenseLayer(StoredLayer):
+    """Attends to the whole stored context, or to what a sliding window leaves of it.
+
+    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are in no query's window any more.
+    A layer whose steps are to be captured has to know its `window`.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
+        super().__init__(out_of_sight + keys.shape[1], keys[:, :0], values[:, :0])
+        self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
+        self.window, self.joined = window, (keys[:, :0], values[:, :0])
+
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, T, D]."""
+        return self.stored_keys, self.stored_values
+
+    def hold(self, place: Place, tokens: int) -> None:
+        super().hold(place, tokens)
+        if self.window is not None:
+            self._join()
+
+    def _join(self) -> None:
+        """Let new rows lie right behind those of the stored ones that are in sight, so that a window is one run."""
+        assert self.keys is not None
+        assert self.values is not None
+        stored = self.stored_rows()
+        seen = stored[0].shape[1]
+        if self.joined[0].shape[1] != seen + self.keys.shape[1]:
+            keys, values = (torch.cat(pair, 1) for pair in zip(stored, (self.keys, self.values), strict=True))
+            self.joined = keys, values
+            self.keys, self.values = keys[:, seen:], values[:, seen:]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if self.place is not None:
+            return self._decode_at(self.place, call)
+        if call.query.is_cuda and call.query.shape[1] == 1:
+            return self._decode(call)
+        keys, values = self.exact_rows()
+        queries, Hk = call.query.shape[1], keys.shape[0]
+        mask = causal_mask(queries, self.stored + self.used, call.window, keys.device)
+        first = min(self._first_seen(call), self.stored)
+        in_sight = slice(first - self.out_of_sight, None)
+        stored_keys, stored_values = self.stored_rows()
+        segments = [
+            Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
+            Segment(keys, values, mask[:, self.stored :]),
+        ]
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        grouped = call.query.unflatten(0, (Hk, -1))
+        return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+    def _first_seen(self, call: AttentionCall) -> int:
+        """The first token that the first of the queries sees."""
+        return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
+
+    def _decode(self, call: AttentionCall) -> torch.Tensor:
+        """One query's attention, to stored rows and a run of new ones, without a copy of any."""
+        first, new = self._first_seen(call), self.used
+        seen = min(first, self.stored) - self.out_of_sight
+        stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
+        assert self.keys is not None
+        assert self.values is not None
+        start = torch.full((len(self.keys), 1), max(0, first - self.stored), dtype=torch.int32, device=self.keys.device)
+        runs = RunRows(self.keys, self.values, start, new - start, new)
+        return _attend_to(call, runs, (stored_keys, stored_values))
+
+    def _decode_at(self, place: Place, call: AttentionCall) -> torch.Tensor:
+        """The same, of a step that is told on the device how many new rows there are."""
+        assert self.keys is not None
+        assert self.values is not None
+        assert call.window == self.window
+        count = place.count.expand(len(self.keys), 1)
+        if self.window is None:
+            runs = RunRows(self.keys, self.values, torch.zeros_like(count), count, self.keys.shape[1])
+            return _attend_to(call, runs, self.stored_rows())
+        keys, values = self.joined
+        end = count + (keys.shape[1] - self.keys.shape[1])
+        start = (end - self.window).clamp(min=0)
+        runs = RunRows(keys, values, start, end - start, min(self.window, keys.shape[1]))
+        return _attend_to(call, runs, (keys[:, :0], values[:, :0]))
+
+
+def _attend_to(call: AttentionCall, runs: RunRows, exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One query's attention [Hq, 1, D] to a run of rows and others."""
+    Hk = len(runs.keys)
+    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    query = call.query[:, 0].unflatten(0, (Hk, -1))
+    return decode_attention(query, runs, exact, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
+
+
+class MappedDenseLayer(DenseLayer):
+    """A dense layer that keeps no row: it asks for them at each call and lets go of them, one layer's at a time.
+
+    Args:
+        rows: gives keys and values [Hk, T, D].
+    """
+
+    def __init__(self, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]], out_of_sight: int = 0):
+        keys, values = rows()
+        super().__init__(keys[:, :0].clone(), values[:, :0].clone(), out_of_sight)
+        self.stored, self.stored_rows = out_of_sight + keys.shape[1], rows  # type: ignore[method-assign]

@@ -1,0 +1,199 @@
+"""Answering questions over an index: transformers' own `generate`, with our cache and attention underneath.
+
+On a GPU its decoding loop runs a step that was captured as a CUDA graph, where the cache has one.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import Trusted, encode_text
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
+from sparsekv.runtime.decoding.finite_logits import FiniteLogits
+from sparsekv.runtime.decoding.loop import DecodeLoop
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.step import DecodeStep
+
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy), or at least {LEAST_TEMPERATURE:g}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k {self.top_k}: give at least 1")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text, its tokens and what it took; seconds are wall time, `kv_fraction` a mean over decode steps.
+
+    `layers` holds what each layer left of its attention, if the cache was opened to gauge it.
+    """
+
+    text: str
+    ids: list[int] = field(repr=False)
+    prompt_tokens: int
+    generated_tokens: int
+    tokens_per_second: float
+    time_to_first_token: float
+    kv_fraction: float
+    layers: list[LayerStats] = field(default_factory=list)
+
+
+NO_ANSWER = Answer("", [], 0, 0, 0.0, 0.0, 0.0)
+"""To a line that asks nothing."""
+
+
+class _Streamer(TextStreamer):
+    """Passes text on as it is decoded, and notes when the first and the last token came."""
+
+    def __init__(self, index: OpenIndex, on_text: Callable[[str], None]):
+        super().__init__(index.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.first = self.last = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
+
+
+def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
+    """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is.
+
+    Args:
+        special_tokens: let those of the question keep their meaning; otherwise they are plain text.
+
+    Raises:
+        UsageError: the question is empty.
+        SparsekvError: its special tokens cannot be read as plain text.
+    """
+    if not question.strip():
+        raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
+    chat = None if raw else index.artifact.manifest.prompt.chat
+    parts = [question] if chat is None else [Trusted(chat.between), question, Trusted(chat.after)]
+    return torch.tensor(encode_text(index.tokenizer, *parts, special_tokens=special_tokens).ids)
+
+
+@torch.inference_mode()
+def generate(
+    index: OpenIndex,
+    cache: IndexCache,
+    question: torch.Tensor,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Answer one question; the cache is rewound first, so one cache serves many questions.
+
+    Args:
+        question: [Q] token ids after the stored prompt; only these are prefilled.
+        on_text: called with each piece of text as it is decoded.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+        NotFiniteError: the model's logits are no finite numbers.
+    """
+    cache.rewind()
+    prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
+    config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
+    streamer = _Streamer(index, on_text)
+    torch.manual_seed(sampling.seed)
+    start = time.perf_counter()
+    with route_attention(index.model, cache.attend):
+        output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            generation_config=config,
+            streamer=streamer,
+            **_decoding(index, cache, streamer),
+        )
+    generated = output[0, prompt.shape[1] :]
+    steps, seconds = len(generated) - 1, streamer.last - streamer.first
+    return Answer(
+        text=str(index.tokenizer.decode(generated, skip_special_tokens=True)),
+        ids=generated.tolist(),
+        prompt_tokens=prompt.shape[1],
+        generated_tokens=len(generated),
+        tokens_per_second=steps / seconds if steps and seconds else 0.0,
+        time_to_first_token=streamer.first - start,
+        kv_fraction=cache.kv_fraction(),
+        layers=cache.stats(),
+    )
+
+
+def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
+    """The loop to decode with: transformers' own on a CPU and where steps differ from each other."""
+    if index.model.device.type != "cuda" or not cache.capturable:
+        return {"logits_processor": LogitsProcessorList([FiniteLogits()])}
+    return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
+
+
+def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
+    """Tokens that an answer to a prompt of so many, the stored ones among them, may have; None for any number.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+    """
+    config = index.model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    # Phi-3 drops its cache, ours too, when a sequence grows past this: its rotary frequencies may change there.
+    switch = getattr(config, "original_max_position_embeddings", None)
+    if switch is not None and index.split.tokens <= switch < (positions or math.inf):
+        if prompt_tokens >= switch:
+            raise UsageError(
+                f"document and question have {prompt_tokens} tokens and positions of this model change at {switch}, "
+                f"where no index can follow; ask less, or index a document of more than {switch} tokens"
+            )
+        positions = switch
+    if positions is None:
+        return None
+    if prompt_tokens >= positions:
+        raise UsageError(
+            f"document and question have {prompt_tokens} tokens and the model has {positions} positions; ask a shorter "
+            "question, or build the index with --rope-scaling"
+        )
+    return int(positions) - prompt_tokens
+
+
+def _generation_config(index: OpenIndex, sampling: Sampling, room: int | None) -> GenerationConfig:
+    own = index.model.generation_config
+    sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens if room is None else min(room, sampling.max_new_tokens),
+        do_sample=sampling.temperature > 0,
+        num_beams=1,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id if own.pad_token_id is not None else index.tokenizer.pad_token_id,
+        **(sampled if sampling.temperature > 0 else {}),
+    )

@@ -1,0 +1,65 @@
+"""How well a model that decodes over an index predicts a text: what a choice of tokens costs in the end."""
+
+import math
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import OpenIndex
+
+DENSE_CHUNK = 256  # tokens a forward pass where no layer chooses: their logits are [256, vocabulary]
+
+
+@torch.inference_mode()
+def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of tokens that follow the stored prompt, each given all before it.
+
+    The cache is rewound first. With sparse layers tokens are fed one by one, as they come when an answer is generated,
+    so that each one's query makes its own choice; without, many at once, which changes nothing. The first token is
+    predicted by the prompt's last one, whose attention is dense, as it was when the index was built.
+
+    Args:
+        cache: one of this index's.
+        continuation_ids: [T] int64.
+
+    Raises:
+        UsageError: no tokens.
+    """
+    return math.exp(float(losses(index, cache, continuation_ids, index.split.tokens).mean()))
+
+
+@torch.inference_mode()
+def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
+    """Negative log-likelihood [T], float64, of each of some tokens that follow the first ones of the stored prompt.
+
+    They are fed as `perplexity` says.
+
+    Args:
+        cache: one of this index's, over the prompt's first `after` tokens.
+        ids: [T] int64.
+
+    Raises:
+        UsageError: no tokens.
+    """
+    if not len(ids):
+        raise UsageError("there is no text to measure perplexity on; give at least one token after the document")
+    cache.rewind()
+    ids = ids.to(index.model.device)
+    step = 1 if any(isinstance(layer, SparseLayer) for layer in cache.stored_layers) else DENSE_CHUNK
+    prompt = index.dense_cache(after - 1)
+    with route_attention(index.model, prompt.attend):
+        found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
+    with route_attention(index.model, cache.attend):
+        starts = range(0, len(ids) - 1, step)
+        found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
+    return torch.cat(found)
+
+
+def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
+    """[T] of ids [T + 1] but the first; the cache takes in all but the last."""
+    logits = index.model(input_ids=ids[None, :-1], past_key_values=cache, use_cache=True).logits[0]
+    return cross_entropy(logits.float(), ids[1:], reduction="none").double()

@@ -1,0 +1,98 @@
+"""CSAttention, online: keys are found through the tables of the prompt's queries, not by their own clusters.
+
+Each subspace of a query gives the list of its nearest centroid; the listed scores, summed by key, estimate the logits,
+and the best keys are attended. As printed the sum has a key that is not listed count as 0, more than a listed one whose
+score is negative; so by default it counts as the mean of what its list leaves out, and each subspace is weighted by how
+far the query reaches along the centroid. The best keys by the tables, more than the budget, are then read and ranked by
+their exact logits.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.tables.table_lookup import SCORINGS
+from sparsekv.runtime.selection.interface import Method, MiddleContext, register
+from sparsekv.runtime.selection.list_statistics import ListShape, describe_lists
+from sparsekv.runtime.selection.tables.selector import TableSelector
+
+WEIGHTS = ("uniform", "fitted")
+
+
+@register("csattention")
+@dataclass(frozen=True)
+class CSAttention(Method):
+    """Chooses tokens by the lists of the query's nearest centroids."""
+
+    needs_index: ClassVar[bool] = True
+    learns_queries: ClassVar[bool] = True
+    searched_on_host: ClassVar[bool] = True
+    csattention_scoring: str = field(
+        default="mean",
+        metadata={"help": f"What keys that a list leaves out count as, the paper's 0 last: {', '.join(SCORINGS)}."},
+    )
+    rerank: float = field(
+        default=2.0, metadata={"help": "Times the budget's keys that are read, to attend to the best of them; 1: none."}
+    )
+    weights: str = field(default="uniform", metadata={"help": f"Weights of the subspaces: {', '.join(WEIGHTS)}."})
+    backoff: float = field(
+        default=0.0, metadata={"help": "Share of the lookups, the least sure, that read two lists in each subspace."}
+    )
+    step: int = field(default=1, metadata={"help": "Search every so many tokens, and attend to the same ones between."})
+    stream: bool = field(default=False, metadata={"help": "Let generated tokens join the lists."})
+    buffer: int = field(default=128, metadata={"help": "Generated tokens that join at a time."})
+
+    def __post_init__(self) -> None:
+        if self.csattention_scoring not in SCORINGS:
+            raise UsageError(f"--csattention-scoring {self.csattention_scoring}: choose one of {', '.join(SCORINGS)}")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights {self.weights}: choose one of {', '.join(WEIGHTS)}")
+        if not 1 <= self.rerank < math.inf:
+            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        if not 0 <= self.backoff <= 1:
+            raise UsageError(f"--backoff {self.backoff:g}: give a share from 0 to 1")
+        for name in ("step", "buffer"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} {getattr(self, name)}: give at least 1")
+
+    def prepare(self, context: MiddleContext) -> TableSelector:
+        """Keeps the middle's keys, which on another device than theirs is a second copy of them, and the centroids.
+
+        Tables stay where they are; when the first new tokens join, they and the keys are copied once. On a GPU lists
+        of 16,384 keys or more are laid out once more, by token, half a byte for each key of the middle in each list,
+        unless new tokens join them or some lookups read two.
+        """
+        return TableSelector(
+            context,
+            scoring=self.csattention_scoring,
+            rerank=self.rerank,
+            fitted=self.weights == "fitted",
+            backoff=_backoff_cosine(context.calibration, self.backoff),
+            step=self.step,
+            takes=self.buffer if self.stream else 0,
+        )
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """The default; without a second look at the keys; so with each other scoring, and with fitted weights."""
+        plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
+        return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
+
+    @classmethod
+    def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape:
+        return describe_lists(context.tensors, context.keys, queries, context.first_token)
+
+
+def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:
+    """The cosine below which the calibrated share of lookups lies; None for none of them."""
+    if not share:
+        return None
+    cosines = calibration["cosines"]
+    place = share * (len(cosines) - 1)
+    low = int(place)
+    high = min(low + 1, len(cosines) - 1)
+    return float(cosines[low] + (place - low) * (cosines[high] - cosines[low]))

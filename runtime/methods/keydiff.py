@@ -1,0 +1,21 @@
+"""KeyDiff (arXiv 2504.15364): keeps the keys that are least like the others, whatever is asked.
+
+A key's score is minus its cosine with the mean of the normalised keys. The paper evicts block by block while a prompt
+is prefilled, against the mean of what is still there; here the mean is of the whole middle.
+"""
+
+from dataclasses import dataclass
+
+from sparsekv.kernels.scores.keydiff import keydiff_scores
+from sparsekv.runtime.selection.interface import Method, MiddleContext, register
+from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+
+
+@register("keydiff")
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """Keeps the tokens whose keys have the lowest cosine with the mean direction."""
+
+    def prepare(self, context: MiddleContext) -> KeptTokens:
+        """Allocates the normalised keys in float32, and keeps one number a token and head."""
+        return KeptTokens(ranking(keydiff_scores(context.keys)))

@@ -1,0 +1,113 @@
+"""MagicPIG (arXiv 2410.16179): tokens are drawn by locality-sensitive hashing, and weighed by how likely that was.
+
+SimHash: K bits of a table's code are the signs of random projections of a query and of keys less their head's mean. A
+token is drawn by a query head that shares its code in at least two of L tables, which has the probability
+u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi; its logit less log u makes numerator and
+denominator of the attention right on average. Each query head draws for itself, and the group reads what any of its
+heads drew: a head that did not draw a token gives it no weight. Where more are drawn than the budget, those of most
+collisions over the group are kept, which is no fair draw any more. A budget of everything draws nothing.
+"""
+
+from dataclasses import dataclass, field
+from math import pi
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+
+MOST_BITS = 15  # of a code in int16
+LARGEST_SEED = 2**31 - 1
+LAYERS_APART = 1_000_003  # between the seeds of two layers, of which the generator takes the last 32 bits
+TABLES_AT_ONCE = 8  # whose products with rows are one, for a table's K columns alone fill no matrix product
+
+
+@register("magicpig")
+@dataclass(frozen=True)
+class MagicPIG(Method):
+    """Reads the codes of all keys."""
+
+    hash_bits: int = field(default=10, metadata={"help": "Bits of a key's code in one table (K)."})
+    hash_tables: int = field(default=150, metadata={"help": "Tables (L); a token is drawn that is found in two."})
+    hash_seed: int = field(default=0, metadata={"help": "Seed of the random projections."})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hash_bits <= MOST_BITS:
+            raise UsageError(f"--hash-bits {self.hash_bits}: give a number from 1 to {MOST_BITS}")
+        if self.hash_tables < 2:
+            raise UsageError(f"--hash-tables {self.hash_tables}: give at least 2, for a token has to be found in two")
+        if not 0 <= self.hash_seed <= LARGEST_SEED:
+            raise UsageError(f"--hash-seed {self.hash_seed}: give a number from 0 to {LARGEST_SEED}")
+
+    def replaces(self) -> bool:
+        """Those that were drawn stand for all."""
+        return True
+
+    def prepare(self, context: MiddleContext) -> "HashSelector":
+        """Allocates projections [L, D, K], codes [L, Hk, M] int16, and the keys in float32 once more."""
+        return HashSelector(self, context)
+
+
+class HashSelector(Selector):
+    """projections [L, D, K], of each layer its own; codes [L, Hk, M] int16; mean key [Hk, 1, D]."""
+
+    def __init__(self, method: MagicPIG, context: MiddleContext):
+        self.keys, D = context.keys, context.keys.shape[2]
+        generator = torch.Generator().manual_seed(method.hash_seed + LAYERS_APART * context.place.number)
+        shape = method.hash_tables, D, method.hash_bits
+        self.projections = torch.randn(shape, generator=generator).to(self.keys.device)
+        self.mean = self.keys.float().mean(1, keepdim=True)
+        self.codes = self._codes(self.keys.float() - self.mean)
+        bits = self.keys.shape[1] * method.hash_tables * method.hash_bits
+        # A row beside the codes: the mean key, which tells the angles.
+        self.index_rows = bits / 8 / (D * self.keys.element_size()) + 1
+
+    def _codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """[L, ...] int16 of rows [..., D] float32. Allocates the rows' products with some tables at a time."""
+        bits = self.projections.shape[2]
+        places = 2.0 ** torch.arange(bits, device=rows.device)
+        codes = []
+        for some in self.projections.split(TABLES_AT_ONCE):
+            products = rows @ some.transpose(0, 1).flatten(1)
+            above = products.gt_(0).unflatten(-1, (-1, bits))
+            codes.append((above @ places).to(torch.int16).movedim(-1, 0))
+        return torch.cat(codes)
+
+    def collisions(self, query: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, Q, M] int16: in how many tables a query [Hk, G, Q, D] and a key have the same code."""
+        found = torch.zeros(*query.shape[:3], self.keys.shape[1], dtype=torch.int16, device=query.device)
+        # Of the dtype of what they are added to: a conversion would take longer than both.
+        alike = torch.empty_like(found)
+        for of_query, of_keys in zip(self._codes(query.float()), self.codes, strict=True):
+            found += torch.eq(of_query[..., None], of_keys[:, None, None], out=alike)
+        return found
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """What was drawn, to the budget, with the logarithm of its weights."""
+        tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if asked.shared else 1
+        found = self.collisions(asked.query)
+        drawn = found >= 2
+        counts = (found * drawn).sum(together).view(len(found), -1, found.shape[-1])
+        counts, starts = counts.topk(tokens, -1)
+        if tokens == self.keys.shape[1]:
+            return Selection(starts, torch.ones_like(starts), tokens, self.index_rows)
+        by_head = drawn.gather(-1, starts[:, None].expand(*drawn.shape[:3], -1))
+        weights = -self.log_probability(asked.query, starts)
+        weights = weights.masked_fill(~by_head, -torch.inf)
+        return Selection(starts, (counts > 0).long(), tokens, self.index_rows, log_weights=weights)
+
+    def log_probability(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, Q, S] float32: the logarithm of how likely queries [Hk, G, Q, D] draw tokens [Hk, Q or 1, S]."""
+        rows = tokens.flatten(1)[..., None].expand(-1, -1, self.keys.shape[2])
+        keys = (self.keys.gather(1, rows).float() - self.mean).view(*tokens.shape, -1)
+        unit_keys = torch.nn.functional.normalize(keys, dim=-1)
+        unit_query = torch.nn.functional.normalize(query.float(), dim=-1)
+        cosines = torch.einsum("hgqd,hqsd->hgqs", unit_query, unit_keys.expand(-1, query.shape[2], -1, -1))
+        alike = 1 - cosines.double().clamp(-1, 1).acos() / pi
+        tables, _, bits = self.projections.shape
+        one = alike**bits
+        none = torch.log1p(-one)
+        two = -torch.expm1(tables * none) - tables * one * ((tables - 1) * none).exp()
+        # Rounding may leave nothing of what is never drawn.
+        return two.clamp(min=torch.finfo(torch.float64).tiny).log().float()

@@ -1,0 +1,67 @@
+"""Multipole Attention, online (arXiv 2506.13059, section 3): the best clusters exactly, centroids for all others.
+
+Every token is represented once: exactly, or by the centroid of its cluster, which adds N_i exp(q Kc_i) Vc_i to the
+numerator and N_i exp(q Kc_i) to the denominator of one softmax. Down a hierarchy a coarse cluster that is not opened
+stands for its tokens; one that is opened hands over to its children. RetroInfer (arXiv 2505.02922) estimates attention
+from centroids too. New tokens wait in an exact buffer, then join the clusters of the last block (section 3.3).
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.selection.clusters.method import ClusterMethod
+from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.runtime.selection.clusters.stream import BlockClustering
+from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
+from sparsekv.runtime.selection.interface import MiddleContext, register
+
+
+@register("multipole")
+@dataclass(frozen=True)
+class Multipole(ClusterMethod):
+    """Chooses clusters of keys by their centroids and replaces the others by theirs."""
+
+    replace: bool = field(default=True, metadata={"help": "Let centroids stand for the clusters not chosen."})
+    stream: bool = field(
+        default=False,
+        metadata={"help": "Let generated tokens join the clusters: for long answers, one step in --buffer is slow."},
+    )
+    buffer: int = field(
+        default=128, metadata={"help": "Generated tokens that join at a time; as many wait, up to twice as many."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buffer < 1:
+            raise UsageError(f"--buffer {self.buffer}: give at least 1")
+
+    def prepare(self, context: MiddleContext) -> ClusterSelector:
+        """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
+        clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
+        return ClusterSelector(
+            context,
+            hierarchical=self.is_hierarchical(context),
+            opened=self.opened,
+            replace=self.replace,
+            clustering=clustering,
+            takes=self.buffer,
+            windowed_rope=self.windowed_rope(context),
+        )
+
+    def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
+        """How clusters are looked up that were made with RoPE undone; None: they are of keys as attended."""
+        return None
+
+    def replaces(self) -> bool:
+        return self.replace
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """Each lookup with the replacement, and without it."""
+        return {
+            lookup if replaced else f"{lookup} without replacement": cls(lookup=lookup, replace=replaced)
+            for replaced in (True, False)
+            for lookup in cls.lookups(record)
+        }

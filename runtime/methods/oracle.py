@@ -1,0 +1,35 @@
+"""The oracle: the tokens of highest exact attention probability. Reads every key; the bound on what a choice can do."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
+
+
+@register("oracle")
+@dataclass(frozen=True)
+class Oracle(Method):
+    """Exact top-K of the group's mean probability."""
+
+    is_bound: ClassVar[bool] = True
+
+    def prepare(self, context: MiddleContext) -> "OracleSelector":
+        """Allocates nothing; each choice allocates the logits over the middle."""
+        return OracleSelector(context)
+
+
+class OracleSelector(Selector):
+    """keys [Hk, M, D]."""
+
+    def __init__(self, context: MiddleContext):
+        self.keys, self.facts = context.keys, context.facts
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """By exact probability."""
+        logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        tokens = budget.tokens(self.keys.shape[1])
+        # A bound knows what it read only in hindsight: the index is counted as free.
+        return top_tokens(group_probability(logits, asked), tokens, 0.0)

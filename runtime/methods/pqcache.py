@@ -1,0 +1,78 @@
+"""PQCache, online (arXiv 2407.12820): logits of all keys estimated from their product-quantised codes.
+
+A query's product with every centroid is a table; a key's estimated logit is the sum of the entries that its code names
+(asymmetric distance computation). The best keys by the estimate are attended; where more of them than the budget are
+read, those of highest exact probability among them.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
+
+
+@register("pqcache")
+@dataclass(frozen=True)
+class PQCache(Method):
+    """Reads the codes of all keys and the codebooks."""
+
+    needs_index: ClassVar[bool] = True
+    rerank: float = field(
+        default=1.0, metadata={"help": "Times the budget's keys that are read, to attend to the best of them; 1: none."}
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rerank < math.inf:
+            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """As in the paper, and with a second look at the keys."""
+        return {"": cls(), "reranked": cls(rerank=1.5)}
+
+    def prepare(self, context: MiddleContext) -> "PQSelector":
+        """Allocates the codebooks in float32; each choice allocates the logits over the middle a few times."""
+        return PQSelector(context, self.rerank)
+
+
+class PQSelector(Selector):
+    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; the choice is one for a KV head, as its rows are."""
+
+    def __init__(self, context: MiddleContext, rerank: float):
+        self.keys, self.facts, self.rerank = context.keys, context.facts, rerank
+        self.codes, stored = context.tensors["codes"], context.tensors["codebooks"]
+        self.codebooks = stored.float()
+        row_bytes = self.keys.shape[2] * self.keys.element_size()
+        self.index_rows = (self.codes[0].numel() + stored[0].numel() * stored.element_size()) / row_bytes
+
+    def estimates(self, query: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]."""
+        Hk, G, Q, _ = query.shape
+        parts = query.float().flatten(1, 2).unflatten(-1, (self.codebooks.shape[1], -1)).transpose(1, 2)
+        tables = parts @ self.codebooks.transpose(-1, -2)
+        logits = torch.zeros(Hk, G * Q, self.codes.shape[1], device=query.device)
+        for table, codes in zip(tables.unbind(1), self.codes.unbind(-1), strict=True):
+            logits += table.gather(-1, codes.long()[:, None].expand_as(logits))
+        logits = logits.view(Hk, G, Q, -1) * self.facts.softmax_scale
+        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """By probabilities from the estimates, or exact ones of the keys that are read to look again."""
+        logits, tokens = self.estimates(asked.query), budget.tokens(self.codes.shape[1])
+        scores = group_probability(logits, asked)
+        candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))
+        if candidates == tokens:
+            return top_tokens(scores, tokens, self.index_rows)
+        best = scores.topk(candidates, -1).indices
+        exact = token_logits(asked.query, self.keys, best, self.facts)
+        seen = logits.scatter(-1, best[:, None].expand_as(exact), exact)
+        again = group_probability(seen, asked).gather(-1, best)
+        starts = best.gather(-1, again.topk(tokens, -1).indices)
+        return Selection(starts, torch.ones_like(starts), tokens, self.index_rows + candidates - tokens)

@@ -1,0 +1,81 @@
+"""QUEST (arXiv 2406.10774): pages of neighbouring tokens, scored by an upper bound from per-channel extremes."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, choose_clusters
+from sparsekv.kernels.common.runs import fill_budget
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, ListedRows, Method, MiddleContext, Selection, Selector, register
+
+
+@register("quest")
+@dataclass(frozen=True)
+class Quest(Method):
+    """Reads each page's smallest and largest key per channel, then the pages whose bound is highest."""
+
+    page_size: int = field(default=16, metadata={"help": "Tokens a page."})
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise UsageError(f"--page-size {self.page_size}: give at least 1")
+
+    def prepare(self, context: MiddleContext) -> "QuestSelector":
+        """Allocates two rows a page and head."""
+        return QuestSelector(self, context)
+
+
+class QuestSelector(Selector):
+    """extremes [Hk, P, 2 D] of each page: of each channel the highest key, then of each the lowest; the last page may
+    be shorter. A page's bound is one product, of these with the query's positive parts and then its negative ones."""
+
+    def __init__(self, method: Quest, context: MiddleContext):
+        keys, size = context.keys, method.page_size
+        pages = -(-keys.shape[1] // size)
+        padding = keys[:, -1:].expand(-1, pages * size - keys.shape[1], -1)
+        paged = torch.cat([keys, padding], 1).unflatten(1, (pages, size))
+        self.extremes = torch.cat([paged.amax(2), paged.amin(2)], -1)
+        starts = torch.arange(0, keys.shape[1], size, device=keys.device)
+        self.starts = starts.expand(len(keys), -1).contiguous()
+        self.lengths = (keys.shape[1] - self.starts).clamp(max=size).int()
+        self.middle, self.facts = keys.shape[1], context.facts
+
+    def bounds(self, query: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
+        return attention_logits(_by_sign(query), self.extremes, self.facts.softmax_scale, self.facts.softcap)
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
+        tokens = budget.tokens(self.middle)
+        if asked.query.is_cuda and asked.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
+            return self._select_at_once(asked.query, tokens)
+        scores = self.bounds(asked.query).softmax(-1).mean(1)
+        scores = scores.mean(1, keepdim=True) if asked.shared else scores
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        lengths = fill_budget(self.lengths[0][order], tokens)
+        return Selection(self.starts[0][order], lengths, tokens, 2.0 * self.extremes.shape[1])
+
+    def _select_at_once(self, query: torch.Tensor, tokens: int) -> Selection:
+        """The same for one query, by kernels, with pages in the place of clusters: their centroids' scores differ from
+        pages' only by the number of tokens a page, which is one but for the last one's."""
+        facts = self.facts
+        chosen = choose_clusters(
+            _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts, tokens, facts.softmax_scale,
+            facts.softcap,
+        )  # fmt: skip
+        return Selection(
+            self.starts[:, None],
+            chosen.lengths[:, None],
+            tokens,
+            2.0 * self.extremes.shape[1],
+            taken=tokens,
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
+        )
+
+
+def _by_sign(query: torch.Tensor) -> torch.Tensor:
+    """[..., 2 D]: positive parts of [..., D], then negative ones."""
+    return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)

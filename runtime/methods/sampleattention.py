@@ -1,0 +1,47 @@
+"""SampleAttention (arXiv 2406.15486): what a few queries of a question attend to, for all of it. Reads every key.
+
+A method for prefills: while decoding, where there is one query, it ranks all keys by their exact attention.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from sparsekv.formats.quoka import check_prefill_queries
+from sparsekv.kernels.attention.sampled_attention import spaced_places
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
+
+
+@register("sampleattention")
+@dataclass(frozen=True)
+class SampleAttention(Method):
+    """Ranks keys by the mean attention of evenly spaced queries."""
+
+    prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
+
+    def __post_init__(self) -> None:
+        check_prefill_queries(self.prefill_queries)
+
+    def prepare(self, context: MiddleContext) -> "SampleAttentionSelector":
+        """Allocates nothing."""
+        return SampleAttentionSelector(self, context)
+
+
+class SampleAttentionSelector(Selector):
+    """keys [Hk, M, D]."""
+
+    def __init__(self, method: SampleAttention, context: MiddleContext):
+        self.queries, self.keys, self.facts = method.prefill_queries, context.keys, context.facts
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """Allocates the logits of those queries that choose."""
+        some = self._some(asked) if asked.shared else asked
+        logits = attention_logits(some.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        middle = self.keys.shape[1]
+        return top_tokens(group_probability(logits, some), budget.tokens(middle), float(middle))
+
+    def _some(self, asked: Asked) -> Asked:
+        places = spaced_places(asked.query.shape[2], self.queries).to(asked.query.device)
+        exact = asked.exact_logsumexp
+        return replace(asked, query=asked.query[:, :, places], exact_logsumexp=lambda: exact()[..., places])

@@ -1,0 +1,113 @@
+"""SparQ Attention (arXiv 2312.04985): logits of all keys from the channels in which the query is largest.
+
+The r channels are those of the largest sum of |q| over the group, as in the paper, so that a group reads the same ones.
+The estimate is divided by the temperature sqrt(|q in these channels|_1 / |q|_1) beside the softmax scale. The paper
+gives the mean of all values the estimated share 1 - alpha of the attention that is not chosen; here that is a row of
+the one softmax, with the mean key in the place of a key, so that a group's heads differ in it as they do in logits. Its
+weight beside that logit is one for the group: the mean, of the logarithm, of what alpha asks for. With one query head
+for a KV head this is the paper's alpha; and alpha counts what is attended exactly anyway as chosen.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import (
+    Asked,
+    Method,
+    MiddleContext,
+    Replacement,
+    Selection,
+    Selector,
+    register,
+)
+from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
+
+
+@register("sparq")
+@dataclass(frozen=True)
+class SparQ(Method):
+    """Reads some channels of all keys."""
+
+    channels: int = field(default=16, metadata={"help": "Channels of the keys that are read, of each head's."})
+    mean_value: bool = field(
+        default=False, metadata={"help": "Let the mean of the values stand for what is not chosen."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise UsageError(f"--channels {self.channels}: give at least 1")
+
+    def replaces(self) -> bool:
+        return self.mean_value
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """Without and with the mean value."""
+        return {"": cls(), "mean value": cls(mean_value=True)}
+
+    def prepare(self, context: MiddleContext) -> "SparQSelector":
+        """Allocates the keys once more, channel by channel, as the paper does, so that channels are read alone."""
+        return SparQSelector(context, self)
+
+
+class SparQSelector(Selector):
+    """by_channel [Hk, D, M]; keys [Hk, M, D]; mean_rows: mean key and value [Hk, 1, D], if they stand for the rest."""
+
+    def __init__(self, context: MiddleContext, method: SparQ):
+        self.keys, self.facts = context.keys, context.facts
+        self.by_channel = context.keys.transpose(1, 2).contiguous()
+        self.channels = min(method.channels, self.by_channel.shape[1])
+        self.mean_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        if method.mean_value:
+            assert context.load_values is not None
+            values = context.load_values()
+            self.mean_rows = _mean(self.keys), _mean(values)
+
+    def estimates(self, query: torch.Tensor, *, shared: bool) -> torch.Tensor:
+        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]; the channels are the same for all that are shared."""
+        size = query.float().abs()
+        sums = size.sum((1, 2) if shared else 1).view(len(query), -1, query.shape[3])
+        best = sums.topk(self.channels, -1).indices
+        parts = query.split(query.shape[2] if shared else 1, 2)
+        return torch.cat([self._estimate(part, best[:, n]) for n, part in enumerate(parts)], 2)
+
+    def _estimate(self, query: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """With channels [Hk, r]."""
+        keys = self.by_channel.gather(1, best[..., None].expand(-1, -1, self.by_channel.shape[2]))
+        some = query.gather(-1, best[:, None, None].expand(*query.shape[:3], -1)).float()
+        share = some.abs().sum(-1, keepdim=True) / query.float().abs().sum(-1, keepdim=True).clamp(min=1e-30)
+        logits = attention_logits(some / share.clamp(min=1e-30).sqrt(), keys.transpose(1, 2), self.facts.softmax_scale)
+        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """By probabilities from the estimates."""
+        logits = self.estimates(asked.query, shared=asked.shared)
+        read = self.keys.shape[1] * self.channels / self.keys.shape[2]
+        chosen = top_tokens(group_probability(logits, asked), budget.tokens(self.keys.shape[1]), read)
+        if self.mean_rows is None:
+            return chosen
+        rest = self._rest(logits, asked, chosen.starts)
+        return replace(chosen, replacements=(rest,), index_rows=read + 2)
+
+    def _rest(self, logits: torch.Tensor, asked: Asked, tokens: torch.Tensor) -> Replacement:
+        """Mean key and value with the weight of what is not among tokens [Hk, Q or 1, K]."""
+        assert self.mean_rows is not None
+        beside, places = asked.exact_logsumexp(), tokens[:, None].expand(*logits.shape[:3], -1)
+        left = logits.scatter(-1, places, -torch.inf).logsumexp(-1)
+        kept = torch.logaddexp(logits.gather(-1, places).logsumexp(-1), beside)
+        exact = token_logits(asked.query, self.keys, tokens, self.facts)
+        wanted = left - kept + torch.logaddexp(exact.logsumexp(-1), beside)
+        mean_key, mean_value = self.mean_rows
+        of_mean = attention_logits(asked.query, mean_key, self.facts.softmax_scale, self.facts.softcap)[..., 0]
+        return Replacement(mean_key, (wanted - of_mean).mean(1)[..., None], mean_value)
+
+
+def _mean(rows: torch.Tensor) -> torch.Tensor:
+    """[Hk, 1, D] of rows [Hk, M, D], in their dtype."""
+    return rows.float().mean(1, keepdim=True).to(rows.dtype)

@@ -1,0 +1,46 @@
+"""Squeezed Attention, online (arXiv 2411.09688): centroid lookup, section 3.2, and hierarchical, section 3.3.
+
+Clusters are chosen by S_i, the estimated attention probability of one of their tokens, averaged over the group. With
+`selection=budget` the best ones up to the budget, the last of them in part; with `threshold` all above one number for
+the whole model, calibrated so that the mean share kept is the budget: heads with flat attention keep more.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.selection.clusters.method import ClusterMethod
+from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.runtime.selection.clusters.thresholds import Thresholds
+from sparsekv.runtime.selection.interface import MiddleContext, register
+
+SELECTIONS = ("budget", "threshold")
+
+
+@register("squeezed")
+@dataclass(frozen=True)
+class Squeezed(ClusterMethod):
+    """Chooses clusters of keys by their centroids."""
+
+    selection: str = field(default="budget", metadata={"help": f"How they are chosen: {', '.join(SELECTIONS)}."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selection not in SELECTIONS:
+            raise UsageError(f"--selection {self.selection}: choose one of {', '.join(SELECTIONS)}")
+
+    def prepare(self, context: MiddleContext) -> ClusterSelector:
+        """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
+        hierarchical = self.is_hierarchical(context)
+        thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
+        return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """Each lookup to a budget, and by threshold."""
+        return {
+            lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup=lookup, selection=selection)
+            for selection in SELECTIONS
+            for lookup in cls.lookups(record)
+        }

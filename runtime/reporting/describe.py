@@ -1,0 +1,39 @@
+"""What the methods of an index built, layer by layer, for a person to see."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.decoding.open import middle_context
+from sparsekv.runtime.reporting.queries import tail_block
+from sparsekv.runtime.selection.cluster_statistics import Clustering
+from sparsekv.runtime.selection.interface import methods
+from sparsekv.runtime.selection.list_statistics import ListShape
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """One layer of one method: its clusters and its lists, None where it has none."""
+
+    layer: int
+    clusters: Clustering | None
+    lists: ListShape | None
+
+
+def describe_layers(artifact: Artifact, name: str, biggest: int) -> Iterator[LayerDescription]:
+    """Each indexed layer as the method called `name` describes it.
+
+    Reads the layer's whole context and what the method built, one layer at a time.
+
+    Args:
+        biggest: how many of the biggest clusters to list.
+    """
+    split, method = artifact.manifest.split, methods()[name]
+    for layer in artifact.manifest.indexed_layers:
+        _, values = artifact.context(layer)
+        context = middle_context(artifact, layer, name)
+        queries = tail_block(artifact, layer).queries.unflatten(0, (len(values), -1))
+        middle = values[:, split.sinks : split.sinks + split.middle]
+        yield LayerDescription(
+            layer, method.describe(context, middle, biggest), method.describe_lists(context, queries)
+        )

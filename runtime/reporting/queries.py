@@ -1,0 +1,111 @@
+"""The queries that a report measures on: the held-out tail's, or those of a person's own questions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Queries [Hq, Q, D] of one layer and the tokens after the stored prompt that they came with.
+
+    keys, values [Hk, E, D] are those tokens' own (E = 0 for the tail). `visible` [Q] counts the tail and new tokens
+    that each query sees; every query sees all sinks and the whole middle.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    visible: torch.Tensor
+    sink_logits: torch.Tensor | None
+
+
+def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
+    """The second half of the held-out tail, the half that no threshold was calibrated on; or else the first."""
+    stored, tail = artifact.queries(layer), artifact.manifest.split.tail
+    keys, values = artifact.context(layer)
+    first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
+    return QueryBlock(
+        queries=stored["tail"][:, first:stop],
+        keys=keys[:, :0],
+        values=values[:, :0],
+        visible=torch.arange(first, stop) + 1,
+        sink_logits=stored.get("sink_logits"),
+    )
+
+
+def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
+    """The last queries of the document that methods were built from, as if they were asked after its middle; as many
+    as a report measures on. None where the index keeps none."""
+    name = layer_file("samples", layer)
+    if name not in artifact.manifest.files:
+        return None
+    keys, values = artifact.context(layer)
+    queries = artifact.tensors(name)["queries"][:, -(artifact.manifest.split.tail // 2) :]
+    return QueryBlock(
+        queries=queries,
+        keys=keys[:, :0],
+        values=values[:, :0],
+        visible=torch.zeros(queries.shape[1], dtype=torch.int64),
+        sink_logits=artifact.queries(layer).get("sink_logits"),
+    )
+
+
+@dataclass
+class _QuestionRecorder:
+    """Dense attention over the stored context that keeps each layer's queries and new keys and values."""
+
+    index: OpenIndex
+    blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
+
+    def record(self, question: torch.Tensor) -> None:
+        cache = self.index.dense_cache()
+
+        def attention(call: AttentionCall) -> torch.Tensor:
+            visible = self.index.split.tail + torch.arange(len(question)) + 1
+            sinks = None if call.sink_logits is None else call.sink_logits.detach().cpu()
+            block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
+            self.blocks.setdefault(call.layer, []).append(block)
+            return cache.attend(call)
+
+        with torch.inference_mode(), route_attention(self.index.model, attention):
+            self.index.model(
+                input_ids=question[None].to(self.index.model.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+
+
+class Queries:
+    """Where a report's queries come from; `blocks(layer)` gives one layer's."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        index: OpenIndex | None = None,
+        questions: list[str] | None = None,
+        *,
+        special_tokens: bool = False,
+    ):
+        self.artifact, self._recorder = artifact, None
+        if index is not None and questions:
+            self._recorder = _QuestionRecorder(index)
+            for question in questions:
+                self._recorder.record(question_ids(index, question, special_tokens=special_tokens))
+
+    def blocks(self, layer: int) -> Iterator[QueryBlock]:
+        if self._recorder is None:
+            yield tail_block(self.artifact, layer)
+        else:
+            yield from self._recorder.blocks[layer]
+
+    def __len__(self) -> int:
+        return sum(block.queries.shape[1] for block in self.blocks(self.artifact.manifest.indexed_layers[0]))

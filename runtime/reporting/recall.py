@@ -1,0 +1,268 @@
+"""What a method keeps of a model's attention: recall, mass and output error against dense attention, per KV head.
+
+Definitions: the oracle's top-K are the K middle tokens of highest probability, averaged over the query group after
+the softmax over everything the query sees, K being a method's own budget, or a fixed one that all are measured by;
+recall is the share of them that is chosen; attention mass is the share of the middle's probability that is chosen;
+output error is |o_sparse - o_dense| / |o_dense| per query head with sinks, tail and new tokens exact in both; KV
+fraction is bytes read for the middle, index included, over those dense reads; missed mass is the share of all attention
+on middle tokens that are not chosen, in truth and as a step estimates it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
+from sparsekv.runtime.attention.guard import Attempt, Guard, Held, missed_share
+from sparsekv.runtime.decoding.open import prepare_layer
+from sparsekv.runtime.reporting.queries import QueryBlock
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method, Selection, Selector
+
+Boards = dict[tuple[str, str], dict[str, Any]]
+"""One board for each method and variant."""
+
+LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A method at a budget; `variant` is empty for a method that has one form only.
+
+    With `residual` centroids stand for what the method does not choose; a `guard` lets no head leave too much. Recall
+    and `list_coverage` are of the oracle's tokens at the `reference` budget; at the method's own without one. Without
+    `outputs` neither these nor their error are computed: it is NaN.
+    """
+
+    name: str
+    variant: str
+    method: Method
+    budget: Budget
+    residual: bool = False
+    guard: Guard | None = None
+    reference: Budget | None = None
+    outputs: bool = True
+
+
+@dataclass
+class Measures:
+    """Sums over queries, per KV head [Hk] float64."""
+
+    queries: int = 0
+    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, **per_query: torch.Tensor) -> None:
+        """Add values [Hk, Q] of each measure; NaN where it has none."""
+        self.queries += next(iter(per_query.values())).shape[1]
+        for name, values in per_query.items():
+            setattr(self, name, getattr(self, name) + values.double().sum(1))
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Mean over queries of each measure, [Hk]."""
+        names = [one.name for one in fields(self) if one.name != "queries"]
+        return {name: getattr(self, name) / self.queries for name in names}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Some queries and their dense attention: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp
+    [Hk, G, Q] and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's
+    mean. `oracles` are those that were asked for, by their tokens."""
+
+    asked: Asked
+    logits: torch.Tensor
+    exact_logsumexp: torch.Tensor
+    exact_output: torch.Tensor
+    probability: torch.Tensor
+    output: torch.Tensor
+    values: torch.Tensor
+    facts: LayerFacts
+    oracles: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def oracle(self, tokens: int) -> torch.Tensor:
+        """[Hk, Q, M] bool: the tokens of highest probability."""
+        if tokens not in self.oracles:
+            best = self.probability.topk(tokens, -1).indices
+            self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
+        return self.oracles[tokens]
+
+
+def measure_layer(
+    artifact: Artifact,
+    layer: int,
+    measured: list[Measured],
+    blocks: Iterable[QueryBlock],
+    boards: Boards | None = None,
+) -> dict[Measured, Measures]:
+    """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
+
+    Args:
+        boards: what the layers before this one left for it, where they are measured one after another.
+    """
+    results = {one: Measures() for one in measured}
+    boards = {} if boards is None else boards
+    selectors: dict[tuple[str, str], Selector] = {}
+    for one in measured:
+        if (one.name, one.variant) not in selectors:
+            board = boards.setdefault((one.name, one.variant), {})
+            selector = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual, board=board)
+            selectors[one.name, one.variant] = selector
+    batches = count()
+    for block in blocks:
+        for batch, queries in zip(batches, _pieces(block, artifact.manifest.split.tokens), strict=False):
+            truth = _truth(artifact, layer, block, queries, batch)
+            for one in measured:
+                _measure(one, selectors[one.name, one.variant], truth, results[one])
+    return results
+
+
+def _pieces(block: QueryBlock, tokens: int) -> Iterator[slice]:
+    Hq, queries, _ = block.queries.shape
+    step = max(1, LOGITS_AT_ONCE // (Hq * tokens))
+    return (slice(start, start + step) for start in range(0, queries, step))
+
+
+def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batch: int) -> Truth:
+    facts, split = artifact.manifest.layers[layer], artifact.manifest.split
+    keys, values = artifact.context(layer)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    exact = [
+        torch.cat([rows[:, : split.sinks], rows[:, middle.stop :], new.to(rows)], 1)
+        for rows, new in ((keys, block.keys), (values, block.values))
+    ]
+    grouped = block.queries[:, piece].unflatten(0, (keys.shape[0], -1)).to(keys)
+    visible = torch.arange(exact[0].shape[1]) < split.sinks + block.visible[piece, None]
+    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
+    exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
+    weights = exact_logits.softmax(-1)
+    exact_lse = exact_logits.logsumexp(-1)
+    if block.sink_logits is not None:
+        sinks = block.sink_logits.view(keys.shape[0], -1)[..., None].float()
+        with_sinks = torch.logaddexp(exact_lse, sinks)
+        weights = weights * (exact_lse - with_sinks).exp()[..., None]
+        exact_lse = with_sinks
+    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
+    (probability, beside), _ = _softmax([logits, exact_lse[..., None]])
+    exact_output = _weighted(weights, exact[1])
+    output = _weighted(probability, values[:, middle]) + exact_output * beside
+    positions = middle.stop - 1 + block.visible[piece]
+    asked = Asked(grouped, lambda: positions, lambda: exact_lse, shared=False, batch=batch)
+    return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
+
+
+def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
+    def attempt(budget: Budget) -> Attempt:
+        return _attempt(selector, truth, budget, outputs=one.outputs)
+
+    middle = truth.logits.shape[-1]
+    if one.guard is None:
+        first = attempt(one.budget)
+        nowhere = torch.full_like(first.missed, torch.nan)
+        held = Held(first, nowhere, nowhere)
+    else:
+        held = one.guard.hold(attempt, lambda heads: _whole(truth), one.budget, middle)
+    chosen, output = held.attempt.results
+    wanted = (one.reference or one.budget).tokens(middle)
+    oracle = truth.oracle(wanted)
+    error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
+    seen = (truth.probability * chosen).sum(-1)
+    reach = selector.in_reach(truth.asked)
+    covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / wanted
+    into.add(
+        selected_tokens=chosen.sum(-1),
+        recall=(chosen & oracle).sum(-1) / wanted,
+        attention_mass=seen / truth.probability.sum(-1),
+        output_error=error.mean(-1),
+        kv_fraction=held.attempt.rows / (2 * middle),
+        missed_mass=truth.probability.sum(-1) - seen,
+        missed_estimate=held.attempt.missed,
+        list_coverage=covered,
+        raised=held.raised,
+        dense=held.dense,
+    )
+
+
+def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool) -> Attempt:
+    """A choice [Hk, Q, M] and its output [Hk, Q, G, D], NaN where it is not wanted; its missed share is NaN where the
+    method cannot tell."""
+    selection = selector.select(truth.asked, budget)
+    positions = _positions(selection, selector.token_order, truth.logits.shape[-1])
+    chosen = _chosen(positions, truth.probability)
+    rows = 2 * chosen.sum(-1) + selection.index_rows
+    if not outputs:
+        nothing = torch.full_like(truth.output, torch.nan)
+        return Attempt(nothing[:, 0, :, 0], rows, (chosen, nothing.transpose(1, 2)))
+    output, total = _sparse_output(chosen, truth, selection, positions)
+    missed = missed_share(selection, truth.asked, total, truth.facts)
+    return Attempt(missed, rows, (chosen, output.transpose(1, 2)))
+
+
+def _whole(truth: Truth) -> Attempt:
+    everything = torch.ones_like(truth.probability, dtype=torch.bool)
+    rows = 2 * everything.sum(-1)
+    return Attempt(torch.zeros_like(truth.probability[..., 0]), rows, (everything, truth.output.transpose(1, 2)))
+
+
+def _positions(selection: Selection, token_order: torch.Tensor | None, middle: int) -> torch.Tensor:
+    """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots name one more, so that nothing that is
+    set there can unset what was chosen."""
+    rows, valid = expand_runs(selection.starts, selection.lengths, selection.capacity)
+    if token_order is not None:
+        rows = token_order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
+    return torch.where(valid, rows, middle)
+
+
+def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[Hk, Q, M] bool, in order of position."""
+    chosen = torch.zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
+    return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
+
+
+def _sparse_output(
+    chosen: torch.Tensor, truth: Truth, selection: Selection, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest: the output
+    [Hk, G, Q, D] and the log-sum-exp of it all [Hk, G, Q]."""
+    logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
+    if selection.log_weights is not None:
+        weights = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1)
+        shape = *logits.shape[:-1], positions.shape[-1]
+        weights.scatter_(-1, positions[:, None].expand(shape), selection.log_weights.expand(shape))
+        logits = logits + weights[..., :-1]
+    parts = [(logits, truth.values)]
+    for one in selection.replacements:
+        logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+        parts.append((logits + one.log_counts[:, None], one.values))
+    (beside, *weighted), total = _softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
+    output = truth.exact_output * beside
+    for weights, (_, values) in zip(weighted, parts, strict=True):
+        output = output + _weighted(weights, values)
+    return output, total
+
+
+def _softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """One softmax over several parts [..., T] of the logits, and its log-sum-exp."""
+    weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
+    return weights.split([part.shape[-1] for part in parts], -1), total
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[Hk, G, Q, T] weights on values [Hk, T, D]."""
+    Hk, G, Q, _ = weights.shape
+    return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)

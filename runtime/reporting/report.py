@@ -1,0 +1,204 @@
+"""The recall report: every method, variant and budget over all layers, as rows with stable keys."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.guard import Guard, tells_missed
+from sparsekv.runtime.reporting.queries import Queries, seen_block
+from sparsekv.runtime.reporting.recall import Boards, Measured, measure_layer
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, methods
+
+MEASURES = (
+    "selected_tokens",
+    "recall",
+    "attention_mass",
+    "output_error",
+    "kv_fraction",
+    "missed_mass",
+    "missed_estimate",
+    "recall_seen",
+    "list_coverage",
+    "raised",
+    "dense",
+)
+
+
+@dataclass(frozen=True)
+class RecallRow:
+    """One method at one budget; layer and kv_head are None in a row that averages over all of them.
+
+    `missed_estimate` is None for a method that cannot tell; `recall_seen`, recall on queries of the document that the
+    method's index was built from, for one that is built from none; `list_coverage`, the share of the oracle's tokens
+    that the lists it read name at all, for one without lists; `raised` and `dense`, the shares of the queries of a head
+    that a guard gave a higher budget or everything, without a guard.
+    """
+
+    method: str
+    variant: str
+    budget: float | int
+    budget_tokens: int
+    selected_tokens: float
+    recall: float
+    attention_mass: float
+    output_error: float
+    kv_fraction: float
+    missed_mass: float
+    missed_estimate: float | None
+    recall_seen: float | None
+    list_coverage: float | None
+    raised: float | None
+    dense: float | None
+    layer: int | None
+    kv_head: int | None
+
+
+@dataclass(frozen=True)
+class RecallReport:
+    """A whole report; `rows` holds one row for each method, variant, budget, layer and KV head; `prefill` is how the
+    index's context was computed."""
+
+    index: str
+    model: str
+    n_context: int
+    n_middle: int
+    n_queries: int
+    prefill: str
+    rows: list[RecallRow]
+
+    def by(self, *names: str) -> list[RecallRow]:
+        """Rows for each value of `layer`, of `kv_head`, or of both; without names, averages over everything."""
+        groups: dict[RecallRow, list[RecallRow]] = {}
+        for row in self.rows:
+            group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
+            group |= {name: getattr(row, name) if name in names else None for name in ("layer", "kv_head")}
+            groups.setdefault(replace(row, **group), []).append(row)
+        return [_mean(group, rows) for group, rows in groups.items()]
+
+    def best_within(self, kv_fraction: float) -> RecallRow | None:
+        """The average row of lowest output error among those that read no more; None where all read more."""
+        within = [row for row in self.by() if row.kv_fraction <= kv_fraction and not methods()[row.method].is_bound]
+        return min(within, key=lambda row: row.output_error, default=None)
+
+
+def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:
+    def mean(name: str) -> float | None:
+        values = [getattr(row, name) for row in rows]
+        return None if None in values else fmean(values)
+
+    means: dict[str, Any] = {name: mean(name) for name in MEASURES}
+    return replace(group, **means)
+
+
+@torch.inference_mode()
+def recall_report(
+    artifact: Artifact,
+    names: list[str],
+    budgets: list[Budget],
+    queries: Queries,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    *,
+    residual: bool = False,
+    guard: Guard | None = None,
+) -> RecallReport:
+    """Measure methods by name at each budget, layer by layer; memory is one layer's.
+
+    Args:
+        queries: the held-out tail's, or a person's questions; every method sees the same.
+        progress: called with layers done and layers in all.
+        residual: measure each variant also with centroids in the place of what it does not choose.
+        guard: measure each variant that can tell what it leaves also under this guard.
+
+    Raises:
+        UsageError: a residual is asked for and the index has no value centroids.
+    """
+    manifest = artifact.manifest
+    measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
+    rows: list[RecallRow] = []
+    boards: Boards = {}
+    for done, layer in enumerate(manifest.indexed_layers, 1):
+        seen = _recall_seen(artifact, layer, measured)
+        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer), boards).items():
+            means = measures.means()
+            means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
+            rows += _rows(one, manifest.split.middle, layer, means)
+        progress(done, len(manifest.indexed_layers))
+    return RecallReport(
+        index=str(artifact.folder),
+        model=manifest.model.id,
+        n_context=manifest.split.tokens,
+        n_middle=manifest.split.middle,
+        n_queries=len(queries),
+        prefill=str(manifest.prefill),
+        rows=rows,
+    )
+
+
+def forms(artifact: Artifact, name: str, *, residual: bool) -> list[tuple[str, Method, bool]]:
+    """The forms of a method that are compared: their names, and whether centroids stand for what each leaves; with
+    `residual` also each with them, where the method has nothing of its own that stands for it."""
+    variants = methods()[name].variants(artifact.manifest.methods.get(name))
+    found = [(variant, method, False) for variant, method in variants.items()]
+    if residual and not any(form.replaces() for form in variants.values()):
+        found += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
+    return found
+
+
+def _variants(
+    artifact: Artifact, names: list[str], budgets: list[Budget], *, residual: bool, guard: Guard | None
+) -> list[Measured]:
+    measured = []
+    for name in names:
+        plain = forms(artifact, name, residual=residual)
+        guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in plain]
+        if guard is not None:
+            guarded += [
+                (f"{variant} + guard".strip(), method, replaced, guard)
+                for variant, method, replaced in plain
+                if tells_missed(method, residual=replaced)
+            ]
+        measured += [
+            Measured(name, variant, method, budget, replaced, by)
+            for variant, method, replaced, by in guarded
+            for budget in budgets
+        ]
+    return measured
+
+
+def _recall_seen(artifact: Artifact, layer: int, measured: list[Measured]) -> dict[Measured, torch.Tensor]:
+    """Recall [Hk] on the queries of the document that methods learned from, for those that did."""
+    learned = [one for one in measured if one.method.learns_queries]
+    block = seen_block(artifact, layer) if learned else None
+    if block is None:
+        return {}
+    return {one: found.means()["recall"] for one, found in measure_layer(artifact, layer, learned, [block]).items()}
+
+
+def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:
+    """One row for each KV head, from means [Hk] of each measure."""
+    of_head: list[dict[str, Any]] = [
+        {name: _known(float(values[kv_head])) for name, values in means.items()}
+        for kv_head in range(len(means["recall"]))
+    ]
+    return [
+        RecallRow(
+            method=one.name,
+            variant=one.variant,
+            budget=one.budget.value,
+            budget_tokens=one.budget.tokens(middle),
+            layer=layer,
+            kv_head=kv_head,
+            **measures,
+        )
+        for kv_head, measures in enumerate(of_head)
+    ]
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,119 @@
+"""What a clustering looks like: sizes and spread per level, blocks, and the tokens of its biggest clusters."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from sparsekv.runtime.selection.distortion import relative_spreads
+
+
+@dataclass(frozen=True)
+class LevelShape:
+    """One level of one layer, over all KV heads: tokens per cluster, with quantiles of the clusters that hold any.
+
+    The spreads are `relative_spreads` of keys and values, None where the index has no such centroids.
+    """
+
+    level: int
+    clusters: int
+    empty: int
+    min: int
+    median: float
+    p99: float
+    max: int
+    key_spread: float | None
+    value_spread: float | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that were clustered by themselves, `start` to `stop` (not included) as positions in the prompt, and the
+    clusters of the finest level that each KV head has for them; an open block takes new tokens in."""
+
+    start: int
+    stop: int
+    tokens: int
+    clusters: int
+    open: bool
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One cluster of the finest level: its KV head, its number and the positions of its tokens in the prompt."""
+
+    kv_head: int
+    cluster: int
+    positions: list[int]
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """One layer's clusters; `levels` and `blocks` in order, the finest level first; `counts` [Hk, C] are that level's.
+
+    `blocks` is empty where the whole middle was clustered at once.
+    """
+
+    levels: list[LevelShape]
+    blocks: list[Block]
+    counts: torch.Tensor
+    biggest: list[Cluster]
+
+
+def describe_clusters(
+    tensors: dict[str, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, first_token: int, biggest: int
+) -> Clustering:
+    """Describe a layer from the artifact's tensors, with token positions counted from the first middle token.
+
+    Args:
+        keys, values: [Hk, M, D] of the middle, as attended, in order of position.
+        first_token: position in the prompt of the first middle token.
+        biggest: how many of the biggest clusters to list, over all KV heads.
+    """
+    counts = tensors["level0.counts"]
+    largest = counts.flatten().topk(min(biggest, counts.numel())).indices.tolist()
+    spreads = (relative_spreads(keys, tensors, "centroids"), relative_spreads(values, tensors, "value_centroids"))
+    return Clustering(
+        levels=_levels(tensors, *spreads),
+        blocks=_blocks(tensors, first_token),
+        counts=counts,
+        biggest=[_cluster(tensors, first_token, *divmod(number, counts.shape[1])) for number in largest],
+    )
+
+
+def _levels(tensors: dict[str, torch.Tensor], key_spreads: list[float], value_spreads: list[float]) -> list[LevelShape]:
+    shapes = []
+    for level in range(sum(name.endswith(".counts") for name in tensors)):
+        counts = tensors[f"level{level}.counts"]
+        filled = counts[counts > 0].double()
+        shapes.append(
+            LevelShape(
+                level=level,
+                clusters=counts.numel(),
+                empty=int((counts == 0).sum()),
+                min=int(filled.min()),
+                median=float(filled.quantile(0.5)),
+                p99=float(filled.quantile(0.99)),
+                max=int(filled.max()),
+                key_spread=key_spreads[level] if key_spreads else None,
+                value_spread=value_spreads[level] if value_spreads else None,
+            )
+        )
+    return shapes
+
+
+def _blocks(tensors: dict[str, torch.Tensor], first_token: int) -> list[Block]:
+    if "block_offsets" not in tensors:
+        return []
+    tokens = list(pairwise(tensors["block_offsets"].tolist()))
+    clusters = list(pairwise(tensors["block_clusters"][0].tolist()))
+    return [
+        Block(start + first_token, stop + first_token, stop - start, end - first, open=number == len(tokens) - 1)
+        for number, ((start, stop), (first, end)) in enumerate(zip(tokens, clusters, strict=True))
+    ]
+
+
+def _cluster(tensors: dict[str, torch.Tensor], first_token: int, kv_head: int, cluster: int) -> Cluster:
+    start, stop = tensors["token_offsets"][kv_head, cluster : cluster + 2].tolist()
+    positions = tensors["token_order"][kv_head, start:stop] + first_token
+    return Cluster(kv_head, cluster, sorted(positions.tolist()))

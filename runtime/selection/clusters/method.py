@@ -1,0 +1,49 @@
+"""What methods that choose clusters have in common: the lookup, and what a person sees of the clusters."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
+from sparsekv.runtime.selection.clusters.selector import OPENED
+from sparsekv.runtime.selection.interface import Method, MiddleContext
+
+LOOKUPS = ("flat", "hierarchical")
+
+
+@dataclass(frozen=True)
+class ClusterMethod(Method):
+    """Looks up clusters flat, in the finest level alone, or down the levels of the index."""
+
+    needs_index: ClassVar[bool] = True
+    tells_missed: ClassVar[bool] = True
+    lookup: str = field(default="flat", metadata={"help": f"How clusters are looked up: {', '.join(LOOKUPS)}."})
+    opened: float = field(
+        default=OPENED,
+        kw_only=True,
+        metadata={"help": "Down levels, times the budget's share of the clusters that are scored; half at most."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.lookup not in LOOKUPS:
+            raise UsageError(f"--lookup {self.lookup}: choose one of {', '.join(LOOKUPS)}")
+        if not self.opened > 0:
+            raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
+
+    def is_hierarchical(self, context: MiddleContext) -> bool:
+        """Whether to look down the levels; UsageError when the index has only one."""
+        if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
+            raise UsageError("this index has one level; build it with two, such as --levels 0.05,0.01")
+        return self.lookup == "hierarchical"
+
+    @classmethod
+    def lookups(cls, record: MethodRecord | None) -> tuple[str, ...]:
+        """The lookups that an index has levels for."""
+        return LOOKUPS if record is not None and len(record.parameters["levels"]) > 1 else LOOKUPS[:1]
+
+    @classmethod
+    def describe(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
+        return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)

@@ -1,0 +1,281 @@
+"""Choosing clusters by their centroids, flat or down a hierarchy, and what stands for the clusters not chosen."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
+from sparsekv.kernels.clusters.best_clusters import CountedClusters
+from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, until_enough
+from sparsekv.kernels.clusters.tree import Tree, child_scores
+from sparsekv.kernels.common.runs import fill_budget
+from sparsekv.kernels.scores.logits import cluster_scores
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.clusters.steps import ClusterSteps
+from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
+from sparsekv.runtime.selection.clusters.thresholds import Thresholds
+from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
+from sparsekv.runtime.selection.interface import Asked, MiddleContext, Replacement, Selection, Selector, Taken
+
+OPENED = 4.0  # measured: half of the clusters keep hardly more of the attention
+OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """Clusters of one level that were scored: numbers, scores, token counts [Hk, Q or 1, S]; and the rows read."""
+
+    level: int
+    clusters: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+    read: torch.Tensor | float
+
+
+class ClusterSelector(Selector):
+    """One layer's levels of centroids; runs are whole clusters of the artifact's token order.
+
+    Args:
+        hierarchical: score the children of what a coarse level leaves, not all clusters of the finest.
+        opened: of a finer level's clusters, this many times the budget's share are scored then, and half at most.
+        thresholds: choose by score; None: to the budget.
+        replace: let the centroids of clusters stand for their tokens that are not chosen.
+        clustering: how new tokens are clustered, `takes` at a time; None: they are not taken in.
+        windowed_rope: score lookup centroids, of keys with RoPE undone; None: the centroids of keys as attended.
+    """
+
+    def __init__(
+        self,
+        context: MiddleContext,
+        *,
+        hierarchical: bool,
+        opened: float = OPENED,
+        thresholds: Thresholds | None = None,
+        replace: bool = False,
+        clustering: BlockClustering | None = None,
+        takes: int = 0,
+        windowed_rope: WindowedRope | None = None,
+    ):
+        self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
+        self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
+        if clustering is None:
+            self._look_in(lookup_tensors(context.tensors))
+        else:
+            self.stream, self.takes = ClusterStream(context.tensors, clustering, windowed_rope), takes
+            self._look_in(self.stream.found())
+
+    def _look_in(self, found: dict[str, torch.Tensor]) -> None:
+        """Let these be the clusters to choose from; one sync where there are levels."""
+        levels = sum(name.endswith(".centroids") for name in found)
+        of_levels = {
+            name: tuple(found[f"level{level}.{name}"] for level in range(levels) if f"level{level}.{name}" in found)
+            for name in OF_LEVELS
+        }
+        self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
+        self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
+        self.tree = Tree(scored or self.keys, **of_levels)
+        self.token_order, self.starts = found["token_order"], found["starts"]
+        self.middle = self.token_order.shape[1]
+        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
+        self.most_children = [int(children.max()) for children in self.tree.children]
+        self.open_row = 0 if self.stream is None else self.stream.open.row
+        logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
+        self.steps = ClusterSteps(
+            tree=self.tree,
+            keys=self.keys,
+            values=self.values,
+            starts=self.starts,
+            first_row=found["first_row"],
+            counted=CountedClusters(self.tree.centroids[0], self.tree.counts[0], logs, shares, self.middle),
+            below=self._below(),
+            facts=self.facts,
+            own=not scored,
+        )
+        values, facts = self.values[0] if self.values else None, self.facts
+        self.at_once = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
+
+    def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What kernels go down two levels by."""
+        if len(self.parents) != 1 or self.windowed_rope is not None:
+            return None
+        return self.tree.children[0].int(), self.tree.first_child[0].int()
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        assert self.stream is not None
+        taken = self.stream.take(keys, values)
+        self._look_in(self.stream.found())
+        return taken
+
+    def forget(self) -> torch.Tensor | None:
+        order = None if self.stream is None else self.stream.forget()
+        if self.stream is not None and order is not None:
+            self._look_in(self.stream.found())
+        return order
+
+    def replace_by_own_clusters(self) -> bool:
+        self.replace = bool(self.values)
+        return self.replace
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """To a budget without a sync; by threshold one a level sizes the gather, but for the flat one in place."""
+        query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
+        flat = self._is_flat(budget)
+        if query.shape[2] == 1 and not asked.shared and (step := self._step(query, budget, flat, asked.counter)):
+            return step
+        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
+        while looked[-1].level:
+            looked.append(self._look_below(query, looked[-1], budget, asked.shared))
+        lengths, capacity = self._choose(looked[-1], budget, asked.shared)
+        read = sum((one.read for one in looked[1:]), looked[0].read)
+        return Selection(
+            starts=_gather(self.starts, looked[-1].clusters),
+            lengths=lengths,
+            capacity=capacity,
+            index_rows=read * self._rows_of_a_cluster(),
+            replacements=self._remainders(looked, lengths) if self.replace else (),
+            dropped=None if self.replace else lambda: self._remainders(looked, lengths),
+        )
+
+    def attend_at_once(
+        self,
+        query: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        budget: Budget,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float] | None:
+        """Of the finest clusters alone, to a budget."""
+        tokens = min(budget.tokens(self.middle), self.middle)
+        if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
+            return None
+        output = attend_to_best(query, self.at_once, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
+        return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
+
+    def _is_flat(self, budget: Budget) -> bool:
+        """Whether all of the finest clusters are looked at; of what the coarse levels leave, half at most: a larger
+        budget gains nothing from going through them."""
+        return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
+
+    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, counter: torch.Tensor | None) -> Selection | None:
+        """One query's choice by kernels; None where there are none for it."""
+        rows, replace = self._rows_of_a_cluster(), self.replace
+        tokens = min(budget.tokens(self.middle), self.middle)
+        if self.middle > MOST_TOKENS:
+            return None
+        if self.thresholds is not None:
+            if not (flat and counter is not None and query.is_cuda):
+                return None
+            threshold = self.thresholds.finest(budget.share(self.middle), shared=False)
+            return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold, counter=counter)
+        if not query.is_cuda:
+            return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
+        if flat:
+            return self.steps.flat(query, tokens, rows=rows, replace=replace)
+        if self.steps.below is None:
+            return None
+        wanted, slots = self._wanted(0, 1, budget), self._slots(0, 1, budget)
+        return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, counter=counter)
+
+    def _rows_of_a_cluster(self) -> int:
+        """What is read of one that is looked up: what is scored and, to stand for its tokens, key and value."""
+        if not self.replace:
+            return 1
+        return 2 if self.windowed_rope is None else 3
+
+    def _look_at(self, query: torch.Tensor, level: int, shared: bool) -> _Looked:
+        centroids, counts = self.tree.centroids[level], self.tree.counts[level]
+        scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
+        clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
+        return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
+
+    def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
+        """Score the children of the surviving clusters against each other alone."""
+        level = above.level - 1
+        starts, lengths, capacity = self._open(above, budget, shared)
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
+        scores = scores.mean(1, keepdim=True) if shared else scores
+        return _Looked(level, clusters, scores, counts, lengths.sum(-1))
+
+    def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Runs of clusters whose parents survive: above the coarse threshold, or the best ones, until they have as many
+        children as are wanted and hold the budget."""
+        level, depth = above.level - 1, len(self.tree.centroids) - above.level
+        order = above.scores.argsort(dim=-1, descending=True, stable=True)
+        parents = above.clusters.gather(-1, order)
+        starts = _gather(self.tree.first_child[level], parents)
+        # Empty clusters are the last children of the last parent: leaving them out keeps runs runs.
+        children = _gather(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
+        if self.thresholds is not None:
+            alive = (above.scores >= self.thresholds.coarse(depth, shared=shared)) & (above.counts > 0)
+            # The best one is always opened: a head below the threshold everywhere still needs a denominator.
+            alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
+            lengths = children * alive
+            return starts, lengths, int(lengths.sum(-1).max())
+        opened = until_enough(
+            above.counts.gather(-1, order), children, self._wanted(level, depth, budget), budget.tokens(self.middle)
+        )
+        return starts, children * opened, self._slots(level, depth, budget)
+
+    def _wanted(self, level: int, depth: int, budget: Budget) -> int:
+        """How many clusters of a level are to be looked at where a lookup to a budget has gone down `depth` levels."""
+        clusters = self.tree.centroids[level].shape[1]
+        return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
+
+    def _slots(self, level: int, depth: int, budget: Budget) -> int:
+        """How many those can be: more where so many may hold less than the budget, and all children of the last."""
+        enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
+        most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
+        return min(most, self.tree.centroids[level].shape[1])
+
+    def _choose(self, looked: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, int]:
+        """Tokens to take from each cluster that was scored, and a bound of their sum."""
+        if self.thresholds is not None:
+            threshold = self.thresholds.finest(budget.share(self.middle), shared=shared)
+            kept = looked.counts.long() * (looked.scores >= threshold)
+            return kept, int(kept.sum(-1).max())
+        order = looked.scores.argsort(dim=-1, descending=True, stable=True)
+        tokens = budget.tokens(self.middle)
+        lengths = fill_budget(looked.counts.gather(-1, order).long(), tokens)
+        return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
+
+    def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[Replacement, ...]:
+        """Each token not taken, once: by its coarsest cluster that was scored and whose child it lies in was not."""
+        parts = []
+        for above, below in pairwise(looked):
+            handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
+            handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
+            # An unused slot names cluster 0 and has no tokens to leave, whatever that cluster handed over.
+            left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
+            parts.append(self._remainder(above, left))
+        return (*parts, self._remainder(looked[-1], looked[-1].counts - taken))
+
+    def _remainder(self, looked: _Looked, left: torch.Tensor) -> Replacement:
+        """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared.
+
+        Where nothing is replaced there may be no value centroids: the keys stand in for them, unread.
+        """
+        keys = self.keys[looked.level]
+        values = self.values[looked.level] if self.values else keys
+        if looked.clusters.shape[2] == keys.shape[1]:
+            everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
+            return Replacement(keys, everything.float().log(), values)
+        if looked.clusters.shape[1] == 1:
+            rows = looked.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
+            return Replacement(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
+        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, looked.clusters, left)
+        return Replacement(keys, spread.float().log(), values)
+
+
+def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """values [Hk, C] of clusters [Hk, Q or 1, S]."""
+    return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
+
+
+def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
+    """[C] on the CPU: entry n is the fewest tokens that n + 1 filled clusters of any head, or all of them, hold."""
+    total = counts.sum(-1, keepdim=True)
+    smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
+    return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()

@@ -1,0 +1,157 @@
+"""Choosing clusters for one query, a decode step's, by kernels that keep what the attention needs."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.attention.decode_attention import StandIns
+from sparsekv.kernels.clusters.best_clusters import CountedClusters, best_clusters
+from sparsekv.kernels.clusters.cluster_choice import (
+    Children,
+    choose_clusters,
+    choose_listed,
+    keep_clusters,
+    open_clusters,
+)
+from sparsekv.kernels.clusters.tree import Tree
+from sparsekv.runtime.selection.interface import ListedRows, Replacement, Selection
+
+
+@dataclass(frozen=True)
+class ClusterSteps:
+    """One layer's clusters, and those of their levels that stand for what is not chosen.
+
+    keys, values: of each level [Hk, C, D]; no values where nothing is replaced: keys stand in for them, unread. starts
+    [Hk, C] int64, and for kernels first_row, int32: the first row of each of the finest clusters. `own` says whether
+    the tree's centroids, which are looked up, are the keys, which are attended; `below` [Hk, C] int32 each, of the
+    level above the finest: how many children a cluster has and which is the first.
+    """
+
+    tree: Tree
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    starts: torch.Tensor
+    first_row: torch.Tensor
+    counted: CountedClusters
+    below: tuple[torch.Tensor, torch.Tensor] | None
+    facts: LayerFacts
+    own: bool
+
+    def flat(
+        self,
+        query: torch.Tensor,
+        tokens: int,
+        *,
+        rows: int,
+        replace: bool,
+        threshold: float | None = None,
+        counter: torch.Tensor | None = None,
+    ) -> Selection:
+        """Of the finest clusters, on a GPU.
+
+        Args:
+            query: [Hk, G, 1, D].
+            rows: that are read of a cluster which is looked up.
+            replace: let centroids stand for the tokens that are not chosen.
+            threshold: take all that reach it, `tokens` at most.
+            counter: [Hk] int64, to which is added how many that are.
+        """
+        centroids, counts = self.tree.centroids[0], self.tree.counts[0]
+        looked = query[:, :, 0], centroids, counts, self.first_row
+        how = self.facts.softmax_scale, self.facts.softcap
+        if threshold is None:
+            chosen = choose_clusters(*looked, tokens, *how)
+        else:
+            chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
+        values = (self.values or self.keys)[0]
+        # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
+        stands = StandIns(chosen.logits, chosen.log_left, values) if self.own else None
+        left = Replacement(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, stands)
+        return Selection(
+            starts=self.starts[:, None],
+            lengths=chosen.lengths[:, None],
+            capacity=tokens,
+            index_rows=float(counts.shape[1] * rows),
+            replacements=(left,) if replace else (),
+            dropped=None if replace else lambda: (left,),
+            taken=tokens if threshold is None else 0,
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
+            each_counted=0 if threshold is None else 2,
+        )
+
+    def down(
+        self,
+        query: torch.Tensor,
+        wanted: int,
+        slots: int,
+        tokens: int,
+        *,
+        rows: int,
+        replace: bool,
+        counter: torch.Tensor | None,
+    ) -> Selection:
+        """Down two levels, on a GPU: the children of the best coarse clusters, and the best of these.
+
+        Args:
+            wanted: children, or more, until they hold `tokens`.
+            slots: more than there can be.
+            counter: [Hk] int64, to which is added how many children that are; then what stands for the rest is told to
+                kernels alone.
+        """
+        assert self.below is not None
+        (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
+        (children, first_child), q = self.below, query[:, :, 0]
+        how = self.facts.softmax_scale, self.facts.softcap
+        of_coarse, in_place = Children(children, first_child, slots, counter), counter is not None
+        opened = open_clusters(q, coarse, coarse_counts, of_coarse, wanted, tokens, *how)
+        below = opened.rows, opened.used
+        listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *how)
+        chosen, (fine_values, coarse_values) = listed.chosen, self.values or self.keys
+        stand_ins = (
+            StandIns(opened.logits, opened.log_left, coarse_values),
+            StandIns(chosen.logits, chosen.log_left, fine_values, *below),
+        )
+
+        def left() -> tuple[Replacement, ...]:
+            there = torch.arange(slots, device=q.device) < opened.used[:, None]
+            some = torch.where(there, opened.rows[:, :slots], 0).long()[..., None].expand(-1, -1, fine.shape[2])
+            coarse_left, fine_left = opened.log_left[:, None, : coarse.shape[1]], chosen.log_left[:, None, :slots]
+            return (
+                Replacement(coarse, coarse_left, coarse_values),
+                Replacement(fine.gather(1, some), fine_left, fine_values.gather(1, some)),
+            )
+
+        return Selection(
+            starts=listed.starts[:, None],
+            lengths=chosen.lengths[:, None],
+            capacity=tokens,
+            index_rows=(coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * rows,
+            replacements=left() if replace and not in_place else (),
+            dropped=None if replace else left,
+            taken=tokens,
+            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
+            stand_ins=stand_ins if replace and in_place else None,
+            each_counted=rows if in_place else 0,
+        )
+
+    def best(self, query: torch.Tensor, tokens: int, *, rows: int, replace: bool) -> Selection:
+        """Of the finest clusters, on a CPU: only clusters that are chosen, and a few more, come in the runs."""
+        keys = self.keys[0]
+        best = best_clusters(query.squeeze(2), self.counted, tokens, self.facts.softmax_scale, self.facts.softcap)
+
+        def left() -> tuple[Replacement, ...]:
+            share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
+            # With these logits, which are whole clusters', go shares of them in the place of counts.
+            stands = StandIns(best.logits, share.squeeze(1), values) if self.own else None
+            return (Replacement(keys, self.counted.log_counts + share, values, stands),)
+
+        return Selection(
+            starts=self.starts.gather(1, best.clusters).unsqueeze(1),
+            lengths=best.lengths.unsqueeze(1),
+            capacity=tokens,
+            index_rows=float(keys.shape[1] * rows),
+            replacements=left() if replace else (),
+            dropped=None if replace else left,
+            taken=tokens,
+        )

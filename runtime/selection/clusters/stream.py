@@ -1,0 +1,206 @@
+"""New tokens join the last block of a layer's clusters while a model decodes (Multipole Attention, section 3.3).
+
+Only the open block changes: its clusters take tokens in until it closes, and what is written anew is its rows alone, so
+an update costs what the block costs, however long the context. The last stored block comes back as it was for the next
+question: rows are only ever permuted, so its keys and values need no copy. One seed, one result.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+
+from sparsekv.kernels.clusters.best_clusters import logs_and_shares
+from sparsekv.kernels.clusters.tree import tree_from_tensors
+from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
+from sparsekv.kernels.kmeans.kmeans import random_kmeans, to_space
+from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens, online_levels
+from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
+from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
+from sparsekv.runtime.selection.interface import Taken
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BlockClustering:
+    """How an indexer clustered its blocks, and so how new tokens are: shares of each level, W, space, seed."""
+
+    levels: tuple[float, ...]
+    block: int
+    space: str
+    iterations: int
+    seed: int
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, Any]) -> Self:
+        """From the indexer's parameters in a manifest."""
+        names = ("block", "space", "iterations", "seed")
+        return cls(tuple(parameters["levels"]), **{name: parameters[name] for name in names})
+
+    def anew(self, keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Labels [Hk, T] of a block's keys [Hk, T, D], clustered from scratch."""
+        clusters = level_sizes(self.levels, keys.shape[1])[0]
+        return random_kmeans(to_space(keys, self.space), clusters, self.iterations, generator)
+
+    def joined(
+        self, keys: torch.Tensor, labels: torch.Tensor, clusters: int, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Labels [Hk, T] of a block's keys [Hk, T, D] of which the first have labels [Hk, T_old] in some clusters."""
+        wanted = max(clusters, level_sizes(self.levels, keys.shape[1])[0])
+        join = join_by_graph if keys.is_cuda else join_tokens
+        return join(to_space(keys, self.space), labels, clusters, wanted, generator)
+
+    def tensors(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        labels: torch.Tensor,
+        first: int,
+        generator: torch.Generator,
+        attended: torch.Tensor | None = None,
+    ) -> Tensors:
+        """The artifact's tensors of a block from its finest labels.
+
+        Args:
+            keys, values: [Hk, T, D].
+            first: position of its first token.
+            attended: [Hk, T, D], the keys that are attended where others were clustered.
+        """
+        levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
+        return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
+
+
+def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[int] | None = None) -> Tensors:
+    """What a lookup reads, from the artifact's tensors of some neighbouring blocks.
+
+    Args:
+        first_row, first_clusters: what comes before these blocks: rows, and clusters of each level.
+
+    Returns:
+        token_order [Hk, M] and starts [Hk, C_0] int64, the first row of each cluster, which kernels want as first_row,
+        int32; levelI.centroids, .counts and .value_centroids as they were; level0.log_counts and .shares, the
+        `logs_and_shares` of the counts;
+        levelI.parent [Hk, C_I] int64; and of coarse levels [Hk, C_I] int64 .first_child and .children, of which empty
+        clusters are left out.
+    """
+    tree = tree_from_tensors(tensors)
+    first = first_clusters or [0] * len(tree.centroids)
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith("level")}
+    found["token_order"] = tensors["token_order"].long()
+    found["starts"] = tensors["token_offsets"][:, :-1].long() + first_row
+    found["first_row"] = found["starts"].int()
+    found["level0.log_counts"], found["level0.shares"] = logs_and_shares(tree.counts[0])
+    for level, first_child in enumerate(tree.first_child):
+        parent = tensors[f"level{level}.parent"].long()
+        filled = (tree.counts[level] > 0).long()
+        found[f"level{level}.parent"] = parent + first[level + 1]
+        found[f"level{level + 1}.first_child"] = first_child + first[level]
+        found[f"level{level + 1}.children"] = torch.zeros_like(first_child).scatter_add_(1, parent, filled)
+    return found
+
+
+@dataclass
+class _Open:
+    """Where the open block begins: its first row, and its first cluster of each level."""
+
+    row: int
+    clusters: list[int]
+
+    def start(self, name: str) -> int:
+        """First entry of the open block in a tensor of `lookup_tensors`."""
+        if name == "token_order":
+            return self.row
+        return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
+
+
+class ClusterStream:
+    """A layer's clusters, whose last block takes tokens in.
+
+    Args:
+        tensors: the artifact's, with block_offsets and block_clusters; token positions counted from the middle's first.
+        windowed_rope: cluster keys with RoPE undone; None: as they are attended.
+    """
+
+    def __init__(self, tensors: Tensors, clustering: BlockClustering, windowed_rope: WindowedRope | None = None):
+        self.clustering, self.windowed_rope = clustering, windowed_rope
+        found = lookup_tensors(tensors)
+        self.rows = {name: GrowingRows(tensor) for name, tensor in found.items()}
+        clusters = [int(tensors["block_clusters"][0, -2])]
+        while f"level{len(clusters) - 1}.parent" in found:
+            # Clusters are numbered by parent, so that the first one of a block belongs to the first one above it.
+            clusters.append(int(found[f"level{len(clusters) - 1}.parent"][0, clusters[-1]]))
+        self.open = self.stored_open = _Open(int(tensors["block_offsets"][-2]), clusters)
+        self.stored: Tensors = {}
+
+    def found(self) -> Tensors:
+        """What a lookup reads now: views."""
+        return {name: rows.rows for name, rows in self.rows.items()}
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        """Take new tokens in: into the open block's clusters or, when it closes, into blocks that are clustered anew.
+
+        Args:
+            keys, values: [Hk, T, D], the open block's rows as they lie, then the new ones.
+        """
+        if not self.stored:
+            self.stored = {name: rows.rows[:, self.open.start(name) :].clone() for name, rows in self.rows.items()}
+        first, tokens = self.open.row, keys.shape[1]
+        places = self._places(tokens)
+        attended, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
+        keys = attended if self.windowed_rope is None else self.windowed_rope.undo(attended, first)
+        # From the number of tokens alone: a cache that was rewound takes the same tokens in alike.
+        generator = torch.Generator(keys.device).manual_seed(self.clustering.seed + first + tokens)
+        cuts = [cut - first for cut in block_offsets(first + tokens, self.clustering.block) if cut >= first]
+        if len(cuts) == 2:
+            labels = [self.clustering.joined(keys, *self._labels(places), generator)]
+        else:
+            labels = [self.clustering.anew(keys[:, start:stop], generator) for start, stop in pairwise(cuts)]
+        blocks = []
+        for (start, stop), of_block in zip(pairwise(cuts), labels, strict=True):
+            in_softmax = None if self.windowed_rope is None else attended[:, start:stop]
+            of_keys, of_values = keys[:, start:stop], values[:, start:stop]
+            blocks.append(self.clustering.tensors(of_keys, of_values, of_block, first + start, generator, in_softmax))
+        found = lookup_tensors(join_blocks(blocks), first, self.open.clusters)
+        for name, rows in found.items():
+            self.rows[name].write(self.open.start(name), rows)
+        passes = 1 + (REFINEMENTS if len(cuts) == 2 else self.clustering.iterations)
+        self._close(blocks[:-1], cuts[-2])
+        return Taken(places.gather(1, found["token_order"] - first), float(passes * tokens))
+
+    def forget(self) -> torch.Tensor | None:
+        """Back to the stored clusters; returns the order [Hk, T] of their last block's rows among those that lie there,
+        None when nothing was taken in."""
+        if not self.stored:
+            return None
+        self.open = self.stored_open
+        places = self._places(self.rows["token_order"].used - self.open.row)
+        for name, tensor in self.stored.items():
+            self.rows[name].write(self.open.start(name), tensor)
+        order = places.gather(1, self.stored["token_order"] - self.open.row)
+        self.stored = {}
+        return order
+
+    def _places(self, tokens: int) -> torch.Tensor:
+        """[Hk, tokens]: in which row from the open block on each token lies; new ones lie where they are."""
+        positions = self.rows["token_order"].rows[:, self.open.row :] - self.open.row
+        new = torch.arange(positions.shape[1], tokens, device=positions.device)
+        return torch.cat([positions.argsort(1), new.expand(len(positions), -1)], 1)
+
+    def _labels(self, places: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Finest cluster [Hk, T_old] of the open block's tokens, counted from its first, and how many there are."""
+        counts = self.rows["level0.counts"].rows[:, self.open.clusters[0] :]
+        ends = counts.long().cumsum(1)
+        old = self.rows["token_order"].used - self.open.row
+        labels = torch.searchsorted(ends, places[:, :old].contiguous(), right=True)
+        return labels, counts.shape[1]
+
+    def _close(self, closed: list[Tensors], rows: int) -> None:
+        clusters = [
+            first + sum(block[f"level{level}.counts"].shape[1] for block in closed)
+            for level, first in enumerate(self.open.clusters)
+        ]
+        self.open = _Open(self.open.row + rows, clusters)

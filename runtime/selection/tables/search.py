@@ -1,0 +1,54 @@
+"""One decode step's search of query-centric lists by kernels, which read them by token and wait for nothing."""
+
+import math
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.tables.list_codes import encode_lists
+from sparsekv.kernels.tables.list_ranks import ExactKeys, rank_tokens
+from sparsekv.kernels.tables.row_ranks import rank_rows
+from sparsekv.kernels.tables.table_lookup import Tables
+from sparsekv.kernels.tables.top_ranks import top_ranked
+from sparsekv.runtime.selection.interface import Selection
+
+FEWEST_KEYS = 2**14  # with fewer a step is mostly launches, and lists are read as they are
+
+
+class ListSearch:
+    """One layer's lists, laid out by token: four bits in each list for every key of the middle.
+
+    Args:
+        tables: of which it keeps the centroids.
+        scoring, weights: see `estimate_part` and `look_up`.
+    """
+
+    def __init__(self, tables: Tables, scoring: str, weights: torch.Tensor | None, facts: LayerFacts):
+        self.lists, self.facts = encode_lists(tables, scoring, weights), facts
+        self.one = torch.ones(1, 1, 1, dtype=torch.int32, device=tables.tokens.device)
+
+    def select(
+        self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
+    ) -> Selection:
+        """The best tokens, in order of position; what each query of a group reads is counted by itself.
+
+        Args:
+            query: [Hk, G, D]; keys: [Hk, M, D] of the middle.
+            rerank: how many times as many are read, to choose among by exact logits.
+        """
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        candidates = min(self.lists.keys, math.ceil(tokens * rerank))
+        ranked = rank_tokens(query, self.lists, exact, candidates, scale, softcap)
+        chosen, more = top_ranked(ranked, candidates), candidates - tokens
+        if more:
+            ranked = rank_rows(query, keys, chosen, ranked.logsumexp, tokens, scale, softcap)
+            chosen = top_ranked(ranked, tokens, chosen)
+        read = query.shape[1] * self.lists.codes[0, :, 0].nbytes + self.lists.centroids[0].nbytes
+        return Selection(
+            starts=chosen[:, None],
+            lengths=self.one.expand(len(chosen), 1, tokens),
+            capacity=tokens,
+            index_rows=read / (keys.shape[2] * keys.element_size()) + more,
+            taken=tokens,
+            single_rows=True,
+        )

@@ -1,0 +1,221 @@
+"""Choosing tokens through query-centric tables, again or from the last search, while new keys enter the lists."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
+from sparsekv.kernels.tables.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
+from sparsekv.kernels.tables.tables import cosine_kmeans, insert, split_channels, top_lists
+from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, MiddleContext, Selection, Selector, Taken
+from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
+from sparsekv.runtime.selection.token_choice import token_logits
+
+ENTRY_BYTES = 6  # int32 position, float16 score
+CENTROID_BYTES = 2  # a channel, float16
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # of the queries that come with the tokens taken in at a time
+LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of what they attend exactly anyway, and whether one choice is
+    for all of them."""
+
+    query: torch.Tensor
+    beside: torch.Tensor
+    shared: bool
+
+
+@dataclass
+class _Held:
+    """What the last search chose, and how many steps have used it."""
+
+    selection: Selection
+    steps: int = 1
+
+
+class TableSelector(Selector):
+    """One layer's tables; rows are chosen one by one, in order of position.
+
+    Args:
+        rerank: how many times the budget's keys, the best by the tables, are read to choose among by exact logits.
+        backoff: parts of a query whose best cosine is below it read two lists.
+        step: search at every so many queries, and keep to what was found between.
+        takes: how many new tokens enter the lists at a time; 0: none.
+    """
+
+    def __init__(
+        self,
+        context: MiddleContext,
+        *,
+        scoring: str = "mean",
+        rerank: float = 1.0,
+        fitted: bool = False,
+        backoff: float | None = None,
+        step: int = 1,
+        takes: int = 0,
+    ):
+        self.facts, self.scoring, self.rerank, self.backoff = context.facts, scoring, rerank, backoff
+        self.step, self.takes, self.steps_alike = step, takes, step == 1
+        self.weights = context.tensors["part_weights"] if fitted else None
+        middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
+        self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
+        self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
+        self.open_row, self.held = middle, dict[Budget, _Held]()
+        self.recent: list[torch.Tensor] = []
+        # What is taken in changes lists, and a part of two centroids has two: these are read as they are.
+        reached = self.tables.tokens.is_cuda and backoff is None and not takes and middle >= FEWEST_KEYS
+        self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
+
+    def select(self, asked: Asked, budget: Budget) -> Selection:
+        """Allocates the estimated logits, for 128 MB of queries at a time."""
+        if self.takes and not any(asked.query is query for query in self.recent[-1:]):
+            self.recent.append(asked.query)
+        if asked.shared or self.step == 1:
+            return self._search(asked, budget)
+        if asked.query.shape[2] > 1:
+            return self._search_some(asked, budget)
+        held = self.held.get(budget)
+        if held is None or held.steps >= self.step:
+            held = self.held[budget] = _Held(self._search(asked, budget))
+            return held.selection
+        held.steps += 1
+        return replace(held.selection, index_rows=0.0)
+
+    def _search_some(self, asked: Asked, budget: Budget) -> Selection:
+        """For queries of steps that follow each other, as these would search."""
+        query, Q = asked.query, asked.query.shape[2]
+        some = replace(
+            asked,
+            query=query[:, :, :: self.step],
+            positions=lambda: asked.positions()[:: self.step],
+            exact_logsumexp=lambda: asked.exact_logsumexp()[..., :: self.step],
+        )
+        found = self._search(some, budget)
+        repeated = {name: getattr(found, name).repeat_interleave(self.step, 1)[:, :Q] for name in ("starts", "lengths")}
+        index_rows = torch.zeros(len(query), Q, device=query.device)
+        index_rows[:, :: self.step] = found.index_rows
+        return replace(found, **repeated, index_rows=index_rows)
+
+    def _search(self, asked: Asked, budget: Budget) -> Selection:
+        query, tokens = asked.query, budget.tokens(self.tables.keys)
+        if self.by_token is not None and asked.in_place and asked.exact_keys is not None:
+            return self.by_token.select(query[:, :, 0], asked.exact_keys, self.keys.rows, tokens, self.rerank)
+        at_once = max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys))
+        split = zip(query.split(at_once, 2), asked.exact_logsumexp().split(at_once, 2), strict=True)
+        pieces = [_Piece(some, beside, asked.shared) for some, beside in split]
+        found = [self._choose(some, tokens) for some in ([pieces] if asked.shared else [[one] for one in pieces])]
+        starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        return Selection(starts, torch.ones_like(starts), tokens, rows)
+
+    def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [Hk, Q or 1, K], rising, for the queries of a piece or of all together, and D-sized rows read."""
+        estimated = [self._estimate(piece) for piece in pieces]
+        probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
+        candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
+        more = candidates.shape[-1] - tokens
+        if more:
+            totals = [one[2] for one in estimated]
+            exact = [self._exact(piece, total, candidates) for piece, total in zip(pieces, totals, strict=True)]
+            candidates = candidates.gather(-1, _best(torch.stack(exact).sum(0), tokens))
+        return candidates, self._rows(lists) + more
+
+    def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Probabilities [Hk, Q or 1, M], summed over the group and what is shared; lists read [Hk, Q or 1]; and the
+        log-sum-exps [Hk, G, Q] that they are normalised by, which count what is attended exactly anyway."""
+        Hk, G, Q, D = piece.query.shape
+        lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        logits = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
+        if (softcap := self.facts.softcap) is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        beside = piece.beside.transpose(1, 2).flatten(1)
+        weights, totals = softmax_with_logsumexp(torch.cat([logits, beside[..., None]], -1))
+        together = Q * G if piece.shared else G
+        probability = weights[..., :-1].unflatten(1, (-1, together)).sum(2)
+        lists = centroids_used(self.tables, lookup, together)
+        return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
+
+    def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and what is shared."""
+        logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
+        # The estimate may be below what the candidates alone have.
+        totals = torch.maximum(totals, logits.logsumexp(-1))
+        probability = (logits - totals[..., None]).exp().sum(1)
+        return probability.sum(1, keepdim=True) if piece.shared else probability
+
+    def _rows(self, lists: torch.Tensor) -> torch.Tensor:
+        """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""
+        centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
+        return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+
+    def in_reach(self, asked: Asked) -> torch.Tensor:
+        """The tokens that the lists of a query's nearest centroids name, over its group."""
+        Hk, G, Q, D = asked.query.shape
+        lookup = look_up(self.tables, asked.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=asked.query.device)
+        for part in range(lookup.nearest.shape[1]):
+            for place in range(lookup.nearest.shape[3]):
+                named.scatter_(-1, estimate_part(self.tables, lookup, part, place, self.scoring).tokens, True)
+        by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
+        return by_group
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+        """Let new keys try to enter every list, and queries that came with them have lists of their own.
+
+        Without these, queries of new positions would be looked up among those of old ones: on a real document recall
+        falls by a sixth in a thousand tokens. Reads all lists, and all keys. Allocates the tables once, at first.
+        """
+        old, new = self.tables, keys.shape[1]
+        parts = split_channels(keys, old.channels)
+        scores = (old.centroids @ parts.transpose(-1, -2)).half()
+        positions = old.first_token + torch.arange(old.keys, old.keys + new, device=keys.device)
+        subspaces = zip(*(rows.flatten(0, 1) for rows in (old.tokens, old.scores, scores)), strict=True)
+        lists = [insert(tokens, listed, positions, tried) for tokens, listed, tried in subspaces]
+        shape = *old.tokens.shape[:3], -1
+        tokens, kept = (torch.stack(rows).view(shape) for rows in zip(*lists, strict=True))
+        mean = (old.key_mean * old.keys + parts.sum(2)) / (old.keys + new)
+        self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
+        self.keys.write(old.keys, keys)
+        self.open_row = self.tables.keys
+        read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
+        if self.recent:
+            self.tables = self._with_lists_of(torch.cat(self.recent, 2))
+            self.recent, read = [], read + self.tables.keys
+        order = torch.arange(new, device=keys.device).expand(len(keys), -1)
+        return Taken(order, read)
+
+    def _with_lists_of(self, query: torch.Tensor) -> Tables:
+        """The tables with a few more centroids, of queries [Hk, G, Q, D], and their lists over all keys."""
+        tables = self.tables
+        parts = split_channels(query.flatten(1, 2), tables.channels)
+        generator = torch.Generator(query.device).manual_seed(tables.keys)
+        wanted = min(NEW_CENTROIDS, parts.shape[2])
+        centroids = cosine_kmeans(parts.flatten(0, 1), wanted, NEW_ITERATIONS, generator).unflatten(0, parts.shape[:2])
+        centroids = centroids.half().float()
+        keys = split_channels(self.keys.rows, tables.channels)
+        positions, scores = top_lists(centroids, keys, tables.tokens.shape[-1])
+        return replace(
+            tables,
+            centroids=torch.cat([tables.centroids, centroids], 2),
+            tokens=torch.cat([tables.tokens, positions + tables.first_token], 2),
+            scores=torch.cat([tables.scores, scores], 2),
+        )
+
+    def forget(self) -> torch.Tensor | None:
+        """Back to the stored tables; what the last search found is forgotten too."""
+        self.held.clear()
+        self.recent = []
+        if self.tables is self.stored:
+            return None
+        self.tables, self.open_row = self.stored, self.stored.keys
+        self.keys = GrowingRows(self.stored_keys)
+        return torch.zeros(len(self.stored.centroids), 0, dtype=torch.int64, device=self.stored.centroids.device)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Places [..., count], rising, of the highest scores [..., M]."""
+    return scores.topk(count, -1, sorted=False).indices.sort(-1).values

@@ -1,0 +1,56 @@
+"""Choosing tokens one by one, from exact or estimated logits: what methods without clusters or pages share."""
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.softmax import softmax_beside
+from sparsekv.runtime.selection.interface import Asked, Selection
+
+
+def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """The mean over a group, and over queries that share a choice, of probabilities from logits on the middle.
+
+    They are of the whole softmax, what is attended exactly included, so that heads and queries weigh rightly.
+
+    Args:
+        logits: [Hk, G, Q, M] float32.
+
+    Returns:
+        [Hk, Q, M], or [Hk, 1, M] for a shared choice.
+    """
+    probability = softmax_beside(logits, asked.exact_logsumexp()).mean(1)
+    return probability.mean(1, keepdim=True) if asked.shared else probability
+
+
+def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """Exact logits of the tokens of each choice.
+
+    Args:
+        query: [Hk, G, Q, D].
+        keys: [Hk, M, D].
+        tokens: [Hk, Q or 1, S].
+
+    Returns:
+        [Hk, G, Q, S] float32. Allocates the tokens' keys.
+    """
+    Hk, G, Q, D = query.shape
+    rows = tokens.flatten(1)[..., None].expand(-1, -1, D)
+    chosen = keys.gather(1, rows).view(*tokens.shape, D)
+    if tokens.shape[1] == 1:
+        return attention_logits(query, chosen[:, 0], facts.softmax_scale, facts.softcap)
+    each = query.transpose(1, 2).flatten(0, 1)[:, :, None]
+    logits = attention_logits(each, chosen.flatten(0, 1), facts.softmax_scale, facts.softcap)
+    return logits.view(Hk, Q, G, -1).transpose(1, 2)
+
+
+def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:
+    """The tokens of highest score.
+
+    Args:
+        scores: [Hk, Q, M].
+        tokens: how many, at most M.
+        index_rows: D-sized rows of each head that were read to score them.
+    """
+    starts = scores.topk(tokens, -1).indices
+    return Selection(starts, torch.ones_like(starts), tokens, index_rows, single_rows=True)

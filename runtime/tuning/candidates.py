@@ -1,0 +1,34 @@
+"""What a search for a setting chooses from."""
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.decoding.open import residual_source
+from sparsekv.runtime.reporting.report import forms
+from sparsekv.runtime.selection.interface import choose_methods, methods
+from sparsekv.runtime.tuning.meter import Form
+
+
+def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:
+    """Every form of the named methods, of all that can run on the index for none.
+
+    Args:
+        residual: also each with centroids for what it leaves, where the index has any.
+
+    Raises:
+        UsageError: a method that cannot run, or that only bounds what others can do.
+    """
+    known = methods()
+    for name in names:
+        if name in known and known[name].is_bound:
+            raise UsageError(f"--method {name}: it bounds what a choice can do and is none itself; choose another")
+    chosen = [name for name in choose_methods(names, list(artifact.manifest.methods)) if not known[name].is_bound]
+    residual = residual and _has_centroids(artifact)
+    return [Form(name, *form) for name in chosen for form in forms(artifact, name, residual=residual)]
+
+
+def _has_centroids(artifact: Artifact) -> bool:
+    try:
+        residual_source(artifact)
+    except UsageError:
+        return False
+    return True

@@ -1,0 +1,309 @@
+"""The cheapest setting that holds a target: chosen on one half of the tail's queries, verified on the other.
+
+All forms of all methods are first searched on every third layer with every second query, then each method's most
+promising ones on all layers with all calibration queries, until their budget is known to a factor or what they gain is
+little above the target. What holds there is measured on the held-out half, which no search has seen; where it misses
+the target by more than a tolerance, the search goes on for a gain that is higher by the gap. The cheapest are then
+searched closely, and the cheapest of all may get a budget of its own for each layer.
+
+A goal about the model itself has no layers to sample: an error of attention stands for it in the first search, and the
+model runs for what that leaves of each method.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.tuning.allocation import Option, allocate
+from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded
+from sparsekv.runtime.tuning.candidates import candidates
+from sparsekv.runtime.tuning.goals import Goal
+from sparsekv.runtime.tuning.meter import AttentionMeter, Form, Meter, Point, Shares
+
+LAYER_STRIDE, QUERY_STRIDE = 3, 2
+COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
+FINE_STEP, FINE_RATIO = 1.2, 1.2
+FORMS_KEPT, KEPT_WITHIN = 2, 1.05
+"""How many forms of a method are searched on all layers, and how much more than its best they may read."""
+CONTENDERS, CONTENDING_WITHIN = 2, 1.25
+"""How many settings are searched more closely, and how much more than the best they may read."""
+RAISES = 2
+"""How often a target is raised when the held-out queries miss it."""
+ROUNDING = 1e-12
+CURVE = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 6.0)
+"""Times one budget for all layers, that a layer may have of its own."""
+WORTH = 0.97
+"""Budgets by layer are kept where they read at most this of what one for all reads."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One method's cheapest setting that holds the target, or the one that came nearest where none does.
+
+    `budget` is a share of the middle, the mean of `layer_budgets` where there are any. `calibration` and `held_out` are
+    the goal's measure on either half of the tail; `recall`, `error` and `kv_fraction` are of the held-out one.
+    `aim` is the target it was searched with: a tighter one than was asked for, where the held-out queries wanted that.
+    """
+
+    form: Form
+    budget: float
+    layer_budgets: Shares | None
+    aim: float
+    calibration: float
+    held_out: float
+    recall: float
+    error: float
+    kv_fraction: float
+    holds: bool
+
+
+@dataclass
+class _Candidate:
+    """A form that is searched on all layers, and how often its target was raised since."""
+
+    form: Form
+    search: BudgetSearch
+    hopeless: bool
+    raised: int = 0
+
+    def propose(self) -> float | None:
+        """The share to measure next: one alone where nothing held the target on the sample."""
+        return None if self.hopeless and self.search.gains else self.search.propose()
+
+
+@torch.inference_mode()
+def tune(
+    artifact: Artifact, goal: Goal, names: list[str], progress: Progress = lambda stage, done, of: None
+) -> list[Tuned]:
+    """The cheapest setting of each method that holds a goal, the one that reads least first.
+
+    Memory is one layer's, with all methods made ready for it.
+
+    Args:
+        names: the methods; all that can run on the index for none.
+        progress: called with a round's name, the layers or settings done and those in all.
+
+    Returns:
+        One for each method; those that hold nothing come last, the nearest first.
+
+    Raises:
+        UsageError: a method that cannot run, or that only bounds what others can do.
+    """
+    forms = candidates(artifact, names, residual=goal.residual)
+    tuner = _Tuner(artifact, goal, progress)
+    found = tuner.promising(tuner.search_coarsely(forms))
+    tuner.search(found)
+    tuner.verify(found)
+    contenders = tuner.contenders(found)
+    tuner.search_closely(contenders)
+    tuner.compare_attention(found)
+    tuned = [tuner.uniform(one) for one in found]
+    for first in tuner.contenders(contenders)[:1]:
+        by_layer = tuner.by_layer(first)
+        tuned += [] if by_layer is None else [by_layer]
+    best: dict[str, Tuned] = {}
+    for one in sorted(tuned, key=tuner.rank):
+        best.setdefault(one.form.name, one)
+    return list(best.values())
+
+
+class _Tuner:
+    """The meters of one search and its stages, in the order in which they are called."""
+
+    def __init__(self, artifact: Artifact, goal: Goal, progress: Progress):
+        self.goal, self.rough, self.progress, self.rounds = goal, goal.rough(), progress, 0
+        self.target = goal.gain(goal.value)
+        self.layers = artifact.manifest.indexed_layers
+        self.sample = self.layers[::LAYER_STRIDE]
+        self.calibration, self.held_out = goal.meters(artifact)
+        self.coarse = AttentionMeter(
+            artifact, goal.reference, calibration=True, stride=QUERY_STRIDE, outputs=self.rough.outputs
+        )
+        self.attention = (
+            self.held_out
+            if isinstance(self.held_out, AttentionMeter)
+            else AttentionMeter(artifact, goal.reference, calibration=False)
+        )
+
+    def search_coarsely(self, found: list[Form]) -> dict[Form, BudgetSearch]:
+        """A rough search for every form on a sample; forms that cannot be their method's cheapest are given up."""
+        target = self.rough.gain(self.rough.value)
+        # Aimed within what is close enough, so that what is guessed from it mostly holds the target at once.
+        target += self.rough.tolerance / 2
+        searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in found}
+        while wanted := self._wanted(searches):
+            settings = [(form, self._same(share)) for form, share in wanted]
+            self.coarse.measure(settings, self._show(), self.sample)
+            for form, share in wanted:
+                point = self._coarse(form, share)
+                searches[form].gains[share] = self.rough.gain(self.rough.of(point))
+        return searches
+
+    def _wanted(self, searches: dict[Form, BudgetSearch]) -> list[tuple[Form, float]]:
+        """What each form still in the running wants to know; one is out that reads more than its method's best does
+        where it fails."""
+        best: dict[str, float] = {}
+        for form, search in searches.items():
+            if search.high is not None:
+                best[form.name] = min(best.get(form.name, 1.0), self._coarse(form, search.high).kv_fraction)
+        wanted = []
+        for form, search in searches.items():
+            failing = 0.0 if search.low is None else self._coarse(form, search.low).kv_fraction
+            share = search.propose()
+            if share is not None and failing < KEPT_WITHIN * best.get(form.name, 1.0):
+                wanted.append((form, share))
+        return wanted
+
+    def promising(self, searches: dict[Form, BudgetSearch]) -> list[_Candidate]:
+        """Each method's cheapest forms on the sample; the one of most gain where none holds the target there."""
+        kept = []
+        for name in dict.fromkeys(form.name for form in searches):
+            of_method = {form: search for form, search in searches.items() if form.name == name}
+            costs = {
+                form: self._coarse(form, high).kv_fraction
+                for form, search in of_method.items()
+                if (high := search.high) is not None
+            }
+            order = sorted(costs, key=lambda form: costs[form])
+            order = [form for form in order[:FORMS_KEPT] if costs[form] <= KEPT_WITHIN * costs[order[0]]]
+            most = {form: max(search.gains.values()) for form, search in of_method.items()}
+            hopeless = self.rough is self.goal and max(most.values()) < self.target
+            for form in order or [max(most, key=lambda form: most[form])]:
+                start, slack = of_method[form].guess(), self.goal.tolerance
+                search = BudgetSearch(self.target, start, FINE_STEP, FINE_RATIO, slack)
+                kept.append(_Candidate(form, search, hopeless))
+        return kept
+
+    def search(self, found: list[_Candidate]) -> None:
+        """Search on all layers, with all calibration queries."""
+        while wanted := [(one, share) for one in found if (share := one.propose()) is not None]:
+            self._measure(self.calibration, [(one.form, self._same(share)) for one, share in wanted])
+            for one, share in wanted:
+                point = self.calibration.mean(one.form, self._same(share))
+                one.search.gains[share] = self._gain(point)
+
+    def verify(self, found: list[_Candidate]) -> None:
+        """Measure what was found on held-out queries; where it misses, search on with a target raised by the gap."""
+        while found:
+            self._measure(self.held_out, [(one.form, self._same(one.search.best)) for one in found])
+            found = [one for one in found if self._raise(one)]
+            self.search(found)
+
+    def _raise(self, one: _Candidate) -> bool:
+        gap = self._gap(one.form, self._same(one.search.best))
+        if gap <= self.goal.tolerance or one.search.high is None or one.raised == RAISES or one.hopeless:
+            return False
+        # From what it gained, not from the target, which it may have passed by more than the gap.
+        one.search.target = one.search.gains[one.search.best] + gap
+        one.raised += 1
+        return True
+
+    def contenders(self, found: list[_Candidate]) -> list[_Candidate]:
+        """The candidates that hold the target and read least, a few of them."""
+        costs = [
+            (self.held_out.mean(one.form, shares).kv_fraction, one)
+            for one in found
+            if self._holds(one.form, shares := self._same(one.search.best))
+        ]
+        costs = sorted(costs, key=lambda of: of[0])[:CONTENDERS]
+        return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
+
+    def search_closely(self, found: list[_Candidate]) -> None:
+        """Search on until the smallest share that holds the target is known as closely as it can be."""
+        for one in found:
+            one.search.ratio = one.search.step = self.goal.precision
+            one.search.slack = 0.0
+        self.search(found)
+        self.verify(found)
+
+    def compare_attention(self, found: list[_Candidate]) -> None:
+        """Measure recall and error of what was found, where the goal is about neither."""
+        self._measure(self.attention, [(one.form, self._same(one.search.best)) for one in found])
+
+    def uniform(self, one: _Candidate) -> Tuned:
+        """A candidate's setting with one budget for all layers, which was measured on both halves."""
+        share = one.search.best
+        return self._tuned(one.form, share, self._same(share), one.search.target, by_layer=False)
+
+    def by_layer(self, one: _Candidate) -> Tuned | None:
+        """A candidate's setting with a budget for each layer; None where that is not worth while.
+
+        Layers that depend on one another have no curves of their own, and share one budget; in what a model loses, no
+        layer has.
+        """
+        uniform, meter = self.uniform(one), self.calibration
+        if not uniform.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
+            return None
+        curve = sorted({rounded(uniform.budget * times) for times in CURVE})
+        self._measure(self.calibration, [(one.form, self._same(share)) for share in curve])
+        options = [[self._option(meter.at(one.form, share, layer)) for share in curve] for layer in self.layers]
+        aim = one.search.target
+        for _ in range(RAISES + 1):
+            chosen = allocate(options, aim)
+            if chosen is None:
+                return None
+            shares = {layer: curve[number] for layer, number in zip(self.layers, chosen, strict=True)}
+            self._measure(self.held_out, [(one.form, shares)])
+            found = self._tuned(one.form, fmean(shares.values()), shares, aim, by_layer=True)
+            if found.kv_fraction > WORTH * uniform.kv_fraction:
+                return None
+            if found.holds:
+                return found
+            aim += self._gap(one.form, shares)
+        return None
+
+    def rank(self, one: Tuned) -> tuple[bool, float]:
+        """Sorts what holds by what it reads, and then what does not by how near it came."""
+        return not one.holds, one.kv_fraction if one.holds else -self.goal.gain(one.held_out)
+
+    def _tuned(self, form: Form, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
+        calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)
+        attention = self.attention.mean(form, shares)
+        return Tuned(
+            form=form,
+            budget=budget,
+            layer_budgets=shares if by_layer else None,
+            aim=self.goal.gain(aim),
+            calibration=self.goal.of(calibration),
+            held_out=self.goal.of(held_out),
+            recall=attention.recall,
+            error=attention.error,
+            kv_fraction=held_out.kv_fraction,
+            holds=self._holds(form, shares),
+        )
+
+    def _holds(self, form: Form, shares: Shares) -> bool:
+        return (
+            self._gain(self.calibration.mean(form, shares)) >= self.target - ROUNDING
+            and self._gap(form, shares) <= self.goal.tolerance
+            and self.held_out.mean(form, shares).kv_fraction < 1
+        )
+
+    def _gain(self, point: Point) -> float:
+        return self.goal.gain(self.goal.of(point))
+
+    def _gap(self, form: Form, shares: Shares) -> float:
+        """How far below the target the held-out queries are."""
+        return self.target - self._gain(self.held_out.mean(form, shares))
+
+    def _option(self, point: Point) -> Option:
+        return Option(point.kv_fraction, self._gain(point))
+
+    def _coarse(self, form: Form, share: float) -> Point:
+        return self.coarse.mean(form, self._same(share), self.sample)
+
+    def _same(self, share: float) -> Shares:
+        return dict.fromkeys(self.layers, share)
+
+    def _measure(self, meter: Meter, settings: list[tuple[Form, Shares]]) -> None:
+        meter.measure(settings, self._show())
+
+    def _show(self) -> Callable[[int, int], None]:
+        self.rounds += 1
+        stage = f"round {self.rounds}"
+        return lambda done, of: self.progress(stage, done, of)

@@ -1,0 +1,111 @@
+"""Reading a document: no further than it is needed, and refused wherever it is no text."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.peak import PEAK
+
+from sparsekv.formats.checksums import hash_bytes, hash_file
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.indexing.documents.document import open_document, read_document
+
+LONG = "naïve café 漢字 🙂, and so on\n" * 100_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "document.txt"
+
+
+@pytest.mark.parametrize("text", ["plain", "two\nlines\n", "naïve café 漢字 🙂", LONG])
+def test_a_file_and_standard_input_read_alike(text: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert read_document(str(path)) == read_document("-") == text
+
+
+@pytest.mark.parametrize("characters", [1, 1000, 10**6, 10**9])
+def test_a_beginning_is_read_and_the_rest_only_counts(characters: int, path: Path) -> None:
+    path.write_text(LONG, encoding="utf-8")
+    with open_document(str(path), whole=False) as document:
+        assert document.first(characters) == LONG[:characters]
+        assert document.sha256() == hash_bytes(LONG.encode())
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b" " * 3_000_000, "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"\xff\xfe\x00a", "not text in UTF-8"),
+        (b"caf\xe9", "not text in UTF-8"),
+        (b"a" * 3_000_000 + b"\xc3", "not text in UTF-8"),
+        (b"PK\0\0", "zero bytes"),
+        (b"a" * 3_000_000 + b"\0", "zero bytes"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_document_without_text_is_refused_with_its_name(data: bytes, reason: str, whole: bool, path: Path) -> None:
+    path.write_bytes(data)
+
+    def read() -> None:
+        with open_document(str(path), whole=whole) as document:
+            document.first(10)
+            document.sha256()
+
+    with pytest.raises(SparsekvError, match=reason) as refusal:
+        read()
+    assert str(path) in str(refusal.value)
+    assert refusal.value.exit_code == 1
+
+
+def test_a_missing_file_and_a_folder_are_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_document(str(tmp_path / "nothing.txt"))
+    with pytest.raises(UsageError, match="is a folder"):
+        read_document(str(tmp_path))
+    with pytest.raises(SparsekvError, match="name too long"):
+        read_document(str(tmp_path / ("a" * 300)))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(path: Path) -> None:
+    path.write_bytes(b"\xef\xbb\xbfA text \xef\xbb\xbf with marks")
+    assert read_document(str(path)) == "A text \ufeff with marks"
+    with open_document(str(path), whole=False) as document:
+        assert document.sha256() == hash_bytes("A text \ufeff with marks".encode())
+
+
+READ = f"""{PEAK}
+import sys
+from sparsekv.indexing.documents.document import open_document
+from sparsekv.indexing.models.load import load_tokenizer
+from sparsekv.indexing.documents.prompt import encode_prompt
+tokenizer = load_tokenizer("smollm2-135m-instruct")
+with open_document(sys.argv[1], whole=False) as document:
+    prompt = encode_prompt(tokenizer, document, max_tokens=300)
+print(len(prompt.input_ids), prompt.cut, prompt.text_sha256, peak())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["file", "pipe"])
+def test_the_first_tokens_of_a_gigabyte_take_less_memory_than_one(
+    source: str, path: Path, embedded_folder: Path
+) -> None:
+    line = b"A line of text that has no end of lines after it.\n"
+    with path.open("wb") as file:
+        for _ in range(1000):
+            file.write(line * 20_000)
+    assert path.stat().st_size == 10**9
+    with path.open("rb") as stdin:
+        command = [sys.executable, "-c", READ, "-" if source == "pipe" else str(path)]
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=True, env=os.environ)
+    tokens, cut, text_sha256, held = done.stdout.split()
+    assert (int(tokens) > 300, cut, text_sha256) == (True, "True", hash_file(path))
+    assert int(held) < 10**9

@@ -1,0 +1,74 @@
+"""The identity of a loaded model: the same for the same model, another one for anything that changes K and V."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.tiny_models import FAMILIES, tiny_tokenizer
+
+from sparsekv.indexing.models.identify import identify
+from sparsekv.indexing.models.load import LoadedModel
+
+
+def _loaded(family: str = "llama", template: str | None = None) -> LoadedModel:
+    return LoadedModel(FAMILIES[family](), tiny_tokenizer(template), "tiny", None)
+
+
+def _other_rope(loaded: LoadedModel) -> None:
+    loaded.model.config.rope_parameters["rope_theta"] = 77.0
+
+
+def _other_weights(loaded: LoadedModel) -> None:
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight.mul_(2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_loaded_again_or_in_another_precision_is_the_same(family: str) -> None:
+    first, again = identify(_loaded(family)), identify(_loaded(family))
+    assert first == again
+    halved = _loaded(family)
+    halved.model.to(torch.bfloat16)
+    assert identify(halved)[0].weights_hash == first[0].weights_hash
+
+
+def test_every_family_is_another_model() -> None:
+    identities = [identify(_loaded(family))[0] for family in FAMILIES]
+    assert len({identity.config_hash for identity in identities}) == len(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [(_other_rope, "config_hash"), (_other_weights, "weights_hash")], ids=["rope", "weights"]
+)
+def test_a_change_of_config_or_weights_changes_its_own_hash_alone(
+    change: Callable[[LoadedModel], None], field: str
+) -> None:
+    loaded = _loaded()
+    before, _ = identify(loaded)
+    change(loaded)
+    after, _ = identify(loaded)
+    changed = {name for name in ("config_hash", "weights_hash") if getattr(before, name) != getattr(after, name)}
+    assert changed == {field}
+
+
+def test_tokenizer_special_tokens_and_template_have_hashes_of_their_own() -> None:
+    loaded = _loaded()
+    _, plain = identify(loaded)
+    _, with_template = identify(replace(loaded, tokenizer=tiny_tokenizer("{{ messages }}")))
+    assert plain.chat_template_hash is None
+    assert with_template.chat_template_hash is not None
+    assert with_template.tokenizer_hash == plain.tokenizer_hash
+    other_end = tiny_tokenizer(None)
+    other_end.eos_token = "<|unused|>"
+    assert identify(replace(loaded, tokenizer=other_end))[1].special_tokens_hash != plain.special_tokens_hash
+    more_tokens = tiny_tokenizer(None)
+    more_tokens.add_tokens(["sparse"])
+    assert identify(replace(loaded, tokenizer=more_tokens))[1].tokenizer_hash != plain.tokenizer_hash
+
+
+def test_adapters_are_named() -> None:
+    loaded = _loaded()
+    assert identify(loaded)[0].adapter is None
+    loaded.model.peft_config = {"style": None, "facts": None}
+    assert identify(loaded)[0].adapter == "facts,style"

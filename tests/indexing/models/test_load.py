@@ -1,0 +1,215 @@
+"""Loading models: what comes back, and one clear line for everything that cannot be loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.reference import relative_error
+from support.tiny_models import FAMILIES, save_tiny
+from transformers import T5Config
+from transformers.utils import logging
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.indexing.models.embedded import EMBEDDED
+from sparsekv.indexing.models.load import known_models, load_model, load_tokenizer, pull
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache of its own, without a network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_local_folder_loads_as_it_was_saved(tiny_folder: Path) -> None:
+    loaded = load_model(str(tiny_folder), device="cpu")
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        assert relative_error(loaded.model(input_ids=ids).logits, FAMILIES["llama"]()(input_ids=ids).logits) < 1e-6
+    assert (loaded.name, loaded.revision) == (str(tiny_folder), None)
+    assert not loaded.model.training
+    assert loaded.tokenizer.decode(load_tokenizer(str(tiny_folder))("as it was").input_ids) == "as it was"
+
+
+def test_a_folder_named_from_here_is_remembered_by_its_whole_path(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_folder.parent)
+    assert load_model(tiny_folder.name, device="cpu").name == str(tiny_folder)
+
+
+def test_a_hub_model_in_the_cache_loads_offline_with_its_commit(hub_cache: Path, tiny_folder: Path) -> None:
+    repository = hub_cache / "models--someone--tiny"
+    shutil.copytree(tiny_folder, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    loaded = load_model("someone/tiny", device="cpu")
+    assert (loaded.name, loaded.revision) == ("someone/tiny", COMMIT)
+    assert pull("someone/tiny") == repository / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", torch.float32), ("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
+)
+def test_dtypes(tiny_folder: Path, dtype: str, expected: torch.dtype) -> None:
+    assert load_model(str(tiny_folder), device="cpu", dtype=dtype).model.dtype == expected
+
+
+def test_loading_is_silent_and_leaves_the_settings_of_transformers_alone(
+    embedded_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    load_model(EMBEDDED, device="cpu")
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_the_embedded_model_is_known_and_needs_no_pulling(embedded_folder: Path) -> None:
+    (known,) = known_models()
+    assert (known.name, known.licence, known.cached, known.folder) == (EMBEDDED, "Apache-2.0", True, embedded_folder)
+    assert known.bytes > 500_000_000
+    assert pull() == embedded_folder
+
+
+@pytest.mark.parametrize("name", ["someone/unknown", "./nowhere", "/nowhere/at all", "two words", ""])
+def test_an_unknown_model_is_named_with_the_way_out(hub_cache: Path, name: str) -> None:
+    for attempt in (load_model, pull):
+        with pytest.raises(UsageError, match="sparsekv models list") as error:
+            attempt(name)
+        assert str(error.value).startswith(f"model '{name}' is ")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("device", "tpu", "--device tpu: choose one of auto, cpu, cuda, cuda:N"),
+        ("device", "meta", "--device meta: choose one of auto, cpu, cuda, cuda:N"),
+        ("device", f"cuda:{torch.cuda.device_count()}", "CUDA devices; use --device cpu or auto"),
+        ("dtype", "int8", "--dtype int8: choose one of auto, float32, float16, bfloat16"),
+        ("rope_scaling", "yarn", "--rope-scaling yarn: give yarn:FACTOR"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(option: str, value: str, message: str) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(UsageError, match=message):
+        load_model("never/looked-for", **options)
+
+
+def test_pulling_a_folder_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder already"):
+        pull(str(tiny_folder))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_config(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text(text)
+
+    return write
+
+
+def without_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_other_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message"),
+    [
+        (without("config.json"), UsageError, "has no config.json"),
+        (with_config("{"), UsageError, "config that cannot be read"),
+        (with_config('{"model_type": "no-such-type"}'), UsageError, "config that cannot be read.*no-such-type"),
+        (
+            with_config('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'),
+            UsageError,
+            "code of its own, which is not run",
+        ),
+        (with_config(json.dumps(T5Config().to_dict())), UsageError, r"\(t5\) is not a causal language model"),
+        (without("tokenizer.json"), UsageError, "no tokenizer"),
+        (without("model.safetensors"), SparsekvError, "weights of .* cannot be loaded: .*no file named"),
+        (truncated, SparsekvError, "weights of .* cannot be loaded"),
+        (with_other_shape, SparsekvError, "weights of .* cannot be loaded"),
+        (without_head, SparsekvError, "lacks 1 weights .*lm_head.weight"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(
+    tiny_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], kind: type[SparsekvError], message: str
+) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(tiny_folder, folder)
+    spoil(folder)
+    with pytest.raises(SparsekvError, match=message) as error:
+        load_model(str(folder), device="cpu")
+    assert type(error.value) is kind
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+SHORT = """
+import re, resource
+import accelerate, transformers.models.llama.modeling_llama
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.indexing.models.load import load_model, load_tokenizer
+load_tokenizer("smollm2-135m-instruct")
+size = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)
+try:
+    load_model(device="cpu")
+except SparsekvError as error:
+    print(error)
+"""
+
+
+def test_weights_are_not_blamed_where_memory_runs_out(embedded_folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=False)
+    assert done.stdout == (
+        f"not enough memory for model '{EMBEDDED}' in float32 on cpu; free some, or use --dtype bfloat16 or a smaller "
+        "model\n"
+    ), done.stderr
+
+
+def test_a_tokenizer_alone_is_never_downloaded(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(hub_cache))
+    with pytest.raises(SparsekvError, match=r"is not in the cache; fetch it with `sparsekv models pull`"):
+        load_tokenizer(EMBEDDED)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UsageError, match=r"is not on this machine; fetch it with `sparsekv models pull someone/tiny`"):
+        load_tokenizer("someone/tiny")
+
+
+def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
+    for attempt in (load_model, pull, load_tokenizer):
+        with pytest.raises(UsageError, match="'~nouser/model' is "):
+            attempt("~nouser/model")

@@ -1,0 +1,95 @@
+"""Stretching positions by the config: it takes effect in a loaded model, and refuses what it cannot do."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.reference import assert_close
+from support.tiny_models import FAMILIES, POSITIONS, save_tiny
+from transformers import DynamicCache, GPT2Config, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.models.load import load_model
+from sparsekv.indexing.models.rope import RopeScaling
+
+
+def frequencies(folder: Path, scaling: str | None, buffer: str = "inv_freq") -> torch.Tensor:
+    """[D / 2] rotary frequencies of the model in a folder once loaded."""
+    return load_model(str(folder), device="cpu", rope_scaling=scaling).model.get_buffer(f"model.rotary_emb.{buffer}")
+
+
+def test_yarn_slows_the_low_frequencies_and_keeps_the_high_ones(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    loaded = load_model(str(folder), device="cpu", rope_scaling="yarn:4")
+    stretched, plain = loaded.model.get_buffer("model.rotary_emb.inv_freq"), frequencies(folder, None)
+    turns = POSITIONS * plain / (2 * math.pi)
+    assert_close(stretched[turns > 64], plain[turns > 64], 1e-6)
+    assert_close(stretched[turns < 0.5], plain[turns < 0.5] / 4, 1e-6)
+    assert (turns > 64).any()
+    assert (turns < 0.5).any()
+    assert loaded.model.config.max_position_embeddings == 4 * POSITIONS
+    assert loaded.model.config.rope_parameters["original_max_position_embeddings"] == POSITIONS
+    assert loaded.model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(("family", "rotary"), [("llama", LlamaRotaryEmbedding), ("phi3", Phi3RotaryEmbedding)])
+def test_dynamic_is_the_ntk_scaling_of_the_stretched_length(
+    tmp_path: Path, family: str, rotary: Callable[[PreTrainedConfig], torch.nn.Module]
+) -> None:
+    config = FAMILIES[family]().config
+    config.rope_parameters = config.rope_parameters | {"rope_type": "dynamic", "factor": 2.5}
+    reference = rotary(config)
+    reference(torch.zeros(1), torch.tensor([[int(2.5 * POSITIONS) - 1]]))
+    assert_close(frequencies(save_tiny(tmp_path, family), "dynamic:2.5"), reference.get_buffer("inv_freq"), 1e-6)
+
+
+def test_dynamic_gives_chunks_the_positions_that_the_whole_has(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    model = load_model(str(folder), device="cpu", rope_scaling="dynamic:4").model
+    ids = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache()
+    with torch.inference_mode():
+        whole = model(input_ids=ids).logits
+        chunks = [model(input_ids=chunk, past_key_values=cache).logits for chunk in ids.split(23, dim=1)]
+    assert_close(torch.cat(chunks, 1), whole, 1e-5)
+
+
+def test_gemma3_is_stretched_where_attention_is_full(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "gemma3")
+    for scaling in ("yarn:2", "dynamic:2"):
+        assert torch.equal(
+            frequencies(folder, scaling, "sliding_attention_inv_freq"),
+            frequencies(folder, None, "sliding_attention_inv_freq"),
+        )
+        stretched = frequencies(folder, scaling, "full_attention_inv_freq")
+        assert stretched[-1] < 0.6 * frequencies(folder, None, "full_attention_inv_freq")[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(GPT2Config(), "gpt2 model has no rotary positions"), (FAMILIES["gpt-oss"]().config, "scaled already .yarn")],
+)
+def test_positions_that_cannot_be_stretched_are_refused(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        RopeScaling.parse("yarn:2").stretch(config)
+
+
+@given(factor=st.floats(min_value=1, exclude_min=True, allow_infinity=False), kind=st.sampled_from(["yarn", "dynamic"]))
+def test_a_kind_and_a_factor_above_one_are_read(factor: float, kind: str) -> None:
+    assert RopeScaling.parse(f"{kind}:{factor!r}") == RopeScaling(kind, factor)
+
+
+@pytest.mark.parametrize("text", ["", "yarn", "yarn:", "yarn:1", "yarn:0.5", "dynamic:inf", "dynamic:nan", "linear:2"])
+def test_anything_else_is_refused_with_the_form_to_use(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        RopeScaling.parse(text)
+    assert str(error.value) == (f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1")

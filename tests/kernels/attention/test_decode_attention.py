@@ -1,0 +1,256 @@
+"""One decode step's attention by kernels: against its definition in float64, and against plain torch."""
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
+from support.random_tensors import normal
+from support.reference import assert_close, relative_error
+
+from sparsekv.kernels.attention.decode_attention import RunRows, StandIns, decode_attention_reference
+from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.common.launch import programs_per_head
+from sparsekv.kernels.common.runs import fill_budget
+
+pytestmark = compiled_or_interpreted
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step attends to: query [H, G, D], middle and exact rows, runs of the middle, and stand-ins."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    exact_keys: torch.Tensor
+    exact_values: torch.Tensor
+    stand_logits: torch.Tensor
+    stand_counts: torch.Tensor
+    stand_values: torch.Tensor
+
+    def arguments(self, stands: int) -> tuple[torch.Tensor, RunRows, tuple[torch.Tensor, torch.Tensor], list[StandIns]]:
+        ends = self.lengths.cumsum(-1, dtype=torch.int32)
+        capacity = int(ends[:, -1].max()) if ends.numel() else 0
+        runs = RunRows(self.keys, self.values, self.starts, ends, capacity)
+        each = self.stand_logits, self.stand_counts, self.stand_values
+        cut = [tensor.tensor_split(max(stands, 1), dim) for tensor, dim in zip(each, (2, 1, 1), strict=True)]
+        parts = [StandIns(*(part.contiguous() for part in three)) for three in zip(*cut, strict=True)]
+        return self.query, runs, (self.exact_keys, self.exact_values), parts[:stands]
+
+    def on(self, device: torch.device) -> "Step":
+        return Step(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def some_step(
+    seed: int = 0, *, H: int = 2, G: int = 3, D: int = 64, clusters: int = 40, budget: int = 90, exact: int = 70,
+    dtype: torch.dtype = torch.float32,
+) -> Step:  # fmt: skip
+    """Runs are uneven clusters in an order of their own, of which the first ones are taken up to the budget."""
+    counts = uneven_counts(seed, H, clusters)
+    M = int(counts.sum(1)[0])
+    rows = [normal(seed + n, H, size, D).to(dtype) for n, size in enumerate((G, M, M, exact, exact, clusters))]
+    order = torch.rand(H, clusters, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    taken = fill_budget(counts.gather(-1, order).long(), budget)
+    lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
+    starts = counts.long().cumsum(-1) - counts
+    logits, left = normal(seed + 9, H, G, clusters), (counts - lengths).float().log()
+    return Step(2 * rows[0], *rows[1:3], starts, lengths, *rows[3:5], logits, left, rows[5])
+
+
+def expected(step: Step, stands: bool, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """[H, G, D] float64, one head after another."""
+    outputs = []
+    for h, query in enumerate(step.query.double()):
+        runs = zip(step.starts[h].tolist(), step.lengths[h].tolist(), strict=True)
+        rows = torch.tensor([row for start, length in runs for row in range(start, start + length)], dtype=torch.long)
+        keys = torch.cat([step.keys[h, rows], step.exact_keys[h]]).double()
+        values = torch.cat([step.values[h, rows], step.exact_values[h]]).double()
+        logits = query @ keys.T * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if stands:
+            logits = torch.cat([logits, step.stand_logits[h].double() + step.stand_counts[h].double()], -1)
+            values = torch.cat([values, step.stand_values[h].double()])
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[h].double()[:, None]], -1)
+            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+        outputs.append(logits.softmax(-1) @ values)
+    return torch.stack(outputs)
+
+
+def attended(
+    step: Step, stands: int, scale: float, softcap: float | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the kernels give, back on the CPU."""
+    moved, sinks = step.on(DEVICE), None if sinks is None else sinks.to(DEVICE)
+    with poisoned_memory():
+        return decode_attention_triton(*moved.arguments(stands), scale, softcap, sinks).cpu()
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("stands", [0, 1, 2])
+def test_attention_by_its_definition(stands: int, D: int, dtype: torch.dtype, tolerance: float) -> None:
+    step = some_step(D, D=D, dtype=dtype)
+    output, truth = attended(step, stands, D**-0.5), expected(step, stands > 0, D**-0.5, None, None)
+    assert output.dtype == dtype
+    assert_close(output, truth, tolerance)
+
+
+@pytest.mark.parametrize("G", range(1, 9))
+def test_groups_of_any_size(G: int) -> None:
+    step = some_step(G, G=G)
+    assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 5, 6).view(2, 3)], ids=["no sinks", "sinks"])
+def test_soft_caps_and_sink_logits(softcap: float | None, sinks: torch.Tensor | None) -> None:
+    step = some_step()
+    assert_close(attended(step, 1, 0.2, softcap, sinks), expected(step, True, 0.2, softcap, sinks), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "budget", "exact"),
+    [(1, 1, 0), (1, 10**6, 0), (50, 0, 1), (50, 10**6, 0), (3, 2, 200), (400, 700, 5)],
+    ids=["one row", "one run", "budget 0", "everything", "mostly exact", "many runs"],
+)
+def test_ends_of_the_range(clusters: int, budget: int, exact: int) -> None:
+    step = some_step(3, clusters=clusters, budget=budget, exact=exact)
+    stands = 0 if clusters == 1 or budget > 10**5 else 1
+    assert_close(attended(step, stands, 0.125), expected(step, stands > 0, 0.125, None, None), 1e-5)
+
+
+def test_many_runs() -> None:
+    step = some_step(8, clusters=300, budget=900)
+    assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 200), st.integers(0, 90), st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_any_runs(seed: int, clusters: int, budget: int, exact: int, stands: int) -> None:
+    step = some_step(seed, H=1, G=2, D=16, clusters=clusters, budget=budget, exact=exact + 1)
+    assert_close(attended(step, stands, 0.25), expected(step, stands > 0, 0.25, None, None), 1e-5)
+
+
+@pytest.mark.parametrize("stands", [0, 1, 2])
+def test_the_reference_by_the_definition(stands: int) -> None:
+    step, sinks = some_step(), torch.linspace(-2, 5, 6).view(2, 3)
+    output = decode_attention_reference(*step.arguments(stands), 0.2, 3.0, sinks)
+    assert_close(output, expected(step, stands > 0, 0.2, 3.0, sinks), 1e-5)
+
+
+@pytest.mark.parametrize("stands", [1, 2])
+def test_rows_in_a_buffer_with_room(stands: int) -> None:
+    """A cache's exact rows lie so, and values of clusters that take tokens in."""
+    step = some_step(exact=40)
+    query, runs, exact, stand_ins = step.on(DEVICE).arguments(stands)
+    keys, values = (with_room(rows) for rows in exact)
+    roomy = [replace(part, values=with_room(part.values)) for part in stand_ins]
+    output = decode_attention_triton(query, runs, (keys, values), roomy, 0.125)
+    assert_close(output.cpu(), expected(step, True, 0.125, None, None), 1e-5)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("slots", [1, 16, 75])
+def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
+    """Some of all clusters' values, beside others that come as they lie; how many may be known on the device alone."""
+    step = some_step(slots, D=D)
+    rows = torch.rand(2, 40, generator=torch.Generator().manual_seed(slots)).argsort(-1)
+    rows = torch.cat([rows, rows], 1)[:, :slots]
+    logits, counts = normal(7, 2, 3, slots), normal(8, 2, slots)
+    query, runs, exact, plain = step.on(DEVICE).arguments(1)
+    all_values = normal(6, 2, 40, D)
+    used = torch.full((2,), slots, dtype=torch.int32)
+    if counted:
+        logits = torch.cat([logits, torch.full((2, 3, 40), -torch.inf)], -1)
+        counts, rows = (torch.nn.functional.pad(one, (0, 40)) for one in (counts, rows))
+    listed = StandIns(*(one.to(DEVICE) for one in (logits, counts, all_values, rows.int())))
+    listed = replace(listed, used=used.to(DEVICE)) if counted else listed
+    values = all_values.gather(1, rows[..., None].expand(-1, -1, D))
+    together = replace(
+        step,
+        stand_logits=torch.cat([step.stand_logits, logits], -1),
+        stand_counts=torch.cat([step.stand_counts, counts], -1),
+        stand_values=torch.cat([step.stand_values, values], 1),
+    )
+    truth = expected(together, True, 0.125, None, None)
+    for part in (listed, replace(listed, values=with_room(all_values))):
+        with poisoned_memory():
+            output = decode_attention_triton(query, runs, exact, [part, *plain], 0.125)
+        assert_close(output.cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
+
+
+@pytest.mark.parametrize(("exact", "used"), [(0, None), (70, None), (70, (20, 33)), (70, (0, 1))])
+def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
+    step = some_step(5, exact=exact)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :33]
+    numbers = None if used is None else torch.tensor(used, dtype=torch.int32, device=DEVICE)
+    there = torch.arange(33) < (33 if used is None else torch.tensor(used)[:, None])
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * there)
+    moved = step.on(DEVICE)
+    # What comes after those that are used is no row's number.
+    runs = RunRows(moved.keys, moved.values, torch.where(there, rows, 10**8).to(DEVICE), None, 33, numbers)
+    arguments = moved.query, runs, (moved.exact_keys, moved.exact_values), ()
+    truth = expected(single, False, 0.125, None, None)
+    with poisoned_memory():
+        assert_close(decode_attention_triton(*arguments, 0.125).cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(*arguments, 0.125).cpu(), truth, 1e-5)
+
+
+@by_dtype
+@pytest.mark.parametrize("percent", [25, 100])
+@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
+def test_rows_that_go_to_the_program_that_is_done_first(
+    used: tuple[int, int] | None, percent: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.LEAST_TILES", 0)
+    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.QUEUED_PERCENT", percent)
+    step = some_step(5, clusters=200, dtype=dtype)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    numbers = torch.tensor(used or (600, 600), dtype=torch.int32)
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * (torch.arange(600) < numbers[:, None]))
+    moved, queue = step.on(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    given_used = None if used is None else numbers.to(DEVICE)
+    runs = RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 600, given_used, queue)
+    with poisoned_memory():
+        output = decode_attention_triton(moved.query, runs, (moved.exact_keys, moved.exact_values), (), 0.125)
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
+    assert torch.equal(queue.cpu() > 0, numbers > 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 70])
+def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
+    step = some_step(4)
+    shorter = replace(step, exact_keys=step.exact_keys[:, :count], exact_values=step.exact_values[:, :count])
+    truth = expected(shorter, True, 0.125, None, None)
+    for rows in (step.exact_keys, step.exact_values):
+        rows[:, count:] = torch.nan
+    arguments, number = step.on(DEVICE).arguments(1), torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    with poisoned_memory():
+        assert_close(decode_attention_triton(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
+    assert_close(decode_attention_reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
+
+
+@given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))
+def test_the_last_wave_is_as_full_as_one_wave_could_be(heads: int, rows: int, at_once: int) -> None:
+    def full(programs: int) -> float:
+        return programs / (-(-programs // at_once) * at_once)
+
+    number = programs_per_head(heads, rows, at_once)
+    assert number >= 1
+    assert full(heads * number) >= full(heads * max(1, at_once // heads)) - 0.05
+
+
+def test_an_error_that_moves_would_be_a_race() -> None:
+    step = some_step(11, clusters=200, budget=600)
+    first = attended(step, 1, 0.125)
+    assert all(relative_error(attended(step, 1, 0.125), first) == 0 for _ in range(3))

@@ -1,0 +1,55 @@
+"""The keys of highest rank: what the kernels give is what a sort gives, to the key."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+
+from sparsekv.kernels.tables.list_codes import TILE_TOKENS
+from sparsekv.kernels.tables.list_ranks import RANKS, TokenRanks, laid_out
+from sparsekv.kernels.tables.top_ranks import top_ranked_reference
+from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
+
+pytestmark = compiled_or_interpreted
+
+
+def ranked(seed: int, heads: int, keys: int, different: int) -> TokenRanks:
+    """Ranks of so many different values, some of them near the ends, each of about as many keys."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, RANKS, (different,), generator=generator)
+    ranks = values[torch.randint(0, different, (heads, keys), generator=generator)]
+    placed = laid_out(ranks.int(), torch.zeros(heads, 1))
+    return replace(placed, ranks=placed.ranks.to(DEVICE), coarse=placed.coarse.to(DEVICE))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 2 * TILE_TOKENS), st.sampled_from([1, 3, 500]), st.floats(0, 1))
+@settings(max_examples=12, deadline=None)
+def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: float) -> None:
+    ranks, wanted = ranked(seed, 2, keys, different), round(share * keys)
+    with poisoned_memory():
+        chosen = top_ranked_triton(ranks, wanted)
+    assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
+
+
+@pytest.mark.parametrize("wanted", [1, 5000, 3 * TILE_TOKENS - 5])
+def test_counts_of_more_tiles_than_are_added_up_at_a_time(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.ROWS", 2)
+    ranks = ranked(7, 2, 3 * TILE_TOKENS - 5, 40)
+    assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked_reference(ranks, wanted))
+
+
+def test_of_equal_ranks_the_first_keys_are_taken() -> None:
+    ranks = ranked(0, 1, 60, 1)
+    assert top_ranked_triton(ranks, 9).tolist() == [list(range(9))]
+
+
+def test_names_in_the_place_of_numbers() -> None:
+    ranks = ranked(3, 2, 5000, 60)
+    names = torch.stack([torch.arange(5000), torch.arange(5000, 10_000)]).int().flip(1).contiguous().to(DEVICE)
+    with poisoned_memory():
+        chosen = top_ranked_triton(ranks, 700, names)
+    assert torch.equal(chosen, names.gather(1, top_ranked_reference(ranks, 700).long()))
+    assert torch.equal(chosen, top_ranked_reference(ranks, 700, names))

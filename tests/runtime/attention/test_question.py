@@ -1,0 +1,90 @@
+"""A question prefilled by another method than its answer: what it attends to, and what the answer then does."""
+
+import pytest
+import torch
+from support.choices import recorded_choices
+from support.reference import assert_close
+from support.small_index import plain_logits, random_ids, stepped_logits
+from support.small_layer import asked, small_layer
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.quoka import Quoka
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.window import Window
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Asked, Method
+
+DENSE = QuestionPrefill("dense", None, Budget(1.0))
+
+
+def _cache(index: OpenIndex, method: Method, question: QuestionPrefill | None, budget: float = 1.0) -> IndexCache:
+    return index.sparse_cache(type(method).__name__.lower(), method, Budget(budget), question=question)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+@pytest.mark.parametrize("name", ["dense", "quoka", "squeezed"])
+def test_with_everything_attended_a_question_is_the_plain_models(
+    family_index: OpenIndex, name: str, chunk_size: int
+) -> None:
+    method = {"quoka": Quoka(), "squeezed": Squeezed()}.get(name)
+    question = QuestionPrefill(name, method, Budget(1.0), chunk_size)
+    tokens = random_ids(15)
+    plain = plain_logits(family_index.model, torch.cat([family_index.input_ids, tokens]))[-15:]
+    # The answer's rows lie cluster by cluster: what the question's method chooses has to be found there.
+    logits = stepped_logits(family_index, _cache(family_index, Squeezed(), question), tokens, question=11)
+    assert_close(logits, plain, 1e-4)
+
+
+def test_a_dense_question_is_followed_by_a_sparse_answer(index: OpenIndex) -> None:
+    tokens = random_ids(15)
+    plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-15:]
+    logits = stepped_logits(index, _cache(index, Window(), DENSE), tokens, question=11)
+    assert_close(logits[:11], plain[:11], 1e-4)
+    assert not torch.allclose(logits[11:], plain[11:], atol=1e-3)
+
+
+def test_each_chunk_of_a_question_chooses_for_itself() -> None:
+    layer = small_layer(middle=60)
+    selector = Quoka().prepare(layer.context)
+    order = layer.context.tensors["token_order"]
+    search = QuestionSearch(QuestionPrefill("quoka", Quoka(), Budget(7)), selector, torch.device("cpu"), order, 60)
+    for first in (0, 8):
+        one = asked(layer.queries[:, :, first : first + 8], shared=True)
+        rows = search.select(one).starts
+        expected = selector.select(one, Budget(7)).starts
+        tokens = order[:, None].gather(-1, rows)
+        assert torch.equal(tokens.sort(-1).values, expected.sort(-1).values)
+
+
+def test_chunks_are_as_long_as_asked_and_see_what_is_before_them(index: OpenIndex) -> None:
+    question = QuestionPrefill("quoka", Quoka(), Budget(9), 4)
+    cache = _cache(index, Squeezed(), question, 0.2)
+    searched = [layer.question.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    seen: list[Asked] = []
+    with pytest.MonkeyPatch.context() as patch:
+        select = searched[0].select
+        patch.setattr(searched[0], "select", lambda one, budget: seen.append(one) or select(one, budget))
+        stepped_logits(index, cache, random_ids(12), question=10)
+    places = [(one.positions() - index.split.tokens).tolist() for one in seen]
+    assert places == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert all(one.shared for one in seen)
+
+
+def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex) -> None:
+    tokens = random_ids(12)
+    told, own = _cache(index, SnapKV(), DENSE, 0.1), _cache(index, SnapKV(), None, 0.1)
+    with recorded_choices(told) as told_choices, recorded_choices(own) as own_choices:
+        stepped_logits(index, told, tokens, question=10)
+        stepped_logits(index, own, tokens, question=10)
+    # The first layer's question is the same either way, so what it keeps is too.
+    assert told_choices[0][0].tokens == own_choices[0][1].tokens
+
+
+def test_a_chunk_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="--chunk-size 0: give at least 1"):
+        QuestionPrefill("dense", None, Budget(1.0), 0)

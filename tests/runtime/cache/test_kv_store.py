@@ -1,0 +1,85 @@
+"""Rows of the middle in memory and on disk: the same rows, whatever was taken in, put in order and forgotten."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.random_tensors import normal
+from support.small_index import build_small
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, lay_out
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return build_small(tmp_path_factory.mktemp("rows") / "small.skv").artifact
+
+
+def _shuffled(seed: int, heads: int, rows: int) -> torch.Tensor:
+    return torch.rand(heads, rows, generator=torch.Generator().manual_seed(seed)).argsort(1)
+
+
+def _stored(artifact: Artifact) -> tuple[torch.Tensor, torch.Tensor]:
+    split, (keys, values) = artifact.manifest.split, artifact.context(1)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    return keys[:, middle], values[:, middle]
+
+
+def _both(artifact: Artifact, order: torch.Tensor | None) -> list[MiddleRows]:
+    disk = DiskRows(artifact, 1, order, CPU, torch.float32)
+    return [MemoryRows(*_stored(artifact), order, CPU), disk]
+
+
+def _agree(places: list[MiddleRows], expected: tuple[torch.Tensor, torch.Tensor], seed: int) -> None:
+    Hk, used, D = expected[0].shape
+    rows = torch.randint(used, (Hk, 9), generator=torch.Generator().manual_seed(seed))
+    for place in places:
+        assert place.used == used
+        for got, all_rows in zip(place.gather(rows), expected, strict=True):
+            assert torch.equal(got, all_rows.gather(1, rows[..., None].expand(-1, -1, D)))
+        for got, all_rows in zip(place.from_row(used // 2), expected, strict=True):
+            assert torch.equal(got, all_rows[:, used // 2 :])
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), max_size=4), st.integers(0, 99))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_in_any_layout_grow_and_come_back(artifact: Artifact, steps: list[tuple[int, float]], seed: int) -> None:
+    stored = _stored(artifact)
+    Hk, M, D = stored[0].shape
+    numbers = _shuffled(seed, Hk, M)
+    places = _both(artifact, numbers)
+    everything = stored
+    for number, (tokens, share) in enumerate(steps):
+        start, used = int(share * numbers.shape[1]), numbers.shape[1]
+        new = normal(seed + number, Hk, tokens, D), normal(seed + number + 50, Hk, tokens, D)
+        order = _shuffled(seed + number, Hk, used - start + tokens)
+        among = torch.cat([numbers[:, start:], torch.arange(used, used + tokens).expand(Hk, -1)], 1)
+        numbers = torch.cat([numbers[:, :start], among.gather(1, order)], 1)
+        everything = torch.cat([everything[0], new[0]], 1), torch.cat([everything[1], new[1]], 1)
+        for place in places:
+            place.rewrite(start, new, order)
+        _agree(places, (lay_out(everything[0], numbers), lay_out(everything[1], numbers)), seed)
+    back = numbers.argsort(1)[:, :M]
+    for place in places:
+        place.rewrite(0, None, back)
+    _agree(places, stored, seed)
+
+
+@given(st.lists(st.integers(1, 30), max_size=4), st.integers(0, 99))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_in_order_of_position_are_added_to(artifact: Artifact, steps: list[int], seed: int) -> None:
+    stored = everything = _stored(artifact)
+    Hk, M, D = stored[0].shape
+    places = _both(artifact, None)
+    for number, tokens in enumerate(steps):
+        new = normal(seed + number, Hk, tokens, D), normal(seed + number + 50, Hk, tokens, D)
+        everything = torch.cat([everything[0], new[0]], 1), torch.cat([everything[1], new[1]], 1)
+        for place in places:
+            place.rewrite(place.used, new, torch.arange(tokens).expand(Hk, -1))
+        _agree(places, everything, seed)
+    for place in places:
+        place.rewrite(M, None, torch.empty(Hk, 0, dtype=torch.int64))
+    _agree(places, stored, seed)

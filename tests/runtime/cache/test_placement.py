@@ -1,0 +1,60 @@
+"""Decoding with the document's keys and values on the device, in host memory and in the index's files: all the same."""
+
+import pytest
+import torch
+from support.small_index import build_small, random_ids, stepped_logits
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.indexing.methods.pqcache import PQCacheIndexer
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.pqcache import PQCache
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.tidaldecode import TidalDecode
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
+
+INDEXERS = {
+    "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
+    "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
+    "pqcache": PQCacheIndexer(pq_bytes=4),
+}
+METHODS: dict[str, Method] = {
+    "squeezed": Squeezed("hierarchical"),
+    "multipole": Multipole(stream=True, buffer=8),
+    "quest": Quest(),
+    "snapkv": SnapKV(),
+    "tidaldecode": TidalDecode(),
+    "pqcache": PQCache(rerank=2.0),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    return build_small(tmp_path_factory.mktemp("placed") / "small.skv", request.param, methods=INDEXERS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> None:
+    tokens = random_ids(40)
+    for guard in (None, Guard(0.05)):
+        on_device, *others = (
+            index.sparse_cache(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True)
+            for placement in PLACEMENTS
+        )
+        expected = stepped_logits(index, on_device, tokens, 8)
+        for cache in others:
+            assert torch.equal(stepped_logits(index, cache, tokens, 8), expected)
+            assert torch.equal(stepped_logits(index, cache, tokens, 8), expected)
+            assert cache.kv_fraction() == on_device.kv_fraction()
+
+
+def test_a_place_that_there_is_not(index: OpenIndex) -> None:
+    with pytest.raises(UsageError, match="--placement tape: choose one of device, host, disk"):
+        index.sparse_cache("squeezed", Squeezed(), Budget(4), placement="tape")

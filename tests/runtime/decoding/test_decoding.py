@@ -1,0 +1,129 @@
+"""Decoding over an index: with everything attended it is the plain model's, to the last logit and letter."""
+
+import pytest
+import torch
+from support.reference import assert_close, relative_error
+from support.small_index import plain_logits, random_ids, stepped_logits
+from support.tiny_models import WINDOW
+
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS, DenseLayer
+from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.keydiff import KeyDiff
+from sparsekv.runtime.methods.lessismore import LessIsMore
+from sparsekv.runtime.methods.loki import Loki
+from sparsekv.runtime.methods.magicpig import MagicPIG
+from sparsekv.runtime.methods.oracle import Oracle
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.sparq import SparQ
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.tidaldecode import TidalDecode
+from sparsekv.runtime.methods.window import Window
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
+
+METHODS: dict[str, Method] = {
+    "squeezed": Squeezed(),
+    "quest": Quest(),
+    "oracle": Oracle(),
+    "snapkv": SnapKV(),
+    "keydiff": KeyDiff(),
+    "tidaldecode": TidalDecode(),
+    "lessismore": LessIsMore(),
+    "sparq": SparQ(channels=5, mean_value=True),
+    "loki": Loki(dims=5),
+    "magicpig": MagicPIG(hash_bits=4, hash_tables=10),
+}
+every_method = pytest.mark.parametrize("name", METHODS)
+EVERYTHING = Budget(1.0)
+
+
+def _cache(index: OpenIndex, name: str, budget: Budget = EVERYTHING) -> IndexCache:
+    return index.sparse_cache(name, METHODS[name], budget)
+
+
+def _plain(index: OpenIndex, tokens: torch.Tensor) -> torch.Tensor:
+    """The plain model's logits on the tokens after the stored prompt."""
+    return plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
+
+
+@every_method
+def test_a_budget_of_everything_gives_the_plain_models_logits(family_index: OpenIndex, name: str) -> None:
+    """The answer is longer than the sliding layers' window, so that the stored context leaves it on the way."""
+    tokens = random_ids(WINDOW + 20)
+    logits = stepped_logits(family_index, _cache(family_index, name), tokens, question=9)
+    assert_close(logits, _plain(family_index, tokens), 1e-4)
+
+
+def test_a_dense_cache_gives_the_plain_models_logits(family_index: OpenIndex) -> None:
+    tokens = random_ids(WINDOW + 20, seed=1)
+    logits = stepped_logits(family_index, family_index.dense_cache(), tokens, question=9)
+    assert_close(logits, _plain(family_index, tokens), 1e-4)
+
+
+def test_layers_with_a_window_stay_dense_and_hold_what_is_in_sight(family_index: OpenIndex) -> None:
+    cache = _cache(family_index, "squeezed", Budget(0.05))
+    for facts, layer in zip(family_index.artifact.manifest.layers, cache.stored_layers, strict=True):
+        assert isinstance(layer, SparseLayer if facts.sliding_window is None else DenseLayer)
+        if isinstance(layer, DenseLayer):
+            assert layer.stored_keys.shape[1] == WINDOW - 1
+
+
+@every_method
+def test_a_greedy_answer_is_the_one_transformers_gives(family_index: OpenIndex, name: str) -> None:
+    question = question_ids(family_index, "What comes next?")
+    answer = generate(family_index, _cache(family_index, name), question, Sampling(max_new_tokens=24))
+    prompt = torch.cat([family_index.input_ids, question])[None]
+    family_index.model.set_attn_implementation("eager")
+    expected = family_index.model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+    assert answer.generated_tokens == len(expected)
+    assert answer.text == family_index.tokenizer.decode(expected, skip_special_tokens=True)
+    assert answer.prompt_tokens == prompt.shape[1]
+
+
+@pytest.mark.parametrize("question", [5, FIRST_NEW_ROWS + 30])
+def test_an_answer_outgrows_the_buffer_it_began_in(index: OpenIndex, question: int) -> None:
+    tokens = random_ids(FIRST_NEW_ROWS + 45)
+    logits = stepped_logits(index, _cache(index, "squeezed"), tokens, question)
+    assert_close(logits, _plain(index, tokens), 1e-4)
+
+
+@every_method
+def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, name: str) -> None:
+    first, second = (question_ids(index, text) for text in ("Tell me of assertions.", "And of atoms?"))
+    used, fresh = (_cache(index, name, Budget(0.1)) for _ in range(2))
+    generate(index, used, first, Sampling(max_new_tokens=30))
+    answers = [generate(index, cache, second, Sampling(max_new_tokens=20)) for cache in (used, fresh)]
+    assert answers[0].text == answers[1].text
+    assert answers[0].kv_fraction == pytest.approx(answers[1].kv_fraction)
+    tokens = random_ids(30)
+    again, anew = (
+        stepped_logits(index, cache, tokens, question=7) for cache in (used, _cache(index, name, Budget(0.1)))
+    )
+    assert torch.equal(again, anew)
+
+
+@pytest.mark.parametrize("name", ["squeezed", "quest", "oracle", "keydiff"])
+def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name: str) -> None:
+    tokens = random_ids(20)
+    plain = _plain(index, tokens)
+    errors = [
+        relative_error(stepped_logits(index, _cache(index, name, Budget(share)), tokens, question=5), plain)
+        for share in (0.02, 0.5, 1.0)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    window = stepped_logits(index, index.sparse_cache("window", Window(), EVERYTHING), tokens, question=5)
+    assert relative_error(window, plain) > errors[0]
+
+
+@every_method
+def test_half_precision_is_as_near_to_full_as_the_plain_models_is(
+    half_index: OpenIndex, index: OpenIndex, name: str
+) -> None:
+    tokens = random_ids(20)
+    exact = _plain(index, tokens)
+    logits = stepped_logits(half_index, _cache(half_index, name), tokens, question=5)
+    assert relative_error(logits, exact) < 1.5 * relative_error(_plain(half_index, tokens), exact)

@@ -1,0 +1,61 @@
+"""The queries of a report: the held-out half of the tail, or a person's questions as the model asks them."""
+
+import pytest
+import torch
+from support.reference import assert_close, reference_attention
+from support.small_index import attention_outputs
+
+from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.reporting.queries import Queries, QueryBlock, tail_block
+
+QUESTIONS = ["What is an atom?", "Which statements are simple, and which are compound statements?"]
+
+
+def _attention(index: OpenIndex, layer: int, block: QueryBlock) -> torch.Tensor:
+    """Dense attention [Q, Hq * D] of a block's queries, by what the block says that they see."""
+    artifact = index.artifact
+    facts, split = artifact.manifest.layers[layer], artifact.manifest.split
+    keys, values = (
+        torch.cat([stored, new], 1)
+        for stored, new in zip(artifact.context(layer), (block.keys, block.values), strict=True)
+    )
+    before_tail = split.sinks + split.middle
+    mask = torch.arange(keys.shape[1]) < before_tail + block.visible[:, None]
+    output = reference_attention(
+        block.queries.unflatten(0, (keys.shape[0], -1)),
+        keys,
+        values,
+        facts.softmax_scale,
+        mask=mask,
+        softcap=facts.softcap,
+        sink_logits=None if block.sink_logits is None else block.sink_logits.view(keys.shape[0], -1),
+    )
+    return output.flatten(0, 1).transpose(0, 1).flatten(1)
+
+
+def test_questions_attend_as_the_model_does_when_it_is_asked(family_index: OpenIndex) -> None:
+    queries = Queries(family_index.artifact, family_index, QUESTIONS)
+    for number, question in enumerate(QUESTIONS):
+        ids = question_ids(family_index, question)
+        outputs = attention_outputs(family_index.model, torch.cat([family_index.input_ids, ids]))
+        for layer in family_index.artifact.manifest.indexed_layers:
+            block = list(queries.blocks(layer))[number]
+            assert_close(outputs[layer][-len(ids) :], _attention(family_index, layer, block), 1e-4)
+    assert len(queries) == sum(len(question_ids(family_index, question)) for question in QUESTIONS)
+
+
+def test_the_tails_second_half_attends_as_the_model_does(family_index: OpenIndex) -> None:
+    outputs = attention_outputs(family_index.model, family_index.input_ids)
+    half = family_index.split.tail - family_index.split.tail // 2
+    for layer in family_index.artifact.manifest.indexed_layers:
+        block = tail_block(family_index.artifact, layer)
+        assert_close(outputs[layer][-half:], _attention(family_index, layer, block), 1e-4)
+    assert len(Queries(family_index.artifact)) == half
+
+
+@pytest.mark.parametrize("questions", [None, []], ids=["none", "no"])
+def test_without_questions_the_tail_is_measured_on(index: OpenIndex, questions: list[str] | None) -> None:
+    blocks = list(Queries(index.artifact, index, questions).blocks(0))
+    assert len(blocks) == 1
+    assert torch.equal(blocks[0].queries, tail_block(index.artifact, 0).queries)

@@ -1,0 +1,119 @@
+"""The recall report: every method, variant and budget, layer by layer, and averages over any of them."""
+
+from dataclasses import asdict
+from statistics import fmean
+
+import pytest
+from support.small_index import build_small
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import choose_methods, methods
+
+BUDGETS = [Budget(0.05), Budget(60), Budget(1.0)]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """Gemma 2: two of its four layers slide and are not in a report."""
+    return build_small(tmp_path_factory.mktemp("report") / "small.skv", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def report(index: OpenIndex) -> RecallReport:
+    return recall_report(index.artifact, choose_methods([], ["squeezed"]), BUDGETS, Queries(index.artifact))
+
+
+def test_there_is_one_row_for_each_choice_layer_and_head(report: RecallReport, index: OpenIndex) -> None:
+    variants = {
+        (name, form) for name, method in methods().items() if not method.needs_index for form in method.variants(None)
+    }
+    variants |= {("squeezed", form) for form in ("flat", "hierarchical", "flat threshold", "hierarchical threshold")}
+    keys = [(row.method, row.variant, row.budget, row.layer, row.kv_head) for row in report.rows]
+    expected = {
+        (*variant, budget.value, layer, head)
+        for variant in variants
+        for budget in BUDGETS
+        for layer in index.artifact.manifest.indexed_layers
+        for head in range(2)
+    }
+    assert set(keys) == expected
+    assert len(keys) == len(expected)
+
+
+def test_header_describes_what_was_measured(report: RecallReport, index: OpenIndex) -> None:
+    split = index.split
+    header = {name: value for name, value in asdict(report).items() if name != "rows"}
+    assert header == {
+        "index": str(index.artifact.folder),
+        "model": "tiny-gemma2",
+        "n_context": split.tokens,
+        "n_middle": split.middle,
+        "n_queries": split.tail // 2,
+        "prefill": "dense",
+    }
+    assert {row.budget_tokens for row in report.rows} == {round(0.05 * split.middle), 60, split.middle}
+
+
+@pytest.mark.parametrize("names", [(), ("layer",), ("kv_head",), ("layer", "kv_head")], ids=str)
+def test_averages_are_over_all_that_is_not_named(report: RecallReport, names: tuple[str, ...]) -> None:
+    for row in report.by(*names):
+        members = [
+            one
+            for one in report.rows
+            if (one.method, one.variant, one.budget) == (row.method, row.variant, row.budget)
+            and all(getattr(one, name) == getattr(row, name) for name in names)
+        ]
+        assert len(members) == 4 / 2 ** len(names)
+        assert all(getattr(row, name) is None for name in {"layer", "kv_head"} - set(names))
+        for name in MEASURES:
+            values = [getattr(one, name) for one in members]
+            assert getattr(row, name) == (None if None in values else pytest.approx(fmean(values)))
+            assert values.count(None) in (0, len(values))
+    forms = {(row.method, row.variant) for row in report.rows}
+    assert len(report.by(*names)) == len(forms) * 3 * 2 ** len(names)
+
+
+def test_no_method_of_a_report_beats_the_oracle(report: RecallReport) -> None:
+    best = {(row.budget, row.layer, row.kv_head): row for row in report.rows if row.method == "oracle"}
+    for row in report.rows:
+        oracle = best[row.budget, row.layer, row.kv_head]
+        assert oracle.recall == 1
+        if row.selected_tokens <= oracle.selected_tokens and "threshold" not in row.variant:
+            assert row.attention_mass <= oracle.attention_mass + 1e-6
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.2, 1.0])
+def test_the_lowest_error_is_among_what_reads_little_and_is_no_bound(report: RecallReport, limit: float) -> None:
+    best = report.best_within(limit)
+    assert best is not None
+    assert best.kv_fraction <= limit
+    assert best.layer is None
+    assert best.method != "oracle"
+    for row in report.by():
+        assert row.method == "oracle" or row.kv_fraction > limit or row.output_error >= best.output_error
+
+
+def test_nothing_is_best_where_all_read_more(report: RecallReport) -> None:
+    assert report.best_within(-0.1) is None
+
+
+def test_progress_counts_indexed_layers(index: OpenIndex) -> None:
+    seen: list[tuple[int, int]] = []
+    recall_report(index.artifact, ["window"], BUDGETS, Queries(index.artifact), lambda *done: seen.append(done))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_methods_are_chosen_by_name_once_and_need_their_index() -> None:
+    free = [name for name, method in methods().items() if not method.needs_index]
+    assert {"oracle", "quest", "window"} <= set(free)
+    assert choose_methods([], ["squeezed"]) == choose_methods(["all"], ["squeezed"]) == sorted([*free, "squeezed"])
+    assert choose_methods([], []) == free
+    assert choose_methods(["quest", "oracle", "quest"], []) == ["quest", "oracle"]
+    with pytest.raises(UsageError, match=r"no method 'quast'; there are: .*quest"):
+        choose_methods(["quast"], [])
+    with pytest.raises(UsageError, match=r"not built with 'squeezed'; add it with .*--method squeezed"):
+        choose_methods(["squeezed"], [])
