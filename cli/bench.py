@@ -11,7 +11,7 @@ import typer
 from sparsekv.cli.benchmarking.end_to_end import EndToEnd, time_models
 from sparsekv.cli.benchmarking.output import print_rows
 from sparsekv.cli.benchmarking.run import Timer, check_runs, configured, machine
-from sparsekv.cli.benchmarking.sources import DEFAULT_METHODS, Asked, Mixtures, Source, StoredLayerSource, check_dtype
+from sparsekv.cli.benchmarking.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import refuse_unused, with_method_options
@@ -20,12 +20,13 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
-from sparsekv.indexing.indexers.interface import indexers
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.configs import CONFIGS
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -107,13 +108,13 @@ def bench(
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
-    asked = Asked(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed)
+    wanted = Wanted(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed)
     if end_to_end:
         elsewhere = {
             "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "index": index, "layer": layer,
             "variants": variants, "warm": warm, "csv": as_csv, "plot": plot,
         }  # fmt: skip
-        what = EndToEnd(config, distinct_layers, asked, method or [], budget or DEFAULT_BUDGETS, runs, device)
+        what = EndToEnd(config, distinct_layers, wanted, method or [], budget or DEFAULT_BUDGETS, runs, device)
         return time_models(what, parameters, elsewhere, as_json=as_json, quiet=quiet)
     for name, value in (("config", config), ("distinct-layers", distinct_layers)):
         if value is not None:
@@ -125,7 +126,7 @@ def bench(
     where = choose_device(device)
     times = check_runs(RUNS[where.type] if runs is None else runs)
     check_dtype(dtype)
-    source = _source(index, layer, asked, where)
+    source = _source(index, layer, wanted, where)
     chosen = {name: methods()[name] for name in source.methods(method or [])}
     built = source.indexers(list(chosen), parameters)
     building: dict[str, type] = {f"the index of {name}": type(one) for name, one in built.items()}
@@ -158,12 +159,12 @@ def bench(
         raise SparsekvError("; ".join(timed.refused))
 
 
-def _source(index: Path | None, layer: int | None, asked: Asked, where: torch.device) -> Source:
+def _source(index: Path | None, layer: int | None, wanted: Wanted, where: torch.device) -> Source:
     if index is not None:
-        return StoredLayerSource(open_artifact(index, thorough=True), layer, asked, where)
+        return StoredLayerSource(open_artifact(index, thorough=True), layer, wanted, where)
     if layer is not None:
         raise UsageError(f"--layer {layer}: a mixture has no other; leave it out, or give an --index")
-    return Mixtures(asked, where)
+    return Mixtures(wanted, where)
 
 
 def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:

@@ -14,7 +14,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.documents.document import open_document
 from sparsekv.indexing.documents.prompt import encode_prompt
-from sparsekv.indexing.indexers.interface import choose_indexers, indexers
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 

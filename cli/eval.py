@@ -15,7 +15,8 @@ from sparsekv.cli.evaluating.inputs import Inputs, read_contexts, work_folder
 from sparsekv.cli.evaluating.output import print_rows
 from sparsekv.cli.evaluating.run import Comparison, check_room, evaluate
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
@@ -23,7 +24,8 @@ from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.table import DENSE, cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, choose_methods, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import choose_methods, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

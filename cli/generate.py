@@ -38,9 +38,10 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.generate import generate as answer
-from sparsekv.runtime.decoding.open import OpenIndex, residual_source
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import methods
+from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -153,17 +154,17 @@ def generate(
         configured,
         wanted,
         residual=residual,
-        gauge=stats,
+        measure_missed=stats,
         guard=guarded,
         placement=placement,
-        ahead=ahead,
+        prefetch=ahead,
         question=asking,
         budgets=setting.layer_budgets,
     )
     note_small_budgets([wanted], quiet=quiet)
     note(setting.told, quiet=quiet or not stats or not setting.told)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    asked = _Asked(opened, cache, name, wanted, sampling, gauged=stats or guarded is not None)
+    asked = _Asked(opened, cache, name, wanted, sampling, measured=stats or guarded is not None)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
     for question in batch:
         result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
@@ -195,7 +196,7 @@ class _Asked:
     method: str
     budget: Budget
     sampling: Sampling
-    gauged: bool
+    measured: bool
 
     def answer(self, question: torch.Tensor | None, on_text: Callable[[str], None] = lambda text: None) -> Answer:
         return NO_ANSWER if question is None else answer(self.index, self.cache, question, self.sampling, on_text)
@@ -207,6 +208,6 @@ class _Asked:
 
     def record(self, result: Answer) -> dict[str, Any]:
         """The same keys for every question of a call."""
-        left_out = {"ids"} if self.gauged else {"ids", "layers"}
+        left_out = {"ids"} if self.measured else {"ids", "layers"}
         told = {name: value for name, value in asdict(result).items() if name not in left_out}
         return {**told, "method": self.method, "budget": self.budget.value}

@@ -20,7 +20,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models.load import load_tokenizer
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
-from sparsekv.runtime.selection.interface import choose_methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

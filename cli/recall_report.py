@@ -26,12 +26,12 @@ from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.decoding.open import residual_source
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import choose_methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -108,11 +108,11 @@ def recall_report(
     guarded = None if guard is None else Guard(guard)
     if residual:
         residual_source(artifact)
-    asked = Queries(artifact)
+    asked = MeasuredQueries(artifact)
     if queries is not None:
         questions = read_questions(queries, "--queries")
         opened = load_for(artifact, model, device, dtype, quiet=quiet)
-        asked = Queries(artifact, opened, questions, special_tokens=special_tokens)
+        asked = MeasuredQueries(artifact, opened, questions, special_tokens=special_tokens)
     note_small_budgets(budgets, quiet=quiet)
     with progress(quiet=quiet) as tell:
         report = measure(

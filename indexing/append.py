@@ -18,7 +18,8 @@ from sparsekv.formats.schema import ChatFrame, Manifest
 from sparsekv.formats.values import check_values
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.documents.prompt import FixedPrompt
-from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.plan import BuildPlan, Growth

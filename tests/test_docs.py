@@ -13,8 +13,9 @@ import pytest
 from support.command import run_here
 from support.tiny_models import save_tiny
 
-from sparsekv.indexing.indexers.interface import INDEXERS
-from sparsekv.runtime.selection.interface import METHODS
+from sparsekv.formats.registry import Registry
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.runtime.selection.registry import methods
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,15 +67,12 @@ def _example(page: str, file: str) -> str:
 
 def test_the_method_of_the_contributors_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    registries: dict[str, dict[str, Any]] = {
-        "indexing/methods/norms.py": INDEXERS,
-        "runtime/methods/norms.py": METHODS,
-    }
+    registries: dict[str, Registry[Any]] = {"indexing/methods/norms.py": indexers, "runtime/methods/norms.py": methods}
     for file, registry in registries.items():
         module = ModuleType(file.replace("/", ".").removesuffix(".py"))
         monkeypatch.setitem(sys.modules, module.__name__, module)
         # So that it is unknown again afterwards.
-        monkeypatch.setitem(registry, "norms", None)
+        monkeypatch.setattr(registry, "known", registry())
         exec(compile(_example(page, file), file, "exec"), module.__dict__)
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "model")

@@ -9,7 +9,8 @@ from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, choose_methods, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import choose_methods, methods
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, choose_methods, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import choose_methods, methods
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:

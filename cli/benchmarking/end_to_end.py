@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sparsekv.cli.benchmarking.layers import index_mixture
 from sparsekv.cli.benchmarking.run import check_runs, configured, machine
-from sparsekv.cli.benchmarking.sources import Asked, Mixtures, check_dtype
+from sparsekv.cli.benchmarking.sources import Mixtures, Wanted, check_dtype
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.method_options import refuse_unused
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -23,7 +23,9 @@ from sparsekv.runtime.benchmark.end_to_end import Distinct, ModelBench, ModelRow
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.rows import RefusedError
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, MiddleContext, methods
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import methods
 
 DEFAULT_METHODS, DISTINCT = ["multipole"], 2
 DEFAULT_CONFIG = {"cpu": "smollm2-135m", "cuda": "qwen3-8b"}
@@ -33,11 +35,11 @@ RUNS = {"cpu": 10, "cuda": 30}
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """What a person asked for; None or nothing where it is left to the device."""
+    """What a person wanted for; None or nothing where it is left to the device."""
 
     config: str | None
     distinct: int | None
-    asked: Asked
+    wanted: Wanted
     methods: list[str]
     budgets: list[str]
     runs: int | None
@@ -90,16 +92,16 @@ class _Timer:
             raise UsageError(f"--distinct-layers {self.distinct}: give 1 to {layers}, which is how many the model has")
         self.budgets = [Budget.parse(text) for text in dict.fromkeys(what.budgets)]
         self.runs = check_runs(RUNS[kind] if what.runs is None else what.runs)
-        check_dtype(what.asked.dtype)
+        check_dtype(what.wanted.dtype)
         heads = int(self.config.num_attention_heads)
-        asked = replace(
-            what.asked,
-            contexts=what.asked.contexts or DEFAULT_CONTEXTS[kind],
+        wanted = replace(
+            what.wanted,
+            contexts=what.wanted.contexts or DEFAULT_CONTEXTS[kind],
             heads=heads,
             kv_heads=int(getattr(self.config, "num_key_value_heads", None) or heads),
             head_dim=head_dim(self.config),
         )
-        self.source = Mixtures(asked, self.device)
+        self.source = Mixtures(wanted, self.device)
         self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or DEFAULT_METHODS)}
         self.built = self.source.indexers(list(self.chosen), parameters)
         building: dict[str, type] = {f"the index of {name}": type(one) for name, one in self.built.items()}

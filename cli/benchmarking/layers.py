@@ -9,8 +9,8 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.runtime.benchmark.layer import LayerData
-from sparsekv.runtime.decoding.open import middle_context
-from sparsekv.runtime.selection.interface import LayerPlace, MiddleContext
+from sparsekv.runtime.decoding.prepare import stored_context
+from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 
 HEADS_AT_ONCE = 8  # KV heads that an index is built for together
 Tensors = dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
         batch=1,
         split=manifest.split,
         facts=manifest.layers[number],
-        place=LayerPlace(indexed.index(number), len(indexed)),
+        position=LayerPosition(indexed.index(number), len(indexed)),
     )
 
 
@@ -118,7 +118,9 @@ def _refuse_unlike(facts: LayerFacts, number: int) -> None:
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
     """What the index holds for a method in a layer that `stored_layer` gave."""
-    number = artifact.manifest.indexed_layers[data.place.number]
-    context = middle_context(artifact, number, name, data.keys.device)
-    context = replace(context, keys=data.keys[:, data.middle], load_values=lambda: data.values[:, data.middle])
+    number = artifact.manifest.indexed_layers[data.position.number]
+    context = stored_context(artifact, number, name, data.keys.device).context
+    context = replace(
+        context, load_keys=lambda: data.keys[:, data.middle], load_values=lambda: data.values[:, data.middle]
+    )
     return Indexed(context, artifact.manifest.methods.get(name))

@@ -12,11 +12,12 @@ from sparsekv.cli.benchmarking.layers import Indexed, index_mixture, stored_inde
 from sparsekv.cli.common.method_options import configure
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.models.load import DTYPES
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.selection.interface import choose_methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")
 ITERATIONS = 3  # of k-means: more make better clusters, and a step takes as long
@@ -25,7 +26,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """What a person said of a layer's sizes; None or nothing where it is left to the device or the index."""
 
     contexts: list[str]
@@ -65,7 +66,7 @@ class Source(ABC):
 
     @abstractmethod
     def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
-        """One at a time; each is made when it is asked for."""
+        """One at a time; each is made when it is wanted for."""
 
     @abstractmethod
     def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
@@ -79,14 +80,14 @@ class Source(ABC):
 class Mixtures(Source):
     """Every context with every batch; indices are built on the spot."""
 
-    def __init__(self, asked: Asked, device: torch.device):
+    def __init__(self, wanted: Wanted, device: torch.device):
         sizes = LARGE if device.type == "cuda" else SMALL
-        self.device, self.seed, self.batches = device, asked.seed, asked.batches or [1]
-        self.dtype = sizes.dtype if asked.dtype == "auto" else asked.dtype
-        self.heads = sizes.heads if asked.heads is None else asked.heads
-        self.kv_heads = sizes.kv_heads if asked.kv_heads is None else asked.kv_heads
-        self.head_dim = sizes.head_dim if asked.head_dim is None else asked.head_dim
-        self.contexts = [_tokens(text) for text in asked.contexts or sizes.contexts]
+        self.device, self.seed, self.batches = device, wanted.seed, wanted.batches or [1]
+        self.dtype = sizes.dtype if wanted.dtype == "auto" else wanted.dtype
+        self.heads = sizes.heads if wanted.heads is None else wanted.heads
+        self.kv_heads = sizes.kv_heads if wanted.kv_heads is None else wanted.kv_heads
+        self.head_dim = sizes.head_dim if wanted.head_dim is None else wanted.head_dim
+        self.contexts = [_tokens(text) for text in wanted.contexts or sizes.contexts]
         self._check()
 
     def _check(self) -> None:
@@ -132,14 +133,14 @@ class Mixtures(Source):
 class StoredLayerSource(Source):
     """One layer of an index, with the indices that it holds."""
 
-    def __init__(self, artifact: Artifact, layer: int | None, asked: Asked, device: torch.device):
-        sizes = {"context": asked.contexts, "batch": asked.batches}
-        sizes |= {name: getattr(asked, name) for name in ("heads", "kv_heads", "head_dim")}
+    def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
+        sizes = {"context": wanted.contexts, "batch": wanted.batches}
+        sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim")}
         for name, value in sizes.items():
             if value:
                 raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
         self.artifact = artifact
-        self.dtype = artifact.manifest.dtype if asked.dtype == "auto" else asked.dtype
+        self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])
 
     def methods(self, names: list[str]) -> list[str]:
@@ -158,7 +159,7 @@ class StoredLayerSource(Source):
 
     def about(self) -> dict[str, Any]:
         heads = {"heads": len(self.data.query), "kv_heads": len(self.data.keys), "head_dim": self.data.keys.shape[2]}
-        layer = self.artifact.manifest.indexed_layers[self.data.place.number]
+        layer = self.artifact.manifest.indexed_layers[self.data.position.number]
         return {"data": str(self.artifact.folder), "layer": layer, **heads, "dtype": self.dtype}
 
 

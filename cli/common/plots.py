@@ -17,8 +17,8 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 from sparsekv.cli.common.printable import printable
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
-from sparsekv.runtime.selection.interface import methods
 from sparsekv.runtime.selection.list_statistics import ListShape
+from sparsekv.runtime.selection.registry import methods
 
 matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
 

@@ -1,15 +1,12 @@
-"""What an indexing method is, and the registry that finds them: one file a method, named nowhere else."""
+"""What an indexing method is: one file a method."""
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
-import sparsekv.indexing.methods
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 
@@ -81,39 +78,3 @@ class Indexer(ABC):
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
         """Numbers that need all layers, for the manifest; `layers()` walks them anew at each call."""
         return {}
-
-
-INDEXERS: dict[str, type[Indexer]] = {}
-T = TypeVar("T", bound=type[Indexer])
-
-
-def register(name: str) -> Callable[[T], T]:
-    """Class decorator: makes a method known to every command under this name."""
-
-    def add(indexer: T) -> T:
-        INDEXERS[name] = indexer
-        return indexer
-
-    return add
-
-
-def indexers() -> dict[str, type[Indexer]]:
-    """All registered methods by name; imports every file of `indexing/methods` once."""
-    for module in pkgutil.iter_modules(sparsekv.indexing.methods.__path__):
-        importlib.import_module(f"sparsekv.indexing.methods.{module.name}")
-    return dict(sorted(INDEXERS.items()))
-
-
-def choose_indexers(names: list[str]) -> list[str]:
-    """Names of the methods to build: all of them for `all`, those that are built by default for an empty list.
-
-    Raises:
-        UsageError: a method that does not exist.
-    """
-    known = indexers()
-    for name in names:
-        if name not in known and name != "all":
-            raise UsageError(f"no method '{name}' can be built; there are: {', '.join(known)}")
-    if not names:
-        return [name for name, indexer in known.items() if indexer.by_default]
-    return list(known) if "all" in names else list(dict.fromkeys(names))

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, register
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.tables.table_lookup import Tables, cosines, fit_weights
 from sparsekv.kernels.tables.tables import cosine_kmeans, rope_pair_order, split_channels, top_lists
 
@@ -22,7 +23,7 @@ FITTED_POSITIONS = 32  # whose queries, the last of the sample, subspaces are we
 QUANTILES = 101
 
 
-@register("csattention")
+@indexers.register("csattention")
 @dataclass(frozen=True)
 class CSAttentionIndexer(Indexer):
     """Query-centric tables; not built by default, as they are larger than the keys and values themselves."""

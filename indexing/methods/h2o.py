@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, register
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.scores.logits import attention_logits
 
 LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 
 
-@register("h2o")
+@indexers.register("h2o")
 @dataclass(frozen=True)
 class H2OIndexer(Indexer):
     """Accumulated attention; not built by default, as it asks for a sample of the prompt's queries."""

@@ -13,8 +13,9 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import LayerInput, register
+from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.online_blocks import finest_labels, split_blocks
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import to_space
@@ -24,7 +25,7 @@ STEP = 128  # most tokens that join a block at once
 MOST_JOINS = 2  # more of them cost more than clustering the block anew
 
 
-@register("multipole")
+@indexers.register("multipole")
 @dataclass(frozen=True)
 class MultipoleIndexer(ClusterIndexer):
     """Clusters of the keys of each block; one centroid per 16 tokens, or `--levels 0.125,0.015625` for two levels."""

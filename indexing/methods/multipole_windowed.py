@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import LayerInput, register
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.common.rotation import rotate
 
 
-@register("multipole-windowed")
+@indexers.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
     """Clusters, in blocks, of the keys with RoPE undone; a report shows whether that is any better on a model."""

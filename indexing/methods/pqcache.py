@@ -12,13 +12,14 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.clustering import kmeans
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, register
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.kmeans.kmeans import assign, cluster_means
 
 CODES = 256  # of a byte
 
 
-@register("pqcache")
+@indexers.register("pqcache")
 @dataclass(frozen=True)
 class PQCacheIndexer(Indexer):
     """Codes of all keys of the middle."""

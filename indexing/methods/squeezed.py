@@ -13,14 +13,15 @@ import torch
 
 from sparsekv.indexing.indexers.calibration import KeepCurve
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, register
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries that one calibrated prefill lookup averages over
 REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
 
 
-@register("squeezed")
+@indexers.register("squeezed")
 @dataclass(frozen=True)
 class SqueezedIndexer(ClusterIndexer):
     """Clusters of all keys of the middle."""

@@ -4,17 +4,14 @@ Densely, or with each chunk attending to itself and to a choice of what is befor
 anew for every chunk and layer, from everything, whatever chunks before it were given: nothing is evicted for good.
 """
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 
-import sparsekv.indexing.prefill
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.registry import Registry
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_attention
 from sparsekv.kernels.attention.chunk_attention import chunk_attention
@@ -38,30 +35,12 @@ class Prefill(ABC):
         """
 
 
-PREFILLS: dict[str, type[Prefill]] = {}
-T = TypeVar("T", bound=type[Prefill])
-
-
-def register(name: str) -> Callable[[T], T]:
-    """Class decorator: makes a way to prefill known to every command under this name."""
-
-    def add(prefill: T) -> T:
-        PREFILLS[name] = prefill
-        return prefill
-
-    return add
-
-
-def prefills() -> dict[str, type[Prefill]]:
-    """All ways by name; imports every file of this folder once."""
-    for module in pkgutil.iter_modules(sparsekv.indexing.prefill.__path__):
-        importlib.import_module(f"sparsekv.indexing.prefill.{module.name}")
-    return dict(sorted(PREFILLS.items()))
+prefills: Registry[type[Prefill]] = Registry("way to prefill", "sparsekv.indexing.prefill")
 
 
 def prefill_name(prefill: Prefill) -> str:
     """The name that a way was registered under."""
-    return next(name for name, known in PREFILLS.items() if known is type(prefill))
+    return next(name for name, known in prefills.known.items() if known is type(prefill))
 
 
 def choose_prefill(name: str) -> type[Prefill]:
@@ -71,7 +50,7 @@ def choose_prefill(name: str) -> type[Prefill]:
     return prefills()[name]
 
 
-@register("dense")
+@prefills.register("dense")
 @dataclass(frozen=True)
 class DensePrefill(Prefill):
     """Every token attends to all before it."""

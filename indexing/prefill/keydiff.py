@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.indexing.prefill.interface import SparsePrefill, register
+from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
 from sparsekv.kernels.scores.keydiff import keydiff_scores
 
 
-@register("keydiff")
+@prefills.register("keydiff")
 @dataclass(frozen=True)
 class KeyDiffPrefill(SparsePrefill):
     """Scores keys by how far they point from the mean direction; no query is looked at."""

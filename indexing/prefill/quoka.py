@@ -6,11 +6,11 @@ import torch
 
 from sparsekv.formats.quoka import QuokaOptions
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.indexing.prefill.interface import SparsePrefill, register
+from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys, quoka_scores, subselect_queries
 
 
-@register("quoka")
+@prefills.register("quoka")
 @dataclass(frozen=True)
 class QuokaPrefill(QuokaOptions, SparsePrefill):
     """Scores keys by cosine to a few queries of the chunk, on a GPU by kernels, which keep no scores."""

@@ -10,11 +10,11 @@ import torch
 
 from sparsekv.formats.quoka import check_prefill_queries
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.indexing.prefill.interface import SparsePrefill, register
+from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
 from sparsekv.kernels.attention.sampled_attention import sampled_attention, spaced_places
 
 
-@register("sampleattention")
+@prefills.register("sampleattention")
 @dataclass(frozen=True)
 class SampleAttentionPrefill(SparsePrefill):
     """Scores keys by the attention of evenly spaced queries of the chunk."""

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.attention.decode_attention import StandIns
+from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 
@@ -110,7 +110,7 @@ def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Ten
 def attend_once(
     query: torch.Tensor,
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    stand_ins: Sequence[StandIns],
+    stand_ins: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,

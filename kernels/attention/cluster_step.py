@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparsekv.kernels.attention.attention import attend_once
-from sparsekv.kernels.attention.decode_attention import StandIns
-from sparsekv.kernels.clusters.best_clusters import CountedClusters, best_clusters
+from sparsekv.kernels.attention.types import ScoredCentroids, StepTensors
+from sparsekv.kernels.clusters.best_clusters import best_clusters
 from sparsekv.kernels.common.runs import expand_full_runs
 
 if TYPE_CHECKING:
@@ -31,15 +31,8 @@ def compiled_kernels() -> ModuleType | None:
 
 
 @dataclass(frozen=True)
-class StepClusters:
-    """C clusters of each of H heads: their first rows, starts [H, C] int64; values [H, C, D] that may stand for tokens
-    which are not chosen, None: there are none; and how logits are scaled."""
-
-    counted: CountedClusters
-    starts: torch.Tensor
-    values: torch.Tensor | None
-    softmax_scale: float
-    softcap: float | None
+class StepClusters(StepTensors):
+    """The same, with the compiled kernel for them."""
 
     @cached_property
     def compiled(self) -> "CompiledStep | None":
@@ -114,7 +107,7 @@ def attend_to_best_reference(
         assert clusters.values is not None
         share = best.log_share_left(counted.shares).squeeze(1)
         # With these logits, which are whole clusters', go shares of them in the place of counts.
-        stand_ins = [StandIns(best.logits, share, clusters.values)]
+        stand_ins = [ScoredCentroids(best.logits, share, clusters.values)]
     return attend_once(query, ((picked[0], picked[1]), exact), stand_ins, *how, sink_logits)
 
 

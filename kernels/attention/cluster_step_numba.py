@@ -14,7 +14,7 @@ import torch
 from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic
 
-from sparsekv.kernels.attention.cluster_step import StepClusters
+from sparsekv.kernels.attention.types import StepTensors
 
 if config.DISABLE_JIT:
     raise ImportError("numba is told by its environment not to compile")
@@ -354,7 +354,7 @@ class CompiledStep:
         clusters: float32 and contiguous, counts int32, starts int64.
     """
 
-    def __init__(self, clusters: StepClusters):
+    def __init__(self, clusters: StepTensors):
         counted = clusters.counted
         self.clusters, (H, C, D) = clusters, counted.centroids.shape
         tensors = counted.centroids, counted.counts, counted.log_counts, clusters.starts, clusters.values

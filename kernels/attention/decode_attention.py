@@ -1,55 +1,19 @@
 """Attention of one decode step: to chosen runs of rows, to rows that are always attended, and to stand-ins, at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.kernels.scores.logits import attention_logits
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
-    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
-    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which one call uses up: with it rows
-    go to programs that are done before others."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor | None
-    capacity: int
-    used: torch.Tensor | None = None
-    queue: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class StandIns:
-    """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
-    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. There may be more
-    logits and counts than values: those are minus infinity. With `rows` [H, C] int32 the values [H, V, D] are of all
-    clusters, and these tell which of them each is; there are `used` [H] int32 of each head, None: all."""
-
-    logits: torch.Tensor
-    log_counts: torch.Tensor
-    values: torch.Tensor
-    rows: torch.Tensor | None = None
-    used: torch.Tensor | None = None
-
-    def gathered(self) -> torch.Tensor:
-        """The value of each [H, C, D]; copies them where `rows` tells which they are."""
-        if self.rows is None:
-            return self.values
-        return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
 
 
 def decode_attention(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[StandIns],
+    stand_ins: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -84,7 +48,7 @@ def decode_attention_reference(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[StandIns],
+    stand_ins: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,

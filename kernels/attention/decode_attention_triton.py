@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.decode_attention import RunRows, StandIns
 from sparsekv.kernels.attention.run_rows_triton import list_rows
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
 from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 
@@ -173,7 +173,7 @@ def _merge_kernel(
     tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
 
 
-def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not. Values
     of a head that do not follow one another are copied too.
 
@@ -191,12 +191,12 @@ def _tensors(part: StandIns | None, other: torch.Tensor) -> tuple[torch.Tensor, 
     return logits, log_counts, values, other if rows is None else rows
 
 
-def _joined(parts: Sequence[StandIns]) -> StandIns | None:
+def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """Several levels' stand-ins as one; copies them where they are more than one."""
     if len(parts) < 2:
         return parts[0] if parts else None
     sizes = [part.values.shape[1] for part in parts]
-    return StandIns(
+    return ScoredCentroids(
         torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
         torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
         torch.cat([part.values for part in parts], 1),
@@ -207,7 +207,7 @@ def decode_attention_triton(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[StandIns],
+    stand_ins: Sequence[ScoredCentroids],
     softmax_scale: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,

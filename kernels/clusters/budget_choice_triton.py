@@ -21,7 +21,7 @@ from sparsekv.kernels.clusters.choice_counts_triton import (
     sum_of_two,
     sums_and_largest,
 )
-from sparsekv.kernels.clusters.cluster_choice import (
+from sparsekv.kernels.clusters.types import (
     EXPONENT_BITS,
     OPENED_BITS,
     SCORE_BITS,

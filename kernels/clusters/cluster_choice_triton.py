@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
-from sparsekv.kernels.clusters.cluster_choice import Children, ClusterChoice, ListedChoice
+from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
 from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
 from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
 

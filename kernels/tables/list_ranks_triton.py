@@ -14,7 +14,6 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import following, multiprocessors
 from sparsekv.kernels.common.tiles_triton import capped, dot, group_rows, power_of_two, share, start, tile_rows
 from sparsekv.kernels.tables.list_codes import HIGHEST, TILE_TOKENS, TILE_WORDS, ListCodes
-from sparsekv.kernels.tables.list_ranks import BINS, LARGEST, ExactKeys, TokenRanks, lowest_rank
 from sparsekv.kernels.tables.packed_triton import (
     TO_BYTES,
     add_scaled,
@@ -28,6 +27,7 @@ from sparsekv.kernels.tables.packed_triton import (
     sums_of_fours,
     two_numbers,
 )
+from sparsekv.kernels.tables.types import BINS, LARGEST, ExactKeys, TokenRanks, lowest_rank
 
 # Small tiles, one at a time: shared memory for more would have fewer of the programs wait for memory together.
 EXACT_PROGRAMS, TILE_BYTES, LOOK_UP_STAGES = 4, 8192, 1

@@ -3,7 +3,8 @@
 import torch
 
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.tables.list_ranks import TokenRanks, ranks_of
+from sparsekv.kernels.tables.list_ranks import ranks_of
+from sparsekv.kernels.tables.types import TokenRanks
 
 
 def rank_rows(

@@ -7,9 +7,9 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
 from sparsekv.kernels.common.tiles_triton import capped, dot, group_rows, power_of_two, share, start, tile_rows
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.tables.list_ranks import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 from sparsekv.kernels.tables.list_ranks_triton import LOG2_E
 from sparsekv.kernels.tables.packed_triton import exp2
+from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 TILE_BYTES, STAGES, WARPS, RANK_WARPS = 16_384, 3, 4, 8

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.kernels.tables.list_ranks import TokenRanks
+from sparsekv.kernels.tables.types import TokenRanks
 
 
 def top_ranked(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,9 +7,9 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import following
 from sparsekv.kernels.common.tiles_triton import start
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
-from sparsekv.kernels.tables.list_ranks import BINS, TokenRanks
 from sparsekv.kernels.tables.list_ranks_triton import WARPS_OF_FEW, WARPS_OF_MANY, many
 from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
+from sparsekv.kernels.tables.types import BINS, TokenRanks
 
 ROWS = 32
 COUNT_WARPS_OF_MANY = 2  # measured: of one it takes half as long again, of four a fifth longer

@@ -5,7 +5,7 @@ of everything (Multipole Attention, equation 1). It is an estimate, and mostly a
 cluster's tokens have at least the weight of as many centroids.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,34 +14,36 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, Remainder, Selection
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.selection import CentroidSegment
 
 RAISES = 2  # times that a budget is doubled before a head reads everything
 
 
-def remainder_logsumexp(asked: Asked, remainders: tuple[Remainder, ...], facts: LayerFacts) -> torch.Tensor:
-    """[Hk, G, Q] float32: the log-sum-exp that centroids give to the tokens they stand for."""
-    logits = [
-        attention_logits(asked.query, one.keys, facts.softmax_scale, facts.softcap) + one.log_counts[:, None]
-        for one in remainders
-    ]
-    return torch.cat(logits, -1).logsumexp(-1)
-
-
-def missed_share(chosen: Selection, asked: Asked, attended: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+def missed_share(
+    rest: Sequence[CentroidSegment], query: torch.Tensor, total: torch.Tensor, facts: LayerFacts, *, attended: bool
+) -> torch.Tensor:
     """[Hk, Q]: the share of the whole softmax that a choice leaves, mean over the group; NaN where no one can tell.
 
-    It is what stands for what was not chosen or, where nothing does, what the method estimates that it dropped.
-
     Args:
-        attended: [Hk, G, Q], the log-sum-exp of all that is attended, what stands for others with it.
+        rest: centroids of what was not chosen; `attended`: in its place, else they only estimate what was dropped.
+        query: [Hk, G, Q, D].
+        total: [Hk, G, Q], the log-sum-exp of all that is attended.
     """
-    remainders = chosen.replacements or (chosen.dropped() if chosen.dropped else ())
-    if not remainders:
-        return torch.full_like(attended[:, 0], torch.nan)
-    left = remainder_logsumexp(asked, remainders, facts)
-    whole = attended if chosen.replacements else torch.logaddexp(attended, left)
+    if not rest:
+        return torch.full_like(total[:, 0], torch.nan)
+    left = rest_logsumexp(rest, query, facts)
+    whole = total if attended else torch.logaddexp(total, left)
     return (left - whole).exp().mean(1)
+
+
+def rest_logsumexp(rest: Sequence[CentroidSegment], query: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """[Hk, G, Q] float32: the log-sum-exp that centroids give to the tokens they stand for."""
+    logits = [
+        attention_logits(query, part.keys, facts.softmax_scale, facts.softcap) + part.log_counts[:, None]
+        for part in rest
+    ]
+    return torch.cat(logits, -1).logsumexp(-1)
 
 
 def tells_missed(method: Method, *, residual: bool) -> bool:
@@ -68,7 +70,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Held:
+class Outcome:
     """What a guard made of a step: the attempt, and where [Hk, Q] it raised the budget and where it read everything."""
 
     attempt: Attempt
@@ -93,13 +95,13 @@ class Guard:
                 f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
             )
 
-    def hold(
+    def enforce(
         self,
         attempt: Callable[[Budget], Attempt],
         dense: Callable[[torch.Tensor], Attempt],
         budget: Budget,
         middle: int,
-    ) -> Held:
+    ) -> Outcome:
         """Double the budget for the heads that miss too much, then let those read everything that still do.
 
         One sync for each attempt: what is read next depends on it.
@@ -107,21 +109,21 @@ class Guard:
         Args:
             dense: gives the whole attention of the heads where its argument [Hk] is True; anything for the others.
         """
-        held, tokens = attempt(budget), budget.tokens(middle)
-        raised = over = held.missed > self.share
+        best, tokens = attempt(budget), budget.tokens(middle)
+        raised = over = best.missed > self.share
         for _ in range(RAISES):
             tokens *= 2
             if tokens >= middle or not over.any():
                 break
-            held = held.replaced_where(over, attempt(Budget(tokens)))
-            over = held.missed > self.share
+            best = best.replaced_where(over, attempt(Budget(tokens)))
+            over = best.missed > self.share
         if over.any():
-            held = held.replaced_where(over, dense(over.any(1)))
-        return Held(held, raised, over)
+            best = best.replaced_where(over, dense(over.any(1)))
+        return Outcome(best, raised, over)
 
 
 @dataclass
-class Gauge:
+class MissedMeter:
     """What one layer's queries left, summed since `reset`: heads of a query, their missed share, and how many of them a
     guard gave more, or everything."""
 
@@ -132,10 +134,10 @@ class Gauge:
     def reset(self) -> None:
         self.heads, self.sums = 0, torch.zeros_like(self.sums)
 
-    def add(self, held: Held) -> None:
-        self.heads += held.raised.numel()
-        parts = (held.attempt.missed, held.raised, held.dense)
-        self.sums = self.sums.to(held.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    def add(self, outcome: Outcome) -> None:
+        self.heads += outcome.raised.numel()
+        parts = (outcome.attempt.missed, outcome.raised, outcome.dense)
+        self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
         """Mean missed share, and shares of the heads that were given more and everything; one sync."""

@@ -1,4 +1,4 @@
-"""Searching for the next step's tokens while this step is attended to (CSAttention, section 3.4).
+"""Prefetching: searching for the next step's tokens while this step is attended to (CSAttention, section 3.4).
 
 What a step attends to was searched for with the query of the step before: new tokens are exact anyway, and neighbouring
 steps mostly want the same old ones. On a GPU the search and the transfer of the chosen rows have their own stream.
@@ -7,28 +7,17 @@ steps mostly want the same old ones. On a GPU the search and the transfer of the
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TypeAlias
 
 import torch
 
-from sparsekv.runtime.selection.interface import Asked, Selection
+from sparsekv.runtime.attention.executors import Fetched
+from sparsekv.runtime.selection.queries import Queries
 
-
-@dataclass(frozen=True)
-class Found:
-    """A choice, the chosen keys and values [Hk, R, D] where the model is, and which of them count, valid [Hk, 1, R];
-    None: all."""
-
-    chosen: Selection
-    keys: torch.Tensor
-    values: torch.Tensor
-    valid: torch.Tensor | None
-
-
-Search = Callable[[Asked], Found]
-Pending: TypeAlias = "Future[Found]"
+Search = Callable[[Queries], Fetched]
+Pending: TypeAlias = "Future[Fetched]"
 
 
 @cache
@@ -36,7 +25,7 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
 
 
-class Ahead:
+class Prefetcher:
     """One layer's searches, each a step ahead of its use.
 
     Args:
@@ -48,10 +37,10 @@ class Ahead:
         self.pending: Pending | None = None
         self.stream: torch.cuda.Stream | None = None
 
-    def next(self, asked: Asked) -> Found:
+    def next(self, queries: Queries) -> Fetched:
         """What was searched for with the step before's query, or, at first, with this one's; starts the next search."""
-        found = self.search(asked) if self.pending is None else self._arrived(self.pending)
-        self.pending = _worker().submit(self._run, asked, self._mark(asked.query.device))
+        found = self.search(queries) if self.pending is None else self._arrived(self.pending)
+        self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
 
     def forget(self) -> None:
@@ -69,17 +58,17 @@ class Ahead:
         return event
 
     @torch.inference_mode()
-    def _run(self, asked: Asked, ready: torch.cuda.Event | None) -> Found:
+    def _run(self, queries: Queries, ready: torch.cuda.Event | None) -> Fetched:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is None or ready is None:
-                return self.search(asked)
+                return self.search(queries)
             self.stream.wait_event(ready)
-            found = self.search(asked)
+            found = self.search(queries)
             # What was asked is let go of here, and its memory given to others, so nothing may still be reading it.
             self.stream.synchronize()
             return found
 
-    def _arrived(self, pending: Pending) -> Found:
+    def _arrived(self, pending: Pending) -> Fetched:
         found = pending.result()
         for tensor in tensors_in(found):
             if tensor.is_cuda:

@@ -1,13 +1,14 @@
 """How a question's tokens attend to the document, where that is not as the answer's tokens do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, Selection, Selector
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 
 DENSE = "dense"
 QUESTION_BUDGET = "1024"
@@ -48,15 +49,14 @@ class QuestionSearch:
         self.selector, self.budget, self.chunk_size, self.middle = selector, prefill.budget, prefill.chunk_size, middle
         self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
 
-    def select(self, asked: Asked) -> Selection:
+    def select(self, queries: Queries) -> Selection:
         """Rows for all queries [Hk, G, Q, D] of a chunk together."""
         if self.selector is None:
-            starts = torch.zeros(len(asked.query), 1, 1, dtype=torch.int64, device=asked.query.device)
-            return Selection(starts, torch.full_like(starts, self.middle), self.middle, 0.0)
-        chosen = self.selector.select(asked.to(self.device), self.budget)
-        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
-        for order in (self.selector.token_order, self.rows_of):
+            starts = torch.zeros(len(queries.query), 1, 1, dtype=torch.int64, device=queries.query.device)
+            return Selection(RowSet(starts, torch.full_like(starts, self.middle), self.middle), Cost(0.0))
+        chosen = self.selector.select(queries.to(self.device), self.budget)
+        rows, valid = chosen.rows.expand()
+        for order in (self.selector.layout, self.rows_of):
             rows = rows if order is None else order[:, None].gather(-1, rows)
-        return Selection(
-            rows, valid.long(), chosen.capacity, chosen.index_rows, chosen.replacements, log_weights=chosen.log_weights
-        )
+        lengths = None if valid is None else valid.long()
+        return replace(chosen, rows=RowSet(rows, lengths, chosen.rows.capacity, log_weights=chosen.rows.log_weights))

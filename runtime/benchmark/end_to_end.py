@@ -25,7 +25,8 @@ from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import LayerPlace, Method, MiddleContext
+from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.interface import Method
 
 NOTHING = "no attention"
 WARM_UPS, FORM_RUNS = 3, 10
@@ -114,10 +115,10 @@ class ModelBench:
 
     def _sparse_layers(self, form: Distinct, budget: Budget, laid_out: dict[int, MiddleRows]) -> list[StoredLayer]:
         layers: list[StoredLayer] = []
-        board: dict[str, object] = {}
+        shared: dict[str, object] = {}
         for number in range(self.layers):
             turn = number % len(self.data)
-            context = replace(form.contexts[turn], place=LayerPlace(number, self.layers, board))
+            context = replace(form.contexts[turn], position=LayerPosition(number, self.layers, shared))
             selector = form.method.prepare(context)
             if turn not in laid_out:
                 laid_out[turn] = lay_out(self.data[turn], selector)

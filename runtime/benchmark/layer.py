@@ -6,12 +6,14 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import LayerPlace, MiddleContext, Selector
+from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.interface import Selector
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class LayerData:
     split: Split
     facts: LayerFacts
     # Where choices are shared between layers this one finds none before it, and makes its own.
-    place: LayerPlace = field(default_factory=lambda: LayerPlace(31, 32))
+    position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
 
     @property
     def middle(self) -> slice:
@@ -56,22 +58,22 @@ class LayerData:
         if "token_order" in tensors:
             tensors["token_order"] = tensors["token_order"] - self.split.sinks
         return MiddleContext(
-            keys=self.keys[:, self.middle],
+            load_keys=lambda: self.keys[:, self.middle],
+            load_values=lambda: self.values[:, self.middle],
             facts=self.facts,
             tensors=tensors,
             calibration=calibration or {},
             parameters=parameters or {},
             first_token=self.split.sinks,
-            load_values=lambda: self.values[:, self.middle],
             observed=self.tail.unflatten(0, (len(self.keys), -1)),
-            place=self.place,
+            position=self.position,
         )
 
 
 def lay_out(data: LayerData, selector: Selector) -> MemoryRows:
     """The middle in a selector's layout; allocates its keys and values once more."""
     keys, values = data.keys[:, data.middle], data.values[:, data.middle]
-    return MemoryRows(keys, values, selector.token_order, data.keys.device)
+    return MemoryRows(keys, values, selector.layout, data.keys.device)
 
 
 def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: Budget) -> SparseLayer:
@@ -80,7 +82,9 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: 
         torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
         for tokens in (data.keys, data.values)
     )
-    return SparseLayer((exact[0], exact[1]), rows, data.split, data.facts, selector, budget)
+    heads, sinks, device = len(exact[0]), data.split.sinks, data.keys.device
+    plan = plan_layer(selector, rows, data.facts, sinks, budget, heads, device, LayerOptions())
+    return SparseLayer((exact[0], exact[1]), data.split, plan)
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:

@@ -24,7 +24,8 @@ from sparsekv.runtime.benchmark.layer import (
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.stored_layer import DenseLayer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 
 DENSE, OWN = "dense", "sparsekv"
 
@@ -112,7 +113,7 @@ class Bench:
             step, named = layer_step(data, layer), f"{form.name} {form.variant}".strip()
             for _ in range(cycle):
                 self._check(f"{named} at {budget}", step())
-            chosen, dense = layer.read.total(), layer.read.dense
+            chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
             read = (chosen / cycle + exact_rows) * data.row_bytes()
             layer.rewind()

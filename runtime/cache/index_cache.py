@@ -6,9 +6,8 @@ import torch
 from transformers import Cache
 
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.graphs import ModelGraph
-from sparsekv.runtime.cache.stored_layer import Place, StoredLayer
+from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class LayerStats:
 class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
-    Between `hold` and `release` each layer takes one row a step, at a place that lies on the device, so that the step
-    can be captured: `graph` is the one that was captured last. `captures` is False once it was tried in vain.
+    Between `reserve` and `release` each layer takes one row a step, in a slot that is told on the device, so that the
+    step can be captured: `graph` is the one that was captured last. `captures` is False once it was tried in vain.
     """
 
     def __init__(self, layers: list[StoredLayer]):
@@ -47,18 +46,18 @@ class IndexCache(Cache):
         """Whether one decode step, captured, may stand for all."""
         return self.captures and all(layer.capturable for layer in self.stored_layers)
 
-    def hold(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """From now on rows come one at a time; there is room for so many, in buffers that may be new for it."""
         for number, layer in enumerate(self.stored_layers):
-            place = slice(number, number + 1)
-            layer.hold(Place(self.rows[place], self.counts[place]), tokens)
+            one = slice(number, number + 1)
+            layer.reserve(Slot(self.rows[one], self.counts[one]), tokens)
         used = torch.tensor([layer.used for layer in self.stored_layers])
         self.rows.copy_(used)
         self.counts.copy_(used + 1)
 
-    def room(self) -> int:
+    def room_left(self) -> int:
         """How many more rows the buffers hold."""
-        return min(layer.room() for layer in self.stored_layers)
+        return min(layer.room_left() for layer in self.stored_layers)
 
     def advance_on_device(self) -> None:
         """The end of a step, as a part of it."""
@@ -77,7 +76,7 @@ class IndexCache(Cache):
 
     def counters(self) -> list[torch.Tensor]:
         """All that a step changes on the device, beside the row that it writes."""
-        read = [one for layer in self.stored_layers if isinstance(layer, SparseLayer) for one in layer.read.counters()]
+        read = [one for layer in self.stored_layers if layer.read is not None for one in layer.read.counters()]
         return [self.rows, self.counts, *read]
 
     def buffers(self) -> tuple[int, ...]:
@@ -91,14 +90,11 @@ class IndexCache(Cache):
 
     def kv_fraction(self) -> float:
         """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync."""
-        counts = [layer.read for layer in self.stored_layers if isinstance(layer, SparseLayer)]
+        counts = [layer.read for layer in self.stored_layers if layer.read is not None]
         dense = sum(count.dense for count in counts)
         return (sum(count.total() for count in counts)) / dense if dense else 0.0
 
     def stats(self) -> list[LayerStats]:
-        """What each layer with a gauge left; one sync a layer."""
-        return [
-            LayerStats(number, *layer.gauge.means())
-            for number, layer in enumerate(self.stored_layers)
-            if isinstance(layer, SparseLayer) and layer.gauge is not None
-        ]
+        """What each layer missed that measures it; one sync a layer."""
+        measured = ((number, layer.missed()) for number, layer in enumerate(self.stored_layers))
+        return [LayerStats(number, *shares) for number, shares in measured if shares is not None]

@@ -7,14 +7,18 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
-from sparsekv.kernels.attention.decode_attention import RunRows, decode_attention
+from sparsekv.kernels.attention.decode_attention import decode_attention
+from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.read_rows import ReadRows
 
 FIRST_NEW_ROWS = 256
+MissedShares = tuple[float, float, float]
+"""Mean share of attention that was missed, and shares of heads that a guard gave more budget, and everything."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where a decode step puts its row, told on the device, so that a step that is captured finds another place at each
     replay: `row` [1] int64, and `count` [1] int32, how many rows there are with it."""
 
@@ -34,10 +38,13 @@ class StoredLayer(CacheLayerMixin):
     capturable = True
     """Whether one decode step, captured, stands for all."""
 
+    read: ReadRows | None = None
+    """What decode steps have read, where that is less than everything."""
+
     def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
-        self.place: Place | None = None
+        self.slot: Slot | None = None
         rows = self.first + FIRST_NEW_ROWS
         # Zeros, for what is masked must yet be a number.
         self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
@@ -53,13 +60,13 @@ class StoredLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not what is returned.
 
-        Between `hold` and `release` one row, which counts from `advance` on.
+        Between `reserve` and `release` one row, which counts from `advance` on.
         """
         assert self.keys is not None
         assert self.values is not None
-        if self.place is not None:
-            self.keys.index_copy_(1, self.place.row, key_states.flatten(0, 1))
-            self.values.index_copy_(1, self.place.row, value_states.flatten(0, 1))
+        if self.slot is not None:
+            self.keys.index_copy_(1, self.slot.row, key_states.flatten(0, 1))
+            self.values.index_copy_(1, self.slot.row, value_states.flatten(0, 1))
             return key_states, value_states
         start, self.used = self.used, self.used + key_states.shape[2]
         if self.used > self.keys.shape[1]:
@@ -68,24 +75,24 @@ class StoredLayer(CacheLayerMixin):
         self.values[:, start : self.used] = value_states.flatten(0, 1)
         return key_states, value_states
 
-    def hold(self, place: Place, tokens: int) -> None:
-        """From now on rows come one at a time, where `place` says, in buffers that have room for so many tokens."""
+    def reserve(self, slot: Slot, tokens: int) -> None:
+        """From now on rows come one at a time, where the slot says, in buffers that have room for so many tokens."""
         assert self.keys is not None
         assert self.values is not None
-        self.place = place
+        self.slot = slot
         if self.used + tokens > self.keys.shape[1]:
             needed = self.used + tokens
             self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
 
     def advance(self) -> None:
-        """A step is done whose row lies where `hold` said; those who replay it have moved the place on."""
+        """A step is done whose row lies where `reserve` said; those who replay it have moved the slot on."""
         self.used += 1
 
     def release(self) -> None:
         """Rows come as they like again."""
-        self.place = None
+        self.slot = None
 
-    def room(self) -> int:
+    def room_left(self) -> int:
         """How many more rows the buffers hold."""
         assert self.keys is not None
         return self.keys.shape[1] - self.used
@@ -96,15 +103,19 @@ class StoredLayer(CacheLayerMixin):
         assert self.values is not None
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
+    def missed(self) -> MissedShares | None:
+        """What queries missed since `rewind`, where that is measured; one sync."""
+        return None
+
     def rewind(self) -> None:
         """Forget the tokens that came after the stored ones."""
         self.used = self.first
 
     def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hk, E + new, D] that are always attended; all that there is room for, after `hold`."""
+        """Keys and values [Hk, E + new, D] that are always attended; all that there is room for, after `reserve`."""
         assert self.keys is not None
         assert self.values is not None
-        if self.place is not None:
+        if self.slot is not None:
             return self.keys, self.values
         return self.keys.narrow(1, 0, self.used), self.values.narrow(1, 0, self.used)
 
@@ -144,8 +155,8 @@ class DenseLayer(StoredLayer):
         """Keys and values [Hk, T, D]."""
         return self.stored_keys, self.stored_values
 
-    def hold(self, place: Place, tokens: int) -> None:
-        super().hold(place, tokens)
+    def reserve(self, slot: Slot, tokens: int) -> None:
+        super().reserve(slot, tokens)
         if self.window is not None:
             self._join()
 
@@ -161,8 +172,8 @@ class DenseLayer(StoredLayer):
             self.keys, self.values = keys[:, seen:], values[:, seen:]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if self.place is not None:
-            return self._decode_at(self.place, call)
+        if self.slot is not None:
+            return self._decode_at(self.slot, call)
         if call.query.is_cuda and call.query.shape[1] == 1:
             return self._decode(call)
         keys, values = self.exact_rows()
@@ -194,12 +205,12 @@ class DenseLayer(StoredLayer):
         runs = RunRows(self.keys, self.values, start, new - start, new)
         return _attend_to(call, runs, (stored_keys, stored_values))
 
-    def _decode_at(self, place: Place, call: AttentionCall) -> torch.Tensor:
+    def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
         """The same, of a step that is told on the device how many new rows there are."""
         assert self.keys is not None
         assert self.values is not None
         assert call.window == self.window
-        count = place.count.expand(len(self.keys), 1)
+        count = slot.count.expand(len(self.keys), 1)
         if self.window is None:
             runs = RunRows(self.keys, self.values, torch.zeros_like(count), count, self.keys.shape[1])
             return _attend_to(call, runs, self.stored_rows())

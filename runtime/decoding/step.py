@@ -28,12 +28,12 @@ class DecodeStep:
 
     def begin(self, steps: int) -> None:
         """Make room for at most so many steps; from now on the cache is fed by this alone, until its `release`."""
-        self.cache.hold(max(1, min(steps, ROOM)))
+        self.cache.reserve(max(1, min(steps, ROOM)))
         self.position.fill_(self.cache.get_seq_length())
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, V] after tokens [batch, 1]; the next call overwrites them."""
-        if not self.cache.room():
+        if not self.cache.room_left():
             self.begin(ROOM)
         self.tokens.copy_(tokens)
         logits = self._run()

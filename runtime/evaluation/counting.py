@@ -6,7 +6,7 @@ import string
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import largest
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, register
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, tasks
 from sparsekv.runtime.evaluation.words import ADJECTIVES, NOUNS, coined
 
 COMMON_INTRODUCTION = (
@@ -31,7 +31,6 @@ ALPHA = 2.0
 ZETA = 1.6449340668482264  # of 2
 
 
-@register("cwe")
 class CommonWords(Task):
     """Words of the text and plain ones, ten of them ten times as often as the rest (six times in a short list)."""
 
@@ -60,7 +59,6 @@ class CommonWords(Task):
         return Context("cwe", f"{request.length} tokens, {number}", render(others), (question,), request.length)
 
 
-@register("fwe")
 class FrequentWords(Task):
     """Coded words as often as Zipf's law has it, the most frequent of them dots that are to be ignored."""
 
@@ -85,3 +83,7 @@ class FrequentWords(Task):
             raise UsageError(f"--length {request.length} is too small for fwe; give more tokens")
         question = Question(FREQUENT_ASK, tuple(coded[1:4]), "match-all", 50, FREQUENT_BEGIN)
         return Context("fwe", f"{request.length} tokens, {number}", render(size), (question,), request.length)
+
+
+tasks.add("cwe", CommonWords())
+tasks.add("fwe", FrequentWords())

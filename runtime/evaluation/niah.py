@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sparsekv.runtime.evaluation.haystack import depth_of, fill, insert, rotated, sentences
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, register
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, tasks
 from sparsekv.runtime.evaluation.words import pairs, things
 
 
@@ -50,11 +50,6 @@ DIGITS = 7
 TOKENS_A_VALUE = 12  # seven digits, a quote and a space of any tokenizer; RULER has 128, which lets a model go on
 
 
-@register("niah-facts", "niah-facts", 4, 1, 1, THINGS)
-@register("niah-single", "niah-single", 1, 1, 1, ONE_MAGIC, True)
-@register("niah-multikey", "niah-multikey", 4, 1, 1)
-@register("niah-multivalue", "niah-multivalue", 1, 4, 1)
-@register("niah-multiquery", "niah-multiquery", 4, 1, 4)
 @dataclass(frozen=True)
 class Needles(Task):
     """`values` for each key; each question asks for `asked` keys. A context has at least `keys`, and enough for its
@@ -114,3 +109,10 @@ def _hide(units: list[str], needles: list[tuple[float, str]], request: Request, 
         return introduction + " ".join(insert(some, needles))
 
     return render(fill(units, render, request.count, request.length, name))
+
+
+tasks.add("niah-facts", Needles("niah-facts", 4, 1, 1, THINGS))
+tasks.add("niah-single", Needles("niah-single", 1, 1, 1, ONE_MAGIC, True))
+tasks.add("niah-multikey", Needles("niah-multikey", 4, 1, 1))
+tasks.add("niah-multivalue", Needles("niah-multivalue", 1, 4, 1))
+tasks.add("niah-multiquery", Needles("niah-multiquery", 4, 1, 4))

@@ -5,7 +5,7 @@ import re
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import depth_of, fill
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, register
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, tasks
 
 INSTRUCTION = (
     "Answer the question based on the given document. Only give me the answer and do not output any other words."
@@ -27,7 +27,6 @@ def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") 
     )
 
 
-@register("qa")
 class QuestionAnswering(Task):
     """One context, the beginning of the text, and many questions about it (PreFixQA's form, arXiv 2411.09688).
 
@@ -56,7 +55,6 @@ def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
     return any(answer in text for answer in answers) or not any(answer in request.text for answer in answers)
 
 
-@register("perplexity")
 class Continuation(Task):
     """Windows of the text, and the words that follow each: what a language model is for, with no right or wrong."""
 
@@ -82,3 +80,7 @@ class Continuation(Task):
 
 def _joined(pieces: list[str]) -> str:
     return "".join(pieces).lstrip()
+
+
+tasks.add("qa", QuestionAnswering())
+tasks.add("perplexity", Continuation())

@@ -1,14 +1,11 @@
 """What an evaluation asks, and the registry of generators that make it from any text: one family a file."""
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-import sparsekv.runtime.evaluation
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.registry import Registry
 
 CountTokens = Callable[[str], int]
 """How many tokens a text has for the model that is to read it."""
@@ -103,25 +100,7 @@ class Task(ABC):
         """
 
 
-TASKS: dict[str, Task] = {}
-T = TypeVar("T", bound=type[Task])
-
-
-def register(name: str, *arguments: object) -> Callable[[T], T]:
-    """Class decorator: makes a task known under this name, as an instance made with the arguments."""
-
-    def add(task: T) -> T:
-        TASKS[name] = task(*arguments)
-        return task
-
-    return add
-
-
-def tasks() -> dict[str, Task]:
-    """All registered tasks by name; imports every file of this folder once."""
-    for module in pkgutil.iter_modules(sparsekv.runtime.evaluation.__path__):
-        importlib.import_module(f"sparsekv.runtime.evaluation.{module.name}")
-    return dict(sorted(TASKS.items()))
+tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
 
 
 def choose_task(name: str) -> Task:

@@ -3,7 +3,7 @@
 import random
 
 from sparsekv.runtime.evaluation.haystack import fill, insert, rotated, sentences
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, register
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, Task, tasks
 from sparsekv.runtime.evaluation.words import variables
 
 INTRODUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -16,7 +16,6 @@ HOPS = 4
 MAX_NEW_TOKENS = 30
 
 
-@register("vt")
 class VariableTracking(Task):
     """One chain of four hops for each question; a chain's assignments stand in their order."""
 
@@ -54,3 +53,6 @@ class VariableTracking(Task):
             for chain, value in enumerate(values)
         ]
         return Context("vt", f"{request.length} tokens, {number}", text, tuple(questions), request.length)
+
+
+tasks.add("vt", VariableTracking())

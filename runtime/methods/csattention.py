@@ -16,14 +16,16 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.tables.table_lookup import SCORINGS
-from sparsekv.runtime.selection.interface import Method, MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.list_statistics import ListShape, describe_lists
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.tables.selector import TableSelector
 
 WEIGHTS = ("uniform", "fitted")
 
 
-@register("csattention")
+@methods.register("csattention")
 @dataclass(frozen=True)
 class CSAttention(Method):
     """Chooses tokens by the lists of the query's nearest centroids."""
@@ -73,7 +75,7 @@ class CSAttention(Method):
             fitted=self.weights == "fitted",
             backoff=_backoff_cosine(context.calibration, self.backoff),
             step=self.step,
-            takes=self.buffer if self.stream else 0,
+            append_size=self.buffer if self.stream else 0,
         )
 
     @classmethod

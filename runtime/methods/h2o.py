@@ -8,11 +8,13 @@ before the prompt's attention is summed, and the sums stay as they are while the
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv.runtime.selection.interface import Method, MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+from sparsekv.runtime.selection.registry import methods
 
 
-@register("h2o")
+@methods.register("h2o")
 @dataclass(frozen=True)
 class H2O(Method):
     """Keeps the tokens of highest attention, summed over the prompt's queries."""

@@ -7,11 +7,13 @@ is prefilled, against the mean of what is still there; here the mean is of the w
 from dataclasses import dataclass
 
 from sparsekv.kernels.scores.keydiff import keydiff_scores
-from sparsekv.runtime.selection.interface import Method, MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+from sparsekv.runtime.selection.registry import methods
 
 
-@register("keydiff")
+@methods.register("keydiff")
 @dataclass(frozen=True)
 class KeyDiff(Method):
     """Keeps the tokens whose keys have the lowest cosine with the mean direction."""

@@ -14,12 +14,14 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_beside
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.kept_tokens import ranking
 from sparsekv.runtime.selection.layer_sharing import LayerSharing, SharingSelector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
 
 
-@register("lessismore")
+@methods.register("lessismore")
 @dataclass(frozen=True)
 class LessIsMore(LayerSharing):
     """Takes the tokens that the heads of a layer before agree on."""
@@ -45,10 +47,10 @@ class LessIsMoreSelector(SharingSelector):
         super().__init__(method, context, "lessismore")
         self.recent_share = recent_share
 
-    def rank(self, asked: Asked) -> torch.Tensor:
-        logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
-        if asked.shared:
-            logits = softmax_beside(logits, asked.exact_logsumexp()).mean(2, keepdim=True)
+    def rank(self, queries: Queries) -> torch.Tensor:
+        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        if queries.joint:
+            logits = softmax_beside(logits, queries.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))
         # A token's turn with a head: heads in order at each rank, as if their rankings were dealt out one by one.
         of_first = len(orders) * torch.arange(orders.shape[-1], dtype=torch.int32, device=orders.device)

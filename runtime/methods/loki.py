@@ -13,11 +13,15 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 
-@register("loki")
+@methods.register("loki")
 @dataclass(frozen=True)
 class Loki(Method):
     """Reads the first components of all keys."""
@@ -54,7 +58,7 @@ class LokiSelector(Selector):
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """By probabilities from the estimates."""
         tokens = budget.tokens(self.reduced.shape[1])
-        return top_tokens(group_probability(self.estimates(asked.query), asked), tokens, self.index_rows)
+        return top_tokens(group_probability(self.estimates(queries.query), queries), tokens, self.index_rows)

@@ -15,7 +15,11 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
 MOST_BITS = 15  # of a code in int16
 LARGEST_SEED = 2**31 - 1
@@ -23,7 +27,7 @@ LAYERS_APART = 1_000_003  # between the seeds of two layers, of which the genera
 TABLES_AT_ONCE = 8  # whose products with rows are one, for a table's K columns alone fill no matrix product
 
 
-@register("magicpig")
+@methods.register("magicpig")
 @dataclass(frozen=True)
 class MagicPIG(Method):
     """Reads the codes of all keys."""
@@ -54,7 +58,7 @@ class HashSelector(Selector):
 
     def __init__(self, method: MagicPIG, context: MiddleContext):
         self.keys, D = context.keys, context.keys.shape[2]
-        generator = torch.Generator().manual_seed(method.hash_seed + LAYERS_APART * context.place.number)
+        generator = torch.Generator().manual_seed(method.hash_seed + LAYERS_APART * context.position.number)
         shape = method.hash_tables, D, method.hash_bits
         self.projections = torch.randn(shape, generator=generator).to(self.keys.device)
         self.mean = self.keys.float().mean(1, keepdim=True)
@@ -83,19 +87,19 @@ class HashSelector(Selector):
             found += torch.eq(of_query[..., None], of_keys[:, None, None], out=alike)
         return found
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """What was drawn, to the budget, with the logarithm of its weights."""
-        tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if asked.shared else 1
-        found = self.collisions(asked.query)
+        tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if queries.joint else 1
+        found = self.collisions(queries.query)
         drawn = found >= 2
         counts = (found * drawn).sum(together).view(len(found), -1, found.shape[-1])
         counts, starts = counts.topk(tokens, -1)
         if tokens == self.keys.shape[1]:
-            return Selection(starts, torch.ones_like(starts), tokens, self.index_rows)
+            return Selection(single_rows(starts), Cost(self.index_rows))
         by_head = drawn.gather(-1, starts[:, None].expand(*drawn.shape[:3], -1))
-        weights = -self.log_probability(asked.query, starts)
+        weights = -self.log_probability(queries.query, starts)
         weights = weights.masked_fill(~by_head, -torch.inf)
-        return Selection(starts, (counts > 0).long(), tokens, self.index_rows, log_weights=weights)
+        return Selection(RowSet(starts, (counts > 0).long(), tokens, log_weights=weights), Cost(self.index_rows))
 
     def log_probability(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, S] float32: the logarithm of how likely queries [Hk, G, Q, D] draw tokens [Hk, Q or 1, S]."""

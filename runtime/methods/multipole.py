@@ -15,10 +15,11 @@ from sparsekv.runtime.selection.clusters.method import ClusterMethod
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.clusters.stream import BlockClustering
 from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.interface import MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.registry import methods
 
 
-@register("multipole")
+@methods.register("multipole")
 @dataclass(frozen=True)
 class Multipole(ClusterMethod):
     """Chooses clusters of keys by their centroids and replaces the others by theirs."""
@@ -46,7 +47,7 @@ class Multipole(ClusterMethod):
             opened=self.opened,
             replace=self.replace,
             clustering=clustering,
-            takes=self.buffer,
+            append_size=self.buffer,
             windowed_rope=self.windowed_rope(context),
         )
 

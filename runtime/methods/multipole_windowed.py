@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.interface import MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.registry import methods
 
 
-@register("multipole-windowed")
+@methods.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipole(Multipole):
     """Chooses clusters by what keys say, wherever they stand."""

@@ -5,11 +5,15 @@ from typing import ClassVar
 
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 
-@register("oracle")
+@methods.register("oracle")
 @dataclass(frozen=True)
 class Oracle(Method):
     """Exact top-K of the group's mean probability."""
@@ -27,9 +31,9 @@ class OracleSelector(Selector):
     def __init__(self, context: MiddleContext):
         self.keys, self.facts = context.keys, context.facts
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """By exact probability."""
-        logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
         tokens = budget.tokens(self.keys.shape[1])
         # A bound knows what it read only in hindsight: the index is counted as free.
-        return top_tokens(group_probability(logits, asked), tokens, 0.0)
+        return top_tokens(group_probability(logits, queries), tokens, 0.0)

@@ -14,11 +14,15 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
 
 
-@register("pqcache")
+@methods.register("pqcache")
 @dataclass(frozen=True)
 class PQCache(Method):
     """Reads the codes of all keys and the codebooks."""
@@ -63,16 +67,16 @@ class PQSelector(Selector):
         logits = logits.view(Hk, G, Q, -1) * self.facts.softmax_scale
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """By probabilities from the estimates, or exact ones of the keys that are read to look again."""
-        logits, tokens = self.estimates(asked.query), budget.tokens(self.codes.shape[1])
-        scores = group_probability(logits, asked)
+        logits, tokens = self.estimates(queries.query), budget.tokens(self.codes.shape[1])
+        scores = group_probability(logits, queries)
         candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))
         if candidates == tokens:
             return top_tokens(scores, tokens, self.index_rows)
         best = scores.topk(candidates, -1).indices
-        exact = token_logits(asked.query, self.keys, best, self.facts)
+        exact = token_logits(queries.query, self.keys, best, self.facts)
         seen = logits.scatter(-1, best[:, None].expand_as(exact), exact)
-        again = group_probability(seen, asked).gather(-1, best)
+        again = group_probability(seen, queries).gather(-1, best)
         starts = best.gather(-1, again.topk(tokens, -1).indices)
-        return Selection(starts, torch.ones_like(starts), tokens, self.index_rows + candidates - tokens)
+        return Selection(single_rows(starts), Cost(self.index_rows + candidates - tokens))

@@ -5,14 +5,19 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, choose_clusters
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters
+from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, ListedRows, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Cost, RowIndices, RowSet, Selection
 
 
-@register("quest")
+@methods.register("quest")
 @dataclass(frozen=True)
 class Quest(Method):
     """Reads each page's smallest and largest key per channel, then the pages whose bound is highest."""
@@ -42,23 +47,24 @@ class QuestSelector(Selector):
         self.starts = starts.expand(len(keys), -1).contiguous()
         self.lengths = (keys.shape[1] - self.starts).clamp(max=size).int()
         self.middle, self.facts = keys.shape[1], context.facts
+        self.cost = Cost(2.0 * pages)
 
     def bounds(self, query: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, P] float32 for queries [Hk, G, Q, D]: no logit of a page's keys is higher than its bound."""
         return attention_logits(_by_sign(query), self.extremes, self.facts.softmax_scale, self.facts.softcap)
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
         tokens = budget.tokens(self.middle)
-        if asked.query.is_cuda and asked.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
-            return self._select_at_once(asked.query, tokens)
-        scores = self.bounds(asked.query).softmax(-1).mean(1)
-        scores = scores.mean(1, keepdim=True) if asked.shared else scores
+        if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
+            return self._select_by_kernels(queries.query, tokens)
+        scores = self.bounds(queries.query).softmax(-1).mean(1)
+        scores = scores.mean(1, keepdim=True) if queries.joint else scores
         order = scores.argsort(dim=-1, descending=True, stable=True)
         lengths = fill_budget(self.lengths[0][order], tokens)
-        return Selection(self.starts[0][order], lengths, tokens, 2.0 * self.extremes.shape[1])
+        return Selection(RowSet(self.starts[0][order], lengths, tokens), self.cost)
 
-    def _select_at_once(self, query: torch.Tensor, tokens: int) -> Selection:
+    def _select_by_kernels(self, query: torch.Tensor, tokens: int) -> Selection:
         """The same for one query, by kernels, with pages in the place of clusters: their centroids' scores differ from
         pages' only by the number of tokens a page, which is one but for the last one's."""
         facts = self.facts
@@ -66,14 +72,8 @@ class QuestSelector(Selector):
             _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts, tokens, facts.softmax_scale,
             facts.softcap,
         )  # fmt: skip
-        return Selection(
-            self.starts[:, None],
-            chosen.lengths[:, None],
-            tokens,
-            2.0 * self.extremes.shape[1],
-            taken=tokens,
-            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
-        )
+        indices = RowIndices(chosen.rows, chosen.used, chosen.queue)
+        return Selection(RowSet(self.starts[:, None], chosen.lengths[:, None], tokens, tokens, indices), self.cost)
 
 
 def _by_sign(query: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,15 @@ from sparsekv.formats.quoka import check_prefill_queries
 from sparsekv.kernels.attention.sampled_attention import spaced_places
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 
-@register("sampleattention")
+@methods.register("sampleattention")
 @dataclass(frozen=True)
 class SampleAttention(Method):
     """Ranks keys by the mean attention of evenly spaced queries."""
@@ -34,14 +38,14 @@ class SampleAttentionSelector(Selector):
     def __init__(self, method: SampleAttention, context: MiddleContext):
         self.queries, self.keys, self.facts = method.prefill_queries, context.keys, context.facts
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """Allocates the logits of those queries that choose."""
-        some = self._some(asked) if asked.shared else asked
+        some = self._some(queries) if queries.joint else queries
         logits = attention_logits(some.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
         middle = self.keys.shape[1]
         return top_tokens(group_probability(logits, some), budget.tokens(middle), float(middle))
 
-    def _some(self, asked: Asked) -> Asked:
-        places = spaced_places(asked.query.shape[2], self.queries).to(asked.query.device)
-        exact = asked.exact_logsumexp
-        return replace(asked, query=asked.query[:, :, places], exact_logsumexp=lambda: exact()[..., places])
+    def _some(self, queries: Queries) -> Queries:
+        places = spaced_places(queries.query.shape[2], self.queries).to(queries.query.device)
+        exact = queries.exact_logsumexp
+        return replace(queries, query=queries.query[:, :, places], exact_logsumexp=lambda: exact()[..., places])

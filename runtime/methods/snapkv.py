@@ -18,13 +18,17 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_beside
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.kept_tokens import KeptTokens, ranking
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 
 POOLING = ("max", "average")
 
 
-@register("snapkv")
+@methods.register("snapkv")
 @dataclass(frozen=True)
 class SnapKV(Method):
     """Keeps the tokens that a window of queries attends to, and their neighbours."""
@@ -55,6 +59,7 @@ class SnapKVSelector(KeptTokens):
         nothing = torch.full(context.observed.shape[:3], -torch.inf, device=context.keys.device)
         self.unasked = self._ranking(context.observed, nothing)
         super().__init__(self.unasked)
+        self.asked = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
         """[Hk, M], from the last of some queries [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of what else they see."""
@@ -63,19 +68,23 @@ class SnapKVSelector(KeptTokens):
         summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """A question attends to what its own window chooses; each later token to the same."""
-        if asked.shared:
-            self.observe(asked)
-        return super().select(asked, budget)
+        if queries.joint:
+            self.observe(queries)
+        return super().select(queries, budget)
 
-    def observe(self, asked: Asked) -> None:
+    def observe(self, queries: Queries) -> None:
         """From now on what this question's window chooses is kept."""
-        self.order, self.version = self._ranking(asked.query, asked.exact_logsumexp()), self.version + 1
+        self.order, self.asked = self._ranking(queries.query, queries.exact_logsumexp()), self.asked + 1
 
-    def forget(self) -> None:
+    def forget_question(self) -> None:
         """Back to what the prompt's own window chose."""
-        self.order, self.version = self.unasked, self.version + 1
+        self.order, self.asked = self.unasked, self.asked + 1
+
+    def graph_state(self) -> int:
+        """Another number for each question."""
+        return self.asked
 
 
 def _pooled(scores: torch.Tensor, size: int, pooling: str) -> torch.Tensor:

@@ -17,19 +17,15 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import (
-    Asked,
-    Method,
-    MiddleContext,
-    Replacement,
-    Selection,
-    Selector,
-    register,
-)
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection
 from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
 
 
-@register("sparq")
+@methods.register("sparq")
 @dataclass(frozen=True)
 class SparQ(Method):
     """Reads some channels of all keys."""
@@ -65,7 +61,6 @@ class SparQSelector(Selector):
         self.channels = min(method.channels, self.by_channel.shape[1])
         self.mean_rows: tuple[torch.Tensor, torch.Tensor] | None = None
         if method.mean_value:
-            assert context.load_values is not None
             values = context.load_values()
             self.mean_rows = _mean(self.keys), _mean(values)
 
@@ -85,27 +80,27 @@ class SparQSelector(Selector):
         logits = attention_logits(some / share.clamp(min=1e-30).sqrt(), keys.transpose(1, 2), self.facts.softmax_scale)
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """By probabilities from the estimates."""
-        logits = self.estimates(asked.query, shared=asked.shared)
+        logits = self.estimates(queries.query, shared=queries.joint)
         read = self.keys.shape[1] * self.channels / self.keys.shape[2]
-        chosen = top_tokens(group_probability(logits, asked), budget.tokens(self.keys.shape[1]), read)
+        chosen = top_tokens(group_probability(logits, queries), budget.tokens(self.keys.shape[1]), read)
         if self.mean_rows is None:
             return chosen
-        rest = self._rest(logits, asked, chosen.starts)
-        return replace(chosen, replacements=(rest,), index_rows=read + 2)
+        mean = self._mean_of_rest(logits, queries, chosen.rows.starts)
+        return replace(chosen, cost=Cost(read + 2), rest=Rest(lambda: (mean,), attended=True))
 
-    def _rest(self, logits: torch.Tensor, asked: Asked, tokens: torch.Tensor) -> Replacement:
+    def _mean_of_rest(self, logits: torch.Tensor, queries: Queries, tokens: torch.Tensor) -> CentroidSegment:
         """Mean key and value with the weight of what is not among tokens [Hk, Q or 1, K]."""
         assert self.mean_rows is not None
-        beside, places = asked.exact_logsumexp(), tokens[:, None].expand(*logits.shape[:3], -1)
+        beside, places = queries.exact_logsumexp(), tokens[:, None].expand(*logits.shape[:3], -1)
         left = logits.scatter(-1, places, -torch.inf).logsumexp(-1)
         kept = torch.logaddexp(logits.gather(-1, places).logsumexp(-1), beside)
-        exact = token_logits(asked.query, self.keys, tokens, self.facts)
+        exact = token_logits(queries.query, self.keys, tokens, self.facts)
         wanted = left - kept + torch.logaddexp(exact.logsumexp(-1), beside)
         mean_key, mean_value = self.mean_rows
-        of_mean = attention_logits(asked.query, mean_key, self.facts.softmax_scale, self.facts.softcap)[..., 0]
-        return Replacement(mean_key, (wanted - of_mean).mean(1)[..., None], mean_value)
+        of_mean = attention_logits(queries.query, mean_key, self.facts.softmax_scale, self.facts.softcap)[..., 0]
+        return CentroidSegment(mean_key, (wanted - of_mean).mean(1)[..., None], mean_value)
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ from sparsekv.formats.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.method import ClusterMethod
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.clusters.thresholds import Thresholds
-from sparsekv.runtime.selection.interface import MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.registry import methods
 
 SELECTIONS = ("budget", "threshold")
 
 
-@register("squeezed")
+@methods.register("squeezed")
 @dataclass(frozen=True)
 class Squeezed(ClusterMethod):
     """Chooses clusters of keys by their centroids."""

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, register
+from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.kept_tokens import ranking
 from sparsekv.runtime.selection.layer_sharing import LayerSharing, SharingSelector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import group_probability
 
 
-@register("tidaldecode")
+@methods.register("tidaldecode")
 @dataclass(frozen=True)
 class TidalDecode(LayerSharing):
     """Takes the tokens that a layer before attended to most, KV head by KV head."""
@@ -30,6 +32,6 @@ class TidalDecode(LayerSharing):
 class TidalSelector(SharingSelector):
     """Ranks by exact probability."""
 
-    def rank(self, asked: Asked) -> torch.Tensor:
-        logits = attention_logits(asked.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
-        return ranking(group_probability(logits, asked))
+    def rank(self, queries: Queries) -> torch.Tensor:
+        logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
+        return ranking(group_probability(logits, queries))

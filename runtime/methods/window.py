@@ -5,10 +5,14 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, register
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 
 
-@register("window")
+@methods.register("window")
 @dataclass(frozen=True)
 class Window(Method):
     """Chooses nothing, whatever the budget."""
@@ -21,8 +25,8 @@ class Window(Method):
 class WindowSelector(Selector):
     """No state."""
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """One empty run."""
-        Hk, _, Q, _ = asked.query.shape
-        nothing = torch.zeros(Hk, 1 if asked.shared else Q, 1, dtype=torch.int64, device=asked.query.device)
-        return Selection(nothing, nothing, 0, 0.0)
+        Hk, _, Q, _ = queries.query.shape
+        nothing = torch.zeros(Hk, 1 if queries.joint else Q, 1, dtype=torch.int64, device=queries.query.device)
+        return Selection(RowSet(nothing, nothing, 0), Cost(0.0))

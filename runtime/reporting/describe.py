@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.decoding.open import middle_context
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.reporting.queries import tail_block
+from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
 from sparsekv.runtime.selection.cluster_statistics import Clustering
-from sparsekv.runtime.selection.interface import methods
 from sparsekv.runtime.selection.list_statistics import ListShape
+from sparsekv.runtime.selection.registry import methods
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ def describe_layers(artifact: Artifact, name: str, biggest: int) -> Iterator[Lay
     split, method = artifact.manifest.split, methods()[name]
     for layer in artifact.manifest.indexed_layers:
         _, values = artifact.context(layer)
-        context = middle_context(artifact, layer, name)
+        context = stored_context(artifact, layer, name).context
         queries = tail_block(artifact, layer).queries.unflatten(0, (len(values), -1))
         middle = values[:, split.sinks : split.sinks + split.middle]
-        yield LayerDescription(
-            layer, method.describe(context, middle, biggest), method.describe_lists(context, queries)
-        )
+        clusters = method.describe_clusters(context, middle, biggest) if issubclass(method, DescribesClusters) else None
+        lists = method.describe_lists(context, queries) if issubclass(method, DescribesLists) else None
+        yield LayerDescription(layer, clusters, lists)

@@ -84,7 +84,7 @@ class _QuestionRecorder:
             )
 
 
-class Queries:
+class MeasuredQueries:
     """Where a report's queries come from; `blocks(layer)` gives one layer's."""
 
     def __init__(

@@ -8,7 +8,7 @@ fraction is bytes read for the middle, index included, over those dense reads; m
 on middle tokens that are not chosen, in truth and as a step estimates it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
@@ -17,17 +17,19 @@ import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
-from sparsekv.runtime.attention.guard import Attempt, Guard, Held, missed_share
-from sparsekv.runtime.decoding.open import prepare_layer
+from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_share
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, Selection, Selector
+from sparsekv.runtime.selection.capabilities import Covers
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
 
-Boards = dict[tuple[str, str], dict[str, Any]]
-"""One board for each method and variant."""
+SharedStates = dict[tuple[str, str], dict[str, Any]]
+"""What the layers of each method and variant share."""
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 
@@ -83,9 +85,9 @@ class Measures:
 class Truth:
     """Some queries and their dense attention: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp
     [Hk, G, Q] and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's
-    mean. `oracles` are those that were asked for, by their tokens."""
+    mean. `oracles` are those that were queries for, by their tokens."""
 
-    asked: Asked
+    queries: Queries
     logits: torch.Tensor
     exact_logsumexp: torch.Tensor
     exact_output: torch.Tensor
@@ -108,21 +110,21 @@ def measure_layer(
     layer: int,
     measured: list[Measured],
     blocks: Iterable[QueryBlock],
-    boards: Boards | None = None,
+    states: SharedStates | None = None,
 ) -> dict[Measured, Measures]:
     """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
 
     Args:
-        boards: what the layers before this one left for it, where they are measured one after another.
+        states: what the layers before this one left for it, where they are measured one after another.
     """
     results = {one: Measures() for one in measured}
-    boards = {} if boards is None else boards
+    states = {} if states is None else states
     selectors: dict[tuple[str, str], Selector] = {}
     for one in measured:
         if (one.name, one.variant) not in selectors:
-            board = boards.setdefault((one.name, one.variant), {})
-            selector = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual, board=board)
-            selectors[one.name, one.variant] = selector
+            shared = states.setdefault((one.name, one.variant), {})
+            prepared = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual, shared=shared)
+            selectors[one.name, one.variant] = prepared.selector
     batches = count()
     for block in blocks:
         for batch, queries in zip(batches, _pieces(block, artifact.manifest.split.tokens), strict=False):
@@ -162,8 +164,8 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batc
     exact_output = _weighted(weights, exact[1])
     output = _weighted(probability, values[:, middle]) + exact_output * beside
     positions = middle.stop - 1 + block.visible[piece]
-    asked = Asked(grouped, lambda: positions, lambda: exact_lse, shared=False, batch=batch)
-    return Truth(asked, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
+    queries = Queries(grouped, lambda: positions, lambda: exact_lse, joint=False, batch=batch)
+    return Truth(queries, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 
 
 def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
@@ -174,42 +176,45 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
     if one.guard is None:
         first = attempt(one.budget)
         nowhere = torch.full_like(first.missed, torch.nan)
-        held = Held(first, nowhere, nowhere)
+        outcome = Outcome(first, nowhere, nowhere)
     else:
-        held = one.guard.hold(attempt, lambda heads: _whole(truth), one.budget, middle)
-    chosen, output = held.attempt.results
+        outcome = one.guard.enforce(attempt, lambda heads: _whole(truth), one.budget, middle)
+    chosen, output = outcome.attempt.results
     wanted = (one.reference or one.budget).tokens(middle)
     oracle = truth.oracle(wanted)
     error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
     seen = (truth.probability * chosen).sum(-1)
-    reach = selector.in_reach(truth.asked)
+    reach = selector.covered(truth.queries) if isinstance(selector, Covers) else None
     covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / wanted
     into.add(
         selected_tokens=chosen.sum(-1),
         recall=(chosen & oracle).sum(-1) / wanted,
         attention_mass=seen / truth.probability.sum(-1),
         output_error=error.mean(-1),
-        kv_fraction=held.attempt.rows / (2 * middle),
+        kv_fraction=outcome.attempt.rows / (2 * middle),
         missed_mass=truth.probability.sum(-1) - seen,
-        missed_estimate=held.attempt.missed,
+        missed_estimate=outcome.attempt.missed,
         list_coverage=covered,
-        raised=held.raised,
-        dense=held.dense,
+        raised=outcome.raised,
+        dense=outcome.dense,
     )
 
 
 def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool) -> Attempt:
     """A choice [Hk, Q, M] and its output [Hk, Q, G, D], NaN where it is not wanted; its missed share is NaN where the
     method cannot tell."""
-    selection = selector.select(truth.asked, budget)
-    positions = _positions(selection, selector.token_order, truth.logits.shape[-1])
+    selection = selector.select(truth.queries, budget)
+    positions = _positions(selection.rows, selector.layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
-    rows = 2 * chosen.sum(-1) + selection.index_rows
+    rows = 2 * chosen.sum(-1) + selection.cost.index_rows
     if not outputs:
         nothing = torch.full_like(truth.output, torch.nan)
         return Attempt(nothing[:, 0, :, 0], rows, (chosen, nothing.transpose(1, 2)))
-    output, total = _sparse_output(chosen, truth, selection, positions)
-    missed = missed_share(selection, truth.asked, total, truth.facts)
+    rest = () if selection.rest is None else selection.rest.segments()
+    attended = selection.rest is not None and selection.rest.attended
+    weights = selection.rows.log_weights
+    output, total = _sparse_output(chosen, truth, weights, positions, rest if attended else ())
+    missed = missed_share(rest, truth.queries.query, total, truth.facts, attended=attended)
     return Attempt(missed, rows, (chosen, output.transpose(1, 2)))
 
 
@@ -219,13 +224,13 @@ def _whole(truth: Truth) -> Attempt:
     return Attempt(torch.zeros_like(truth.probability[..., 0]), rows, (everything, truth.output.transpose(1, 2)))
 
 
-def _positions(selection: Selection, token_order: torch.Tensor | None, middle: int) -> torch.Tensor:
+def _positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
     """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots name one more, so that nothing that is
     set there can unset what was chosen."""
-    rows, valid = expand_runs(selection.starts, selection.lengths, selection.capacity)
-    if token_order is not None:
-        rows = token_order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
-    return torch.where(valid, rows, middle)
+    positions, valid = rows.expand()
+    if layout is not None:
+        positions = layout[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions)
+    return positions if valid is None else torch.where(valid, positions, middle)
 
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -235,19 +240,23 @@ def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse_output(
-    chosen: torch.Tensor, truth: Truth, selection: Selection, positions: torch.Tensor
+    chosen: torch.Tensor,
+    truth: Truth,
+    log_weights: torch.Tensor | None,
+    positions: torch.Tensor,
+    rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest: the output
     [Hk, G, Q, D] and the log-sum-exp of it all [Hk, G, Q]."""
     logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
-    if selection.log_weights is not None:
+    if log_weights is not None:
         weights = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1)
         shape = *logits.shape[:-1], positions.shape[-1]
-        weights.scatter_(-1, positions[:, None].expand(shape), selection.log_weights.expand(shape))
+        weights.scatter_(-1, positions[:, None].expand(shape), log_weights.expand(shape))
         logits = logits + weights[..., :-1]
     parts = [(logits, truth.values)]
-    for one in selection.replacements:
-        logits = attention_logits(truth.asked.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
+    for one in rest:
+        logits = attention_logits(truth.queries.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
         parts.append((logits + one.log_counts[:, None], one.values))
     (beside, *weighted), total = _softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
     output = truth.exact_output * beside

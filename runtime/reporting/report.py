@@ -10,10 +10,11 @@ import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.attention.guard import Guard, tells_missed
-from sparsekv.runtime.reporting.queries import Queries, seen_block
-from sparsekv.runtime.reporting.recall import Boards, Measured, measure_layer
+from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
+from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import methods
 
 MEASURES = (
     "selected_tokens",
@@ -101,7 +102,7 @@ def recall_report(
     artifact: Artifact,
     names: list[str],
     budgets: list[Budget],
-    queries: Queries,
+    queries: MeasuredQueries,
     progress: Callable[[int, int], None] = lambda done, of: None,
     *,
     residual: bool = False,
@@ -121,10 +122,10 @@ def recall_report(
     manifest = artifact.manifest
     measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
     rows: list[RecallRow] = []
-    boards: Boards = {}
+    states: SharedStates = {}
     for done, layer in enumerate(manifest.indexed_layers, 1):
         seen = _recall_seen(artifact, layer, measured)
-        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer), boards).items():
+        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer), states).items():
             means = measures.means()
             means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
             rows += _rows(one, manifest.split.middle, layer, means)

@@ -3,7 +3,9 @@
 import torch
 
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Selection, Selector
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
 def ranking(scores: torch.Tensor) -> torch.Tensor:
@@ -20,8 +22,8 @@ class KeptTokens(Selector):
     def __init__(self, order: torch.Tensor):
         self.order = order
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """The same tokens for every query."""
         tokens = budget.tokens(self.order.shape[1])
-        starts = self.order[:, None, :tokens].expand(-1, 1 if asked.shared else asked.query.shape[2], -1)
-        return Selection(starts, torch.ones_like(starts), tokens, 0.0)
+        starts = self.order[:, None, :tokens].expand(-1, 1 if queries.joint else queries.query.shape[2], -1)
+        return Selection(single_rows(starts), Cost(0.0))

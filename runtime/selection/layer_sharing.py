@@ -15,7 +15,10 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, LayerPlace, Method, MiddleContext, Selection, Selector
+from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
 FULL_LAYERS = 2
 RULE_OF_THUMB = 13 / 32  # the layer that the published code ranks again at, in models of 32 layers
@@ -37,52 +40,52 @@ class LayerSharing(Method):
                 f"chooses; give {FULL_LAYERS + 1} or more, or 0 for one of 13 in 32"
             )
 
-    def selecting_layers(self, place: LayerPlace) -> tuple[int, int]:
+    def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
         """The two layers that rank, which are one in a model of few layers.
 
         Raises:
             UsageError: there is no such layer.
         """
-        if self.select_layer >= place.layers:
+        if self.select_layer >= position.layers:
             raise UsageError(
-                f"--select-layer {self.select_layer}: the index has {place.layers} layers, counted from 0; give less"
+                f"--select-layer {self.select_layer}: the index has {position.layers} layers, counted from 0; give less"
             )
-        return FULL_LAYERS, self.select_layer or max(FULL_LAYERS, round(RULE_OF_THUMB * place.layers))
+        return FULL_LAYERS, self.select_layer or max(FULL_LAYERS, round(RULE_OF_THUMB * position.layers))
 
 
 class SharingSelector(Selector):
-    """keys [Hk, M, D]. On the board lie rankings, int32, by batch: a decode step replaces that of the step before."""
+    """keys [Hk, M, D]. The layers share rankings, int32, by batch: a decode step replaces that of the step before."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
-        place = context.place
+        position = context.position
         self.keys, self.facts = context.keys, context.facts
-        self.ranks = place.number in method.selecting_layers(place)
-        self.full = self.ranks or place.number < FULL_LAYERS
-        self.rankings = cast(Rankings, place.board.setdefault(name, {}))
+        self.ranks = position.number in method.selecting_layers(position)
+        self.full = self.ranks or position.number < FULL_LAYERS
+        self.rankings = cast(Rankings, position.shared.setdefault(name, {}))
 
     @abstractmethod
-    def rank(self, asked: Asked) -> torch.Tensor:
+    def rank(self, queries: Queries) -> torch.Tensor:
         """The middle's tokens, best first: [Hk, Q, M], or [Hk, 1, M] for a shared choice; 1 for Hk: all heads alike."""
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
         """The tokens [..., K] to attend to by a ranking [..., M]."""
         return order[..., :tokens]
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """Everything, or the best of the last ranking."""
         if self.ranks:
-            self.rankings[asked.batch] = self.rank(asked).int()
+            self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
-            return self._everything(asked)
-        order, index_rows = self.rankings.get(asked.batch), 0.0
+            return self._everything(queries)
+        order, index_rows = self.rankings.get(queries.batch), 0.0
         if order is None:
-            order, index_rows = self.rank(asked), float(self.keys.shape[1])
+            order, index_rows = self.rank(queries), float(self.keys.shape[1])
         tokens = budget.tokens(self.keys.shape[1])
         starts = self.best(order, tokens).expand(len(self.keys), -1, -1)
-        return Selection(starts, torch.ones_like(starts), tokens, index_rows)
+        return Selection(single_rows(starts), Cost(index_rows))
 
-    def _everything(self, asked: Asked) -> Selection:
-        Hk, _, Q, _ = asked.query.shape
-        starts = torch.zeros(Hk, 1 if asked.shared else Q, 1, dtype=torch.int64, device=self.keys.device)
+    def _everything(self, queries: Queries) -> Selection:
+        Hk, _, Q, _ = queries.query.shape
+        starts = torch.zeros(Hk, 1 if queries.joint else Q, 1, dtype=torch.int64, device=self.keys.device)
         middle = self.keys.shape[1]
-        return Selection(starts, starts + middle, middle, 0.0)
+        return Selection(RowSet(starts, starts + middle, middle), Cost(0.0))

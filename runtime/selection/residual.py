@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Replacement, Selection, Selector
+from sparsekv.runtime.selection.capabilities import Covers, GraphState, ObservesQuestion
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import CentroidSegment, Rest, Selection
 
 
 @dataclass(frozen=True)
@@ -34,35 +36,38 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 
 
 class ResidualSelector(Selector):
-    """Another selector's choice; each cluster stands for those of its tokens that were not chosen."""
+    """Another selector's choice; each cluster stands for those of its tokens that were not chosen.
+
+    It can do what the other can, but for taking tokens in: a cluster cannot stand for one that is not in it.
+    """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
-        self.inner, self.clusters, self.token_order = inner, clusters, inner.token_order
-        self.steps_alike = inner.steps_alike
+        self.inner, self.clusters, self.layout = inner, clusters, inner.layout
         labels = clusters.labels
-        self.labels = labels if self.token_order is None else labels.gather(1, self.token_order)
+        self.labels = labels if self.layout is None else labels.gather(1, self.layout)
 
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self.inner.version
+    def graph_state(self) -> int | None:
+        return self.inner.graph_state() if isinstance(self.inner, GraphState) else 0
 
-    def observe(self, asked: Asked) -> None:
-        self.inner.observe(asked)
+    def observe(self, queries: Queries) -> None:
+        if isinstance(self.inner, ObservesQuestion):
+            self.inner.observe(queries)
 
-    def forget(self) -> None:
-        """Nothing was taken in: a cluster cannot stand for a token that is not in it."""
-        self.inner.forget()
+    def forget_question(self) -> None:
+        if isinstance(self.inner, ObservesQuestion):
+            self.inner.forget_question()
 
-    def in_reach(self, asked: Asked) -> torch.Tensor | None:
-        return self.inner.in_reach(asked)
+    def covered(self, queries: Queries) -> torch.Tensor | None:
+        return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """Reads all key and value centroids beside what the inner choice read."""
-        chosen = self.inner.select(asked, budget)
-        rows, valid = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+        chosen = self.inner.select(queries, budget)
+        rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
         counts = self.clusters.counts[:, None].expand(-1, rows.shape[1], -1).float()
-        left = counts.scatter_add(-1, cluster, -valid.float())
-        replacement = Replacement(self.clusters.keys, left.log(), self.clusters.values)
-        read = chosen.index_rows + 2.0 * self.clusters.keys.shape[1]
-        return replace(chosen, replacements=(replacement,), stand_ins=None, dropped=None, index_rows=read)
+        each = torch.ones_like(cluster, dtype=torch.float32) if valid is None else valid.float()
+        left = counts.scatter_add(-1, cluster, -each)
+        centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
+        cost = replace(chosen.cost, index_rows=chosen.cost.index_rows + 2.0 * self.clusters.keys.shape[1])
+        return replace(chosen, cost=cost, rest=Rest(lambda: (centroids,), attended=True))

@@ -5,10 +5,11 @@ import torch
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_beside
-from sparsekv.runtime.selection.interface import Asked, Selection
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
-def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
     """The mean over a group, and over queries that share a choice, of probabilities from logits on the middle.
 
     They are of the whole softmax, what is attended exactly included, so that heads and queries weigh rightly.
@@ -19,8 +20,8 @@ def group_probability(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     Returns:
         [Hk, Q, M], or [Hk, 1, M] for a shared choice.
     """
-    probability = softmax_beside(logits, asked.exact_logsumexp()).mean(1)
-    return probability.mean(1, keepdim=True) if asked.shared else probability
+    probability = softmax_beside(logits, queries.exact_logsumexp()).mean(1)
+    return probability.mean(1, keepdim=True) if queries.joint else probability
 
 
 def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
@@ -53,4 +54,4 @@ def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | flo
         index_rows: D-sized rows of each head that were read to score them.
     """
     starts = scores.topk(tokens, -1).indices
-    return Selection(starts, torch.ones_like(starts), tokens, index_rows, single_rows=True)
+    return Selection(single_rows(starts), Cost(index_rows))

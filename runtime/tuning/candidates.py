@@ -2,9 +2,9 @@
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.decoding.open import residual_source
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.selection.interface import choose_methods, methods
+from sparsekv.runtime.selection.registry import choose_methods, methods
 from sparsekv.runtime.tuning.meter import Form
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
-from sparsekv.runtime.reporting.recall import Boards, Measured, measure_layer
+from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
@@ -83,16 +83,16 @@ class AttentionMeter(Meter):
             progress: called with layers done and layers in all.
             layers: measure on these alone, but for forms whose layers depend on one another.
         """
-        boards, asked = Boards(), self.layers if layers is None else layers
+        states, asked = SharedStates(), self.layers if layers is None else layers
         wanted = [(form, shares) for form, shares in wanted if not self._knows(form, shares, asked)]
         for done, layer in enumerate(self.layers, 1):
             here = []
             for form, shares in wanted:
-                if boards.get((form.name, form.variant)):
+                if states.get((form.name, form.variant)):
                     self.shared.add(form)
                 if form in self.shared or (layer in asked and (form, shares[layer], layer) not in self._known):
                     here.append((form, shares[layer]))
-            self._measure_layer(layer, list(dict.fromkeys(here)), boards)
+            self._measure_layer(layer, list(dict.fromkeys(here)), states)
             progress(done, len(self.layers))
 
     def mean(self, form: Form, shares: Shares, layers: Sequence[int] | None = None) -> Point:
@@ -107,11 +107,11 @@ class AttentionMeter(Meter):
     def _knows(self, form: Form, shares: Shares, layers: Sequence[int]) -> bool:
         return all((form, shares[layer], layer) in self._known for layer in layers)
 
-    def _measure_layer(self, layer: int, here: list[tuple[Form, float]], boards: Boards) -> None:
+    def _measure_layer(self, layer: int, here: list[tuple[Form, float]], states: SharedStates) -> None:
         if not here:
             return
         measured = {self._measured(form, share): (form, share) for form, share in here}
-        for one, measures in measure_layer(self.artifact, layer, list(measured), [self._block(layer)], boards).items():
+        for one, measures in measure_layer(self.artifact, layer, list(measured), [self._block(layer)], states).items():
             means = {name: float(values.mean()) for name, values in measures.means().items()}
             point = Point(means["kv_fraction"], means["recall"], means["output_error"])
             self._known[*measured[one], layer] = point

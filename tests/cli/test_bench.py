@@ -13,14 +13,18 @@ from support.command import run_here
 
 from sparsekv.cli.benchmarking import layers as bench_layers
 from sparsekv.cli.benchmarking.layers import index_mixture
-from sparsekv.indexing.indexers.interface import Indexer, indexers
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
 from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.methods.oracle import OracleSelector
-from sparsekv.runtime.selection import interface as runtime_methods
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, methods
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 
 SHAPE = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "600")
 BENCH = ("bench", *SHAPE, "--runs", "2", "--warm", "--budget", "10%", "-q")
@@ -120,13 +124,14 @@ class Broken(Method):
 
 
 class BrokenSelector(OracleSelector):
-    def select(self, asked: Asked, budget: Budget) -> Selection:
-        chosen = super().select(asked, budget)
-        return replace(chosen, log_weights=torch.full((*asked.query.shape[:3], chosen.capacity), torch.nan))
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        chosen = super().select(queries, budget)
+        weights = torch.full((*queries.query.shape[:3], chosen.rows.capacity), torch.nan)
+        return replace(chosen, rows=replace(chosen.rows, log_weights=weights))
 
 
 def test_a_step_whose_output_is_no_number_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_methods, "METHODS", runtime_methods.METHODS | {"broken": Broken})
+    monkeypatch.setattr(methods, "known", methods() | {"broken": Broken})
     outcome = run_here(*BENCH, "--method", "broken", "--method", "window", "--json")
     assert outcome.code == 1
     assert "error: broken at 10% over 600 tokens, batch 1, gave an output that is not finite" in outcome.stderr

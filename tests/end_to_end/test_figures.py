@@ -18,7 +18,7 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import methods
+from sparsekv.runtime.selection.registry import methods
 
 QUESTION = "Which statement raises an exception?"
 REPORTED = ("squeezed", "multipole", "quest", "oracle", "window")

@@ -21,26 +21,26 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked
+from sparsekv.runtime.selection.queries import Queries
 
 STEPS, TOGETHER = 1024, 16
 
 
 def _recall(call: AttentionCall, layer: SparseLayer) -> float:
     """Share of the oracle's tokens, of all that the middle holds by now, that the layer's selector chooses."""
-    middle, exact = layer.middle.from_row(0)[0], layer.exact_rows()[0]
+    middle, exact = layer.plan.middle.from_row(0)[0], layer.exact_rows()[0]
     grouped = call.query.unflatten(0, (len(middle), -1))
     keys = torch.cat([middle, exact], 1)
     probability = attention_probabilities(grouped, keys, call.softmax_scale).mean(1)[..., : middle.shape[1]]
-    tokens = layer.budget.tokens(middle.shape[1])
+    tokens = layer.plan.budget.tokens(middle.shape[1])
     oracle = torch.zeros_like(probability, dtype=torch.bool)
     oracle.scatter_(-1, probability.topk(tokens, -1).indices, True)
     logits = call.softmax_scale * torch.einsum("hgqd,htd->hgqt", grouped, exact)
-    asked = Asked(
-        grouped, lambda: torch.tensor([layer.get_seq_length() - 1]), lambda: logits.logsumexp(-1), shared=False
+    asked = Queries(
+        grouped, lambda: torch.tensor([layer.get_seq_length() - 1]), lambda: logits.logsumexp(-1), joint=False
     )
-    chosen = layer.selector.select(asked, layer.budget)
-    rows, _ = expand_runs(chosen.starts, chosen.lengths, chosen.capacity)
+    chosen = layer.plan.selector.select(asked, layer.plan.budget)
+    rows, _ = expand_runs(chosen.rows.starts, chosen.rows.lengths, chosen.rows.capacity)
     return float(oracle.gather(-1, rows).double().sum(-1).mean() / tokens)
 
 
@@ -83,6 +83,6 @@ def test_recall_stays_what_it_was_at_the_start(
             measured.step += 1
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
-    assert layer.middle.used > index.split.middle + STEPS - 256
+    assert layer.plan.middle.used > index.split.middle + STEPS - 256
     print(f"recall {fmean(measured.first):.3f} at the start, {fmean(measured.last):.3f} at the end")
     assert fmean(measured.last) >= 0.9 * fmean(measured.first)

@@ -52,7 +52,7 @@ def _dense(call: AttentionCall, cache: IndexCache) -> torch.Tensor:
     layer = _layer(cache, call.layer)
     keys, values = (
         torch.cat([middle, exact], 1)
-        for middle, exact in zip(layer.middle.from_row(0), layer.exact_rows(), strict=True)
+        for middle, exact in zip(layer.plan.middle.from_row(0), layer.exact_rows(), strict=True)
     )
     query = call.query.unflatten(0, (len(keys), -1))
     return reference_attention(query, keys, values, call.softmax_scale).flatten(0, 1)
@@ -76,5 +76,5 @@ def test_the_error_stays_what_it_was_at_the_start(long_index: Artifact, document
     assert errors[:, 0].max() <= 1.5 * errors[0, 0]
     assert errors.mean(1).max() <= 1.5 * errors[0].mean()
     layer = _layer(cache, 0)
-    assert layer.middle.used > index.split.middle + STEPS - 256
-    assert layer.selector.open_row > block_offsets(index.split.middle, 2048)[-2]
+    assert layer.plan.middle.used > index.split.middle + STEPS - 256
+    assert layer.plan.selector.open_row > block_offsets(index.split.middle, 2048)[-2]

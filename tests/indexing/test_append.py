@@ -26,7 +26,7 @@ from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.models.load import LoadedModel, load_model
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 
@@ -233,5 +233,5 @@ def test_recall_after_growing_is_nearly_that_of_one_build(embedded_folder: Path,
 
 def _recall(folder: Path) -> float:
     artifact = Artifact(folder)
-    report = recall_report(artifact, ["multipole"], [Budget(0.1)], Queries(artifact))
+    report = recall_report(artifact, ["multipole"], [Budget(0.1)], MeasuredQueries(artifact))
     return next(row.recall for row in report.by() if row.variant == "flat")

@@ -10,11 +10,10 @@ from support.random_tensors import normal
 from support.small_tables import SMALL, layer_input, tabled_layer
 
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
-from sparsekv.kernels.attention.decode_attention import RunRows, StandIns, decode_attention_reference
+from sparsekv.kernels.attention.decode_attention import decode_attention_reference
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
-    Children,
-    ClusterChoice,
     choose_clusters_reference,
     choose_listed_reference,
     keep_clusters_reference,
@@ -26,17 +25,19 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
     keep_clusters_triton,
     open_clusters_triton,
 )
+from sparsekv.kernels.clusters.types import Children, ClusterChoice
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means_plainly
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means
 from sparsekv.kernels.scores.quoka import best_keys, quoka_scores, subselect_queries
 from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
 from sparsekv.kernels.tables.list_codes import encode_lists
-from sparsekv.kernels.tables.list_ranks import ExactKeys, rank_tokens_reference
+from sparsekv.kernels.tables.list_ranks import rank_tokens_reference
 from sparsekv.kernels.tables.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.tables.row_ranks import rank_rows_reference
 from sparsekv.kernels.tables.row_ranks_triton import rank_rows_triton
 from sparsekv.kernels.tables.top_ranks import top_ranked_reference
 from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
+from sparsekv.kernels.tables.types import ExactKeys
 
 # In the interpreter numpy tells of each such number that it meets.
 pytestmark = [*compiled_or_interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -153,7 +154,7 @@ def test_attention_ends(dtype: torch.dtype, form: str, kind: str) -> None:
     _, logits, left = odd(kind, query.float(), normal(4, H, G, C), normal(5, H, C))
     numbers = torch.arange(C, dtype=torch.int32).expand(H, -1).contiguous()
     query, keys, values, logits, left, numbers = on_device(query, keys, values, logits, left, numbers)
-    stands = [StandIns(logits, left, values[:, :C].contiguous()), StandIns(logits, left, values, numbers)]
+    stands = [ScoredCentroids(logits, left, values[:, :C].contiguous()), ScoredCentroids(logits, left, values, numbers)]
     exact = keys[:, 30:].contiguous(), values[:, 30:].contiguous()
     starts = 3 * numbers
     runs = RunRows(keys, values, starts, torch.ones_like(starts).cumsum(-1, dtype=torch.int32), 9)

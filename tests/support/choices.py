@@ -11,7 +11,9 @@ import torch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Selection, Selector
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 from .small_layer import all_chosen
 
@@ -20,7 +22,7 @@ from .small_layer import all_chosen
 class Choice:
     """One choice of a layer: the log-sum-exp [Hk, G, Q] of what else was attended, and the tokens of each head."""
 
-    asked: Asked
+    queries: Queries
     exact_logsumexp: torch.Tensor
     selection: Selection
     tokens: list[list[list[int]]]
@@ -29,7 +31,7 @@ class Choice:
 @contextmanager
 def recorded_choices(cache: IndexCache) -> Iterator[list[list[Choice]]]:
     """Within the context, collects the choices of each sparse layer of a cache, one for each forward pass."""
-    selectors = [layer.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    selectors = [layer.plan.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
     choices: list[list[Choice]] = [[] for _ in selectors]
     with pytest.MonkeyPatch.context() as patch:
         for selector, seen in zip(selectors, choices, strict=True):
@@ -40,9 +42,9 @@ def recorded_choices(cache: IndexCache) -> Iterator[list[list[Choice]]]:
 def _recording(selector: Selector, seen: list[Choice]) -> Any:
     select = selector.select
 
-    def recording(asked: Asked, budget: Budget) -> Selection:
-        selection = select(asked, budget)
-        seen.append(Choice(asked, asked.exact_logsumexp(), selection, all_chosen(selection, selector)))
+    def recording(queries: Queries, budget: Budget) -> Selection:
+        selection = select(queries, budget)
+        seen.append(Choice(queries, queries.exact_logsumexp(), selection, all_chosen(selection, selector)))
         return selection
 
     return recording

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.tables.list_ranks import TokenRanks, laid_out
+from sparsekv.kernels.tables.list_ranks import laid_out
+from sparsekv.kernels.tables.types import TokenRanks
 
 from .reference import assert_close
 

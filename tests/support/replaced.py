@@ -9,14 +9,15 @@ import torch
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.guard import Gauge
+from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selection, Selector
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.selection import Selection
 
 from .clusters import member_means, token_labels
 from .random_tensors import normal
 from .reference import reference_attention
-from .small_layer import SmallLayer, all_chosen, asked, sparse_layer
+from .small_layer import SmallLayer, all_chosen, as_queries, sparse_layer
 
 EXACT = -1
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -25,7 +26,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 def represented(selection: Selection, selector: Selector, level: torch.Tensor | int, middle: int) -> torch.Tensor:
     """[Hk, R, M]: EXACT for chosen tokens, else the level, one number or [Hk, R, M], of what stands for a token."""
-    chosen = torch.zeros(*selection.starts.shape[:2], middle, dtype=torch.bool)
+    chosen = torch.zeros(*selection.rows.starts.shape[:2], middle, dtype=torch.bool)
     for head, of_head in enumerate(all_chosen(selection, selector)):
         for row, tokens in enumerate(of_head):
             chosen[head, row, tokens] = True
@@ -34,8 +35,8 @@ def represented(selection: Selection, selector: Selector, level: torch.Tensor | 
 
 def tokens_represented(selection: Selection) -> torch.Tensor:
     """[Hk, R]: tokens that are chosen, and those that something stands for."""
-    stood_for = [part.log_counts.exp().sum(-1) for part in selection.replacements]
-    return selection.lengths.sum(-1) + torch.stack(stood_for).sum(0)
+    stood_for = [part.log_counts.exp().sum(-1) for part in selection.attended_segments()]
+    return selection.rows.lengths.sum(-1) + torch.stack(stood_for).sum(0)
 
 
 def replaced_attention(
@@ -94,13 +95,13 @@ class Step:
         queries: int = 1,
         seed: int = 0,
         sink_logits: torch.Tensor | None = None,
-        gauge: Gauge | None = None,
+        meter: MissedMeter | None = None,
     ):
         self.layer, self.selector, self.sink_logits, facts = layer, selector, sink_logits, layer.context.facts
         Hk, G, _, D = layer.queries.shape
         new = normal(seed, Hk, queries, D), normal(seed + 1, Hk, queries, D)
         self.query = normal(seed + 2, Hk, G, queries, D)
-        self.sparse = sparse_layer(layer, selector, budget, gauge)
+        self.sparse = sparse_layer(layer, selector, budget, meter)
         self.sparse.update(new[0][None], new[1][None])
         flat, sinks = self.query.flatten(0, 1), None if sink_logits is None else sink_logits.flatten()
         call = AttentionCall(0, flat, *new, facts.softmax_scale, facts.softcap, None, sinks)
@@ -111,7 +112,7 @@ class Step:
         ]
         self.exact = torch.cat([outside[0], new[0]], 1), torch.cat([outside[1], new[1]], 1)
         self.selection = selector.select(
-            asked(self.query, self._exact_logsumexp(), shared=queries > 1, first=layer.split.tokens), budget
+            as_queries(self.query, self._exact_logsumexp(), joint=queries > 1, first=layer.split.tokens), budget
         )
 
     def _exact_logsumexp(self) -> torch.Tensor:

@@ -6,14 +6,15 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.open import OpenIndex, middle_context
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
 from .reference import relative_error
 from .replaced import EXACT, replaced_attention, represented
 from .small_index import random_ids
-from .small_layer import asked
+from .small_layer import as_queries
 
 
 def middle_rows(artifact: Artifact, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,15 +43,15 @@ class _Checked:
         grouped = call.query.unflatten(0, (len(keys), -1))
         shared = grouped.shape[2] > 1
         first = layer.get_seq_length() - grouped.shape[2]
-        selection = layer.selector.select(asked(grouped, shared=shared, first=first), layer.budget)
-        stands = represented(selection, layer.selector, 0, artifact.manifest.split.middle)
+        selection = layer.plan.selector.select(as_queries(grouped, joint=shared, first=first), layer.plan.budget)
+        stands = represented(selection, layer.plan.selector, 0, artifact.manifest.split.middle)
         assert 0 < int((stands == EXACT).sum()) < stands.numel() // 10
         return replaced_attention(
             grouped.cpu(),
             middle_rows(artifact, call.layer),
             (keys.cpu(), values.cpu()),
             stands,
-            middle_context(artifact, call.layer, self.clusters).tensors,
+            stored_context(artifact, call.layer, self.clusters).context.tensors,
             artifact.manifest.layers[call.layer],
             None if call.sink_logits is None else call.sink_logits.view(grouped.shape[:2]).cpu(),
         )

@@ -9,11 +9,15 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.attention.guard import Gauge
+from sparsekv.runtime.attention.guard import MissedMeter
+from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, Selection, Selector
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 from .random_tensors import clustered, normal
 
@@ -68,7 +72,8 @@ def small_layer(
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, queries, facts)]))
     tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
     context = MiddleContext(
-        keys[:, inside],
+        lambda: keys[:, inside],
+        lambda: values[:, inside],
         facts,
         tensors,
         calibration,
@@ -80,7 +85,7 @@ def small_layer(
 
 
 def sparse_layer(
-    layer: SmallLayer, selector: Selector, budget: Budget, gauge: Gauge | None = None, *, ahead: bool = False
+    layer: SmallLayer, selector: Selector, budget: Budget, meter: MissedMeter | None = None, *, prefetch: bool = False
 ) -> SparseLayer:
     """A cache's layer over a small one, whose middle lies in memory."""
     exact = tuple(
@@ -88,33 +93,35 @@ def sparse_layer(
         for rows in (layer.keys, layer.values)
     )
     inside = layer.keys[:, layer.middle], layer.values[:, layer.middle]
-    middle = MemoryRows(*inside, selector.token_order, layer.keys.device)
-    return SparseLayer(
-        (exact[0], exact[1]), middle, layer.split, layer.context.facts, selector, budget, gauge, ahead=ahead
-    )
+    middle = MemoryRows(*inside, selector.layout, layer.keys.device)
+    facts, options = layer.context.facts, LayerOptions(prefetch=prefetch, meter=meter)
+    plan = plan_layer(selector, middle, facts, SINKS, budget, len(exact[0]), layer.keys.device, options)
+    return SparseLayer((exact[0], exact[1]), layer.split, plan)
 
 
 def chosen_tokens(selection: Selection, selector: Selector, head: int, query: int) -> list[int]:
     """Middle positions that one head and query attend to, in the order in which they were chosen."""
     tokens: list[int] = []
-    starts, lengths = selection.starts[head, query].tolist(), selection.lengths[head, query].tolist()
+    starts, lengths = selection.rows.starts[head, query].tolist(), selection.rows.lengths[head, query].tolist()
     for start, length in zip(starts, lengths, strict=True):
         rows = range(start, start + length)
-        tokens += rows if selector.token_order is None else [int(selector.token_order[head, row]) for row in rows]
+        tokens += rows if selector.layout is None else [int(selector.layout[head, row]) for row in rows]
     return tokens
 
 
 def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]]:
     """`chosen_tokens` for every head and query."""
-    heads, queries = selection.starts.shape[:2]
+    heads, queries = selection.rows.starts.shape[:2]
     return [[chosen_tokens(selection, selector, head, query) for query in range(queries)] for head in range(heads)]
 
 
-def asked(query: torch.Tensor, exact: torch.Tensor | None = None, *, shared: bool = False, first: int = 0) -> Asked:
+def as_queries(
+    query: torch.Tensor, exact: torch.Tensor | None = None, *, joint: bool = False, first: int = 0
+) -> Queries:
     """Queries [Hk, G, Q, D] at positions from `first` on; `exact` [Hk, G, Q] is the log-sum-exp of what else is
     attended, by default nothing."""
     positions, nothing = first + torch.arange(query.shape[2]), torch.full(query.shape[:3], -torch.inf)
-    return Asked(query, lambda: positions, lambda: nothing if exact is None else exact, shared)
+    return Queries(query, lambda: positions, lambda: nothing if exact is None else exact, joint)
 
 
 def most_children(layer: SmallLayer) -> int:

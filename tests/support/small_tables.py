@@ -8,7 +8,7 @@ from sparsekv.formats.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.tables.table_lookup import Tables
-from sparsekv.runtime.selection.interface import MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
 
 from .random_tensors import normal
 from .small_layer import SINKS, TAIL, SmallLayer
@@ -55,5 +55,7 @@ def tabled_layer(
     )
     asked = normal(seed + 3, len(given.queries), queries, D)
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, asked, given.facts)]))
-    context = MiddleContext(given.keys, given.facts, tensors, calibration, first_token=SINKS)
+    context = MiddleContext(
+        lambda: given.keys, lambda: given.values, given.facts, tensors, calibration, first_token=SINKS
+    )
     return TabledLayer(given, tensors, SmallLayer(keys, values, asked.unflatten(0, (Hk, -1)), given.split, context))

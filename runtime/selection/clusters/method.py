@@ -9,7 +9,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.selector import OPENED
-from sparsekv.runtime.selection.interface import Method, MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method
 
 LOOKUPS = ("flat", "hierarchical")
 
@@ -45,5 +46,5 @@ class ClusterMethod(Method):
         return LOOKUPS if record is not None and len(record.parameters["levels"]) > 1 else LOOKUPS[:1]
 
     @classmethod
-    def describe(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
+    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
         return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)

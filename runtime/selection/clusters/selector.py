@@ -7,16 +7,21 @@ import torch
 
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
-from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, until_enough
+from sparsekv.kernels.clusters.cluster_choice import until_enough
 from sparsekv.kernels.clusters.tree import Tree, child_scores
+from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.steps import ClusterSteps
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.selection.clusters.thresholds import Thresholds
 from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, Replacement, Selection, Selector, Taken
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import InPlace, Queries
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
 
 OPENED = 4.0  # measured: half of the clusters keep hardly more of the attention
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
@@ -41,7 +46,7 @@ class ClusterSelector(Selector):
         opened: of a finer level's clusters, this many times the budget's share are scored then, and half at most.
         thresholds: choose by score; None: to the budget.
         replace: let the centroids of clusters stand for their tokens that are not chosen.
-        clustering: how new tokens are clustered, `takes` at a time; None: they are not taken in.
+        clustering: how new tokens are clustered, `append_size` at a time; None: they are not appended.
         windowed_rope: score lookup centroids, of keys with RoPE undone; None: the centroids of keys as attended.
     """
 
@@ -54,15 +59,16 @@ class ClusterSelector(Selector):
         thresholds: Thresholds | None = None,
         replace: bool = False,
         clustering: BlockClustering | None = None,
-        takes: int = 0,
+        append_size: int = 0,
         windowed_rope: WindowedRope | None = None,
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
+        self.append_size = 0 if clustering is None else append_size
         if clustering is None:
             self._look_in(lookup_tensors(context.tensors))
         else:
-            self.stream, self.takes = ClusterStream(context.tensors, clustering, windowed_rope), takes
+            self.stream = ClusterStream(context.tensors, clustering, windowed_rope)
             self._look_in(self.stream.found())
 
     def _look_in(self, found: dict[str, torch.Tensor]) -> None:
@@ -75,8 +81,8 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         self.tree = Tree(scored or self.keys, **of_levels)
-        self.token_order, self.starts = found["token_order"], found["starts"]
-        self.middle = self.token_order.shape[1]
+        self.layout, self.starts = found["token_order"], found["starts"]
+        self.middle = self.layout.shape[1]
         self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
         self.most_children = [int(children.max()) for children in self.tree.children]
         self.open_row = 0 if self.stream is None else self.stream.open.row
@@ -93,7 +99,7 @@ class ClusterSelector(Selector):
             own=not scored,
         )
         values, facts = self.values[0] if self.values else None, self.facts
-        self.at_once = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
+        self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What kernels go down two levels by."""
@@ -101,43 +107,40 @@ class ClusterSelector(Selector):
             return None
         return self.tree.children[0].int(), self.tree.first_child[0].int()
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         assert self.stream is not None
-        taken = self.stream.take(keys, values)
+        appended = self.stream.append(keys, values)
         self._look_in(self.stream.found())
-        return taken
+        return appended
 
-    def forget(self) -> torch.Tensor | None:
-        order = None if self.stream is None else self.stream.forget()
+    def remove_appended(self) -> torch.Tensor | None:
+        order = None if self.stream is None else self.stream.remove_appended()
         if self.stream is not None and order is not None:
             self._look_in(self.stream.found())
         return order
 
-    def replace_by_own_clusters(self) -> bool:
+    def replace_by_own(self) -> bool:
         self.replace = bool(self.values)
         return self.replace
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """To a budget without a sync; by threshold one a level sizes the gather, but for the flat one in place."""
-        query = asked.query if self.windowed_rope is None else self.windowed_rope.query(asked)
+        query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
-        if query.shape[2] == 1 and not asked.shared and (step := self._step(query, budget, flat, asked.counter)):
+        if query.shape[2] == 1 and not queries.joint and (step := self._step(query, budget, flat, queries.in_place)):
             return step
-        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, asked.shared)]
+        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, queries.joint)]
         while looked[-1].level:
-            looked.append(self._look_below(query, looked[-1], budget, asked.shared))
-        lengths, capacity = self._choose(looked[-1], budget, asked.shared)
+            looked.append(self._look_below(query, looked[-1], budget, queries.joint))
+        lengths, capacity = self._choose(looked[-1], budget, queries.joint)
         read = sum((one.read for one in looked[1:]), looked[0].read)
         return Selection(
-            starts=_gather(self.starts, looked[-1].clusters),
-            lengths=lengths,
-            capacity=capacity,
-            index_rows=read * self._rows_of_a_cluster(),
-            replacements=self._remainders(looked, lengths) if self.replace else (),
-            dropped=None if self.replace else lambda: self._remainders(looked, lengths),
+            RowSet(_gather(self.starts, looked[-1].clusters), lengths, capacity),
+            Cost(read * self._rows_of_a_cluster()),
+            Rest(lambda: self._remainders(looked, lengths), attended=self.replace),
         )
 
-    def attend_at_once(
+    def attend_fused(
         self,
         query: torch.Tensor,
         rows: tuple[torch.Tensor, torch.Tensor],
@@ -149,7 +152,7 @@ class ClusterSelector(Selector):
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
-        output = attend_to_best(query, self.at_once, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
+        output = attend_to_best(query, self.fused, rows, exact, tokens, replace=self.replace, sink_logits=sink_logits)
         return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
 
     def _is_flat(self, budget: Budget) -> bool:
@@ -157,10 +160,11 @@ class ClusterSelector(Selector):
         budget gains nothing from going through them."""
         return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
 
-    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, counter: torch.Tensor | None) -> Selection | None:
+    def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
         """One query's choice by kernels; None where there are none for it."""
         rows, replace = self._rows_of_a_cluster(), self.replace
         tokens = min(budget.tokens(self.middle), self.middle)
+        counter = None if in_place is None else in_place.counter
         if self.middle > MOST_TOKENS:
             return None
         if self.thresholds is not None:
@@ -241,7 +245,7 @@ class ClusterSelector(Selector):
         lengths = fill_budget(looked.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 
-    def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[Replacement, ...]:
+    def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
         """Each token not taken, once: by its coarsest cluster that was scored and whose child it lies in was not."""
         parts = []
         for above, below in pairwise(looked):
@@ -252,7 +256,7 @@ class ClusterSelector(Selector):
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(looked[-1], looked[-1].counts - taken))
 
-    def _remainder(self, looked: _Looked, left: torch.Tensor) -> Replacement:
+    def _remainder(self, looked: _Looked, left: torch.Tensor) -> CentroidSegment:
         """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared.
 
         Where nothing is replaced there may be no value centroids: the keys stand in for them, unread.
@@ -261,12 +265,12 @@ class ClusterSelector(Selector):
         values = self.values[looked.level] if self.values else keys
         if looked.clusters.shape[2] == keys.shape[1]:
             everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
-            return Replacement(keys, everything.float().log(), values)
+            return CentroidSegment(keys, everything.float().log(), values)
         if looked.clusters.shape[1] == 1:
             rows = looked.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
-            return Replacement(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
+            return CentroidSegment(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
         spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, looked.clusters, left)
-        return Replacement(keys, spread.float().log(), values)
+        return CentroidSegment(keys, spread.float().log(), values)
 
 
 def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:

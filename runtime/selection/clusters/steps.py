@@ -5,17 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.kernels.attention.decode_attention import StandIns
+from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.clusters.best_clusters import CountedClusters, best_clusters
-from sparsekv.kernels.clusters.cluster_choice import (
-    Children,
-    choose_clusters,
-    choose_listed,
-    keep_clusters,
-    open_clusters,
-)
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_listed, keep_clusters, open_clusters
 from sparsekv.kernels.clusters.tree import Tree
-from sparsekv.runtime.selection.interface import ListedRows, Replacement, Selection
+from sparsekv.kernels.clusters.types import Children, ClusterChoice
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowIndices, RowSet, Selection
 
 
 @dataclass(frozen=True)
@@ -66,18 +61,12 @@ class ClusterSteps:
             chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
         values = (self.values or self.keys)[0]
         # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
-        stands = StandIns(chosen.logits, chosen.log_left, values) if self.own else None
-        left = Replacement(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, stands)
+        scored = ScoredCentroids(chosen.logits, chosen.log_left, values) if self.own else None
+        left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, scored)
         return Selection(
-            starts=self.starts[:, None],
-            lengths=chosen.lengths[:, None],
-            capacity=tokens,
-            index_rows=float(counts.shape[1] * rows),
-            replacements=(left,) if replace else (),
-            dropped=None if replace else lambda: (left,),
-            taken=tokens if threshold is None else 0,
-            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
-            each_counted=0 if threshold is None else 2,
+            self._rows(chosen, self.starts, tokens, tokens if threshold is None else 0),
+            Cost(float(counts.shape[1] * rows), per_count=0 if threshold is None else 2),
+            Rest(lambda: (left,), attended=replace),
         )
 
     def down(
@@ -108,50 +97,44 @@ class ClusterSteps:
         below = opened.rows, opened.used
         listed = choose_listed(q, fine, counts, self.first_row, below, tokens, *how)
         chosen, (fine_values, coarse_values) = listed.chosen, self.values or self.keys
-        stand_ins = (
-            StandIns(opened.logits, opened.log_left, coarse_values),
-            StandIns(chosen.logits, chosen.log_left, fine_values, *below),
+        scored = (
+            ScoredCentroids(opened.logits, opened.log_left, coarse_values),
+            ScoredCentroids(chosen.logits, chosen.log_left, fine_values, *below),
         )
 
-        def left() -> tuple[Replacement, ...]:
+        def left() -> tuple[CentroidSegment, ...]:
             there = torch.arange(slots, device=q.device) < opened.used[:, None]
             some = torch.where(there, opened.rows[:, :slots], 0).long()[..., None].expand(-1, -1, fine.shape[2])
             coarse_left, fine_left = opened.log_left[:, None, : coarse.shape[1]], chosen.log_left[:, None, :slots]
             return (
-                Replacement(coarse, coarse_left, coarse_values),
-                Replacement(fine.gather(1, some), fine_left, fine_values.gather(1, some)),
+                CentroidSegment(coarse, coarse_left, coarse_values),
+                CentroidSegment(fine.gather(1, some), fine_left, fine_values.gather(1, some)),
             )
 
         return Selection(
-            starts=listed.starts[:, None],
-            lengths=chosen.lengths[:, None],
-            capacity=tokens,
-            index_rows=(coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * rows,
-            replacements=left() if replace and not in_place else (),
-            dropped=None if replace else left,
-            taken=tokens,
-            listed=ListedRows(chosen.rows, chosen.used, chosen.queue),
-            stand_ins=stand_ins if replace and in_place else None,
-            each_counted=rows if in_place else 0,
+            self._rows(chosen, listed.starts, tokens, tokens),
+            Cost((coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * rows, rows if in_place else 0),
+            Rest(left, attended=replace, in_place=scored if replace and in_place else None),
         )
+
+    def _rows(self, chosen: ClusterChoice, starts: torch.Tensor, tokens: int, total: int) -> RowSet:
+        indices = RowIndices(chosen.rows, chosen.used, chosen.queue)
+        return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
     def best(self, query: torch.Tensor, tokens: int, *, rows: int, replace: bool) -> Selection:
         """Of the finest clusters, on a CPU: only clusters that are chosen, and a few more, come in the runs."""
         keys = self.keys[0]
         best = best_clusters(query.squeeze(2), self.counted, tokens, self.facts.softmax_scale, self.facts.softcap)
 
-        def left() -> tuple[Replacement, ...]:
+        def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
             # With these logits, which are whole clusters', go shares of them in the place of counts.
-            stands = StandIns(best.logits, share.squeeze(1), values) if self.own else None
-            return (Replacement(keys, self.counted.log_counts + share, values, stands),)
+            scored = ScoredCentroids(best.logits, share.squeeze(1), values) if self.own else None
+            return (CentroidSegment(keys, self.counted.log_counts + share, values, scored),)
 
+        starts = self.starts.gather(1, best.clusters).unsqueeze(1)
         return Selection(
-            starts=self.starts.gather(1, best.clusters).unsqueeze(1),
-            lengths=best.lengths.unsqueeze(1),
-            capacity=tokens,
-            index_rows=float(keys.shape[1] * rows),
-            replacements=left() if replace else (),
-            dropped=None if replace else left,
-            taken=tokens,
+            RowSet(starts, best.lengths.unsqueeze(1), tokens, tokens),
+            Cost(float(keys.shape[1] * rows)),
+            Rest(left, attended=replace),
         )

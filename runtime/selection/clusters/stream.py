@@ -18,9 +18,9 @@ from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_te
 from sparsekv.kernels.kmeans.kmeans import random_kmeans, to_space
 from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens, online_levels
 from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
 from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
-from sparsekv.runtime.selection.interface import Taken
 
 Tensors = dict[str, torch.Tensor]
 
@@ -140,8 +140,8 @@ class ClusterStream:
         """What a lookup reads now: views."""
         return {name: rows.rows for name, rows in self.rows.items()}
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
-        """Take new tokens in: into the open block's clusters or, when it closes, into blocks that are clustered anew.
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
+        """Append new tokens: to the open block's clusters or, when it closes, into blocks that are clustered anew.
 
         Args:
             keys, values: [Hk, T, D], the open block's rows as they lie, then the new ones.
@@ -169,9 +169,9 @@ class ClusterStream:
             self.rows[name].write(self.open.start(name), rows)
         passes = 1 + (REFINEMENTS if len(cuts) == 2 else self.clustering.iterations)
         self._close(blocks[:-1], cuts[-2])
-        return Taken(places.gather(1, found["token_order"] - first), float(passes * tokens))
+        return Appended(places.gather(1, found["token_order"] - first), float(passes * tokens))
 
-    def forget(self) -> torch.Tensor | None:
+    def remove_appended(self) -> torch.Tensor | None:
         """Back to the stored clusters; returns the order [Hk, T] of their last block's rows among those that lie there,
         None when nothing was taken in."""
         if not self.stored:

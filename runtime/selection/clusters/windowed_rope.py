@@ -6,7 +6,8 @@ from typing import Self
 import torch
 
 from sparsekv.kernels.common.rotation import rotate
-from sparsekv.runtime.selection.interface import Asked, MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.queries import Queries
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class WindowedRope:
         """For a layer that was clustered with RoPE undone, of which it is therefore known how it turns its keys."""
         rope = context.facts.rope
         assert rope is not None
-        frequencies = torch.tensor(rope.frequencies, device=context.keys.device)
+        frequencies = torch.tensor(rope.frequencies, device=context.tensors["token_order"].device)
         return cls(frequencies, rope.interleaved, distance, context.first_token)
 
-    def query(self, asked: Asked) -> torch.Tensor:
+    def query(self, queries: Queries) -> torch.Tensor:
         """The queries [Hk, G, Q, D], turned from where they stand to the distance from position 0."""
-        turned = rotate(asked.query, self.distance - asked.positions(), self.frequencies, self.interleaved)
-        return turned.to(asked.query.dtype)
+        turned = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
+        return turned.to(queries.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
         """Keys [Hk, T, D] of the middle's tokens from `first` on, as they would be at position 0; float32."""

@@ -6,11 +6,12 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.tables.list_codes import encode_lists
-from sparsekv.kernels.tables.list_ranks import ExactKeys, rank_tokens
+from sparsekv.kernels.tables.list_ranks import rank_tokens
 from sparsekv.kernels.tables.row_ranks import rank_rows
 from sparsekv.kernels.tables.table_lookup import Tables
 from sparsekv.kernels.tables.top_ranks import top_ranked
-from sparsekv.runtime.selection.interface import Selection
+from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 FEWEST_KEYS = 2**14  # with fewer a step is mostly launches, and lists are read as they are
 
@@ -25,7 +26,6 @@ class ListSearch:
 
     def __init__(self, tables: Tables, scoring: str, weights: torch.Tensor | None, facts: LayerFacts):
         self.lists, self.facts = encode_lists(tables, scoring, weights), facts
-        self.one = torch.ones(1, 1, 1, dtype=torch.int32, device=tables.tokens.device)
 
     def select(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
@@ -45,10 +45,6 @@ class ListSearch:
             chosen = top_ranked(ranked, tokens, chosen)
         read = query.shape[1] * self.lists.codes[0, :, 0].nbytes + self.lists.centroids[0].nbytes
         return Selection(
-            starts=chosen[:, None],
-            lengths=self.one.expand(len(chosen), 1, tokens),
-            capacity=tokens,
-            index_rows=read / (keys.shape[2] * keys.element_size()) + more,
-            taken=tokens,
-            single_rows=True,
+            single_rows(chosen[:, None]),
+            Cost(read / (keys.shape[2] * keys.element_size()) + more),
         )

@@ -10,7 +10,11 @@ from sparsekv.kernels.tables.table_lookup import Tables, centroids_used, estimat
 from sparsekv.kernels.tables.tables import cosine_kmeans, insert, split_channels, top_lists
 from sparsekv.runtime.cache.growing import GrowingRows
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, Selection, Selector, Taken
+from sparsekv.runtime.selection.capabilities import Appended
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
 from sparsekv.runtime.selection.token_choice import token_logits
 
@@ -45,7 +49,7 @@ class TableSelector(Selector):
         rerank: how many times the budget's keys, the best by the tables, are read to choose among by exact logits.
         backoff: parts of a query whose best cosine is below it read two lists.
         step: search at every so many queries, and keep to what was found between.
-        takes: how many new tokens enter the lists at a time; 0: none.
+        append_size: how many new tokens enter the lists at a time; 0: none.
     """
 
     def __init__(
@@ -57,10 +61,10 @@ class TableSelector(Selector):
         fitted: bool = False,
         backoff: float | None = None,
         step: int = 1,
-        takes: int = 0,
+        append_size: int = 0,
     ):
         self.facts, self.scoring, self.rerank, self.backoff = context.facts, scoring, rerank, backoff
-        self.step, self.takes, self.steps_alike = step, takes, step == 1
+        self.step, self.append_size = step, append_size
         self.weights = context.tensors["part_weights"] if fitted else None
         middle, self.row_bytes = context.keys.shape[1], context.keys.shape[2] * context.keys.element_size()
         self.stored = self.tables = Tables.from_tensors(context.tensors, middle, context.first_token)
@@ -68,49 +72,53 @@ class TableSelector(Selector):
         self.open_row, self.held = middle, dict[Budget, _Held]()
         self.recent: list[torch.Tensor] = []
         # What is taken in changes lists, and a part of two centroids has two: these are read as they are.
-        reached = self.tables.tokens.is_cuda and backoff is None and not takes and middle >= FEWEST_KEYS
+        reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def graph_state(self) -> int | None:
+        """Steps differ where some of them keep to what an earlier one found."""
+        return 0 if self.step == 1 else None
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         """Allocates the estimated logits, for 128 MB of queries at a time."""
-        if self.takes and not any(asked.query is query for query in self.recent[-1:]):
-            self.recent.append(asked.query)
-        if asked.shared or self.step == 1:
-            return self._search(asked, budget)
-        if asked.query.shape[2] > 1:
-            return self._search_some(asked, budget)
+        if self.append_size and not any(queries.query is query for query in self.recent[-1:]):
+            self.recent.append(queries.query)
+        if queries.joint or self.step == 1:
+            return self._search(queries, budget)
+        if queries.query.shape[2] > 1:
+            return self._search_some(queries, budget)
         held = self.held.get(budget)
         if held is None or held.steps >= self.step:
-            held = self.held[budget] = _Held(self._search(asked, budget))
+            held = self.held[budget] = _Held(self._search(queries, budget))
             return held.selection
         held.steps += 1
-        return replace(held.selection, index_rows=0.0)
+        return replace(held.selection, cost=Cost(0.0))
 
-    def _search_some(self, asked: Asked, budget: Budget) -> Selection:
+    def _search_some(self, queries: Queries, budget: Budget) -> Selection:
         """For queries of steps that follow each other, as these would search."""
-        query, Q = asked.query, asked.query.shape[2]
+        query, Q = queries.query, queries.query.shape[2]
         some = replace(
-            asked,
+            queries,
             query=query[:, :, :: self.step],
-            positions=lambda: asked.positions()[:: self.step],
-            exact_logsumexp=lambda: asked.exact_logsumexp()[..., :: self.step],
+            positions=lambda: queries.positions()[:: self.step],
+            exact_logsumexp=lambda: queries.exact_logsumexp()[..., :: self.step],
         )
         found = self._search(some, budget)
-        repeated = {name: getattr(found, name).repeat_interleave(self.step, 1)[:, :Q] for name in ("starts", "lengths")}
         index_rows = torch.zeros(len(query), Q, device=query.device)
-        index_rows[:, :: self.step] = found.index_rows
-        return replace(found, **repeated, index_rows=index_rows)
+        index_rows[:, :: self.step] = found.cost.index_rows
+        rows = found.rows.starts.repeat_interleave(self.step, 1)[:, :Q]
+        return Selection(single_rows(rows), Cost(index_rows))
 
-    def _search(self, asked: Asked, budget: Budget) -> Selection:
-        query, tokens = asked.query, budget.tokens(self.tables.keys)
-        if self.by_token is not None and asked.in_place and asked.exact_keys is not None:
-            return self.by_token.select(query[:, :, 0], asked.exact_keys, self.keys.rows, tokens, self.rerank)
+    def _search(self, queries: Queries, budget: Budget) -> Selection:
+        query, tokens = queries.query, budget.tokens(self.tables.keys)
+        if self.by_token is not None and queries.in_place is not None:
+            return self.by_token.select(query[:, :, 0], queries.in_place.exact, self.keys.rows, tokens, self.rerank)
         at_once = max(1, LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * self.tables.keys))
-        split = zip(query.split(at_once, 2), asked.exact_logsumexp().split(at_once, 2), strict=True)
-        pieces = [_Piece(some, beside, asked.shared) for some, beside in split]
-        found = [self._choose(some, tokens) for some in ([pieces] if asked.shared else [[one] for one in pieces])]
+        split = zip(query.split(at_once, 2), queries.exact_logsumexp().split(at_once, 2), strict=True)
+        pieces = [_Piece(some, beside, queries.joint) for some, beside in split]
+        found = [self._choose(some, tokens) for some in ([pieces] if queries.joint else [[one] for one in pieces])]
         starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return Selection(starts, torch.ones_like(starts), tokens, rows)
+        return Selection(single_rows(starts), Cost(rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [Hk, Q or 1, K], rising, for the queries of a piece or of all together, and D-sized rows read."""
@@ -152,18 +160,18 @@ class TableSelector(Selector):
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
 
-    def in_reach(self, asked: Asked) -> torch.Tensor:
+    def covered(self, queries: Queries) -> torch.Tensor:
         """The tokens that the lists of a query's nearest centroids name, over its group."""
-        Hk, G, Q, D = asked.query.shape
-        lookup = look_up(self.tables, asked.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
-        named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=asked.query.device)
+        Hk, G, Q, D = queries.query.shape
+        lookup = look_up(self.tables, queries.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
+        named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=queries.query.device)
         for part in range(lookup.nearest.shape[1]):
             for place in range(lookup.nearest.shape[3]):
                 named.scatter_(-1, estimate_part(self.tables, lookup, part, place, self.scoring).tokens, True)
         by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
         return by_group
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         """Let new keys try to enter every list, and queries that came with them have lists of their own.
 
         Without these, queries of new positions would be looked up among those of old ones: on a real document recall
@@ -186,7 +194,7 @@ class TableSelector(Selector):
             self.tables = self._with_lists_of(torch.cat(self.recent, 2))
             self.recent, read = [], read + self.tables.keys
         order = torch.arange(new, device=keys.device).expand(len(keys), -1)
-        return Taken(order, read)
+        return Appended(order, read)
 
     def _with_lists_of(self, query: torch.Tensor) -> Tables:
         """The tables with a few more centroids, of queries [Hk, G, Q, D], and their lists over all keys."""
@@ -205,7 +213,7 @@ class TableSelector(Selector):
             scores=torch.cat([tables.scores, scores], 2),
         )
 
-    def forget(self) -> torch.Tensor | None:
+    def remove_appended(self) -> torch.Tensor | None:
         """Back to the stored tables; what the last search found is forgotten too."""
         self.held.clear()
         self.recent = []

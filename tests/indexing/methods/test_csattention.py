@@ -14,7 +14,8 @@ from support.small_tables import HALVES, SMALL, layer_input
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import RopeFacts
-from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput, choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.tables.tables import split_channels
 

@@ -14,7 +14,8 @@ from support.reference import assert_close
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
-from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.kmeans.blocks import block_offsets
 

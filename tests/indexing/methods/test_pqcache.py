@@ -11,7 +11,8 @@ from support.random_tensors import clustered, normal
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers, indexers
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 
 properties = settings(max_examples=10, deadline=None)

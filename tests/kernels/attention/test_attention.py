@@ -16,7 +16,7 @@ from sparsekv.kernels.attention.attention import (
     causal_attention,
     causal_mask,
 )
-from sparsekv.kernels.attention.decode_attention import StandIns
+from sparsekv.kernels.attention.types import ScoredCentroids
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
@@ -62,7 +62,7 @@ def test_one_query_attends_to_rows_and_stand_ins_at_once(
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     # A stand-in for n rows is attended like n copies of it, and not at all where none is left.
     copies = torch.arange(9).roll(Hk).expand(Hk, -1)
-    stand_in = StandIns(logits.float(), copies.float().log(), values[:, T:])
+    stand_in = ScoredCentroids(logits.float(), copies.float().log(), values[:, T:])
     again = torch.cat([torch.arange(T), T + torch.arange(9).repeat_interleave(copies[0])])
     sink_logits = some_sinks(Hk, G) if sinks else None
     rows = [(keys[:, : T // 2], values[:, : T // 2]), (keys[:, T // 2 : T], values[:, T // 2 : T])]

@@ -10,8 +10,9 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 
-from sparsekv.kernels.attention.decode_attention import RunRows, StandIns, decode_attention_reference
+from sparsekv.kernels.attention.decode_attention import decode_attention_reference
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import programs_per_head
 from sparsekv.kernels.common.runs import fill_budget
 
@@ -35,13 +36,15 @@ class Step:
     stand_counts: torch.Tensor
     stand_values: torch.Tensor
 
-    def arguments(self, stands: int) -> tuple[torch.Tensor, RunRows, tuple[torch.Tensor, torch.Tensor], list[StandIns]]:
+    def arguments(
+        self, stands: int
+    ) -> tuple[torch.Tensor, RunRows, tuple[torch.Tensor, torch.Tensor], list[ScoredCentroids]]:
         ends = self.lengths.cumsum(-1, dtype=torch.int32)
         capacity = int(ends[:, -1].max()) if ends.numel() else 0
         runs = RunRows(self.keys, self.values, self.starts, ends, capacity)
         each = self.stand_logits, self.stand_counts, self.stand_values
         cut = [tensor.tensor_split(max(stands, 1), dim) for tensor, dim in zip(each, (2, 1, 1), strict=True)]
-        parts = [StandIns(*(part.contiguous() for part in three)) for three in zip(*cut, strict=True)]
+        parts = [ScoredCentroids(*(part.contiguous() for part in three)) for three in zip(*cut, strict=True)]
         return self.query, runs, (self.exact_keys, self.exact_values), parts[:stands]
 
     def on(self, device: torch.device) -> "Step":
@@ -172,7 +175,7 @@ def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
     if counted:
         logits = torch.cat([logits, torch.full((2, 3, 40), -torch.inf)], -1)
         counts, rows = (torch.nn.functional.pad(one, (0, 40)) for one in (counts, rows))
-    listed = StandIns(*(one.to(DEVICE) for one in (logits, counts, all_values, rows.int())))
+    listed = ScoredCentroids(*(one.to(DEVICE) for one in (logits, counts, all_values, rows.int())))
     listed = replace(listed, used=used.to(DEVICE)) if counted else listed
     values = all_values.gather(1, rows[..., None].expand(-1, -1, D))
     together = replace(

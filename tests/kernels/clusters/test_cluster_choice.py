@@ -10,8 +10,9 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import ClusterChoice, choose_clusters_reference, keep_clusters_reference
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference, keep_clusters_reference
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton, keep_clusters_triton
+from sparsekv.kernels.clusters.types import ClusterChoice
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 

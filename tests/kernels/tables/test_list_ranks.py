@@ -11,19 +11,10 @@ from support.reference import assert_close
 from support.small_tables import SMALL, layer_input, tabled_layer
 
 from sparsekv.kernels.tables.list_codes import ListCodes, encode_lists, unpacked
-from sparsekv.kernels.tables.list_ranks import (
-    BINS,
-    FRACTION_BITS,
-    RANKS,
-    ExactKeys,
-    TokenRanks,
-    laid_out,
-    list_logits,
-    lowest_rank,
-    rank_tokens_reference,
-)
+from sparsekv.kernels.tables.list_ranks import laid_out, list_logits, rank_tokens_reference
 from sparsekv.kernels.tables.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.tables.table_lookup import SCORINGS, estimate_logits, look_up
+from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

@@ -6,10 +6,10 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 
-from sparsekv.kernels.tables.list_ranks import TokenRanks
 from sparsekv.kernels.tables.row_ranks import rank_rows_reference
 from sparsekv.kernels.tables.row_ranks_triton import rank_rows_triton
 from sparsekv.kernels.tables.top_ranks import top_ranked_reference
+from sparsekv.kernels.tables.types import TokenRanks
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

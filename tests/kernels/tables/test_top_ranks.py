@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS
-from sparsekv.kernels.tables.list_ranks import RANKS, TokenRanks, laid_out
+from sparsekv.kernels.tables.list_ranks import laid_out
 from sparsekv.kernels.tables.top_ranks import top_ranked_reference
 from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
+from sparsekv.kernels.tables.types import RANKS, TokenRanks
 
 pytestmark = compiled_or_interpreted
 

@@ -8,7 +8,7 @@ from support.reference import assert_close
 from support.replaced import Step
 from support.small_layer import small_layer
 
-from sparsekv.runtime.attention.guard import Gauge
+from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
@@ -35,11 +35,11 @@ METHODS: dict[str, Method] = {
 def test_a_step_gives_and_reads_what_the_choice_says(
     name: str, seed: int, middle: int, G: int, budget: Budget, softcap: float | None, has_sinks: bool
 ) -> None:
-    """A layer that is gauged has to look at the choice itself."""
+    """A layer that is measured has to look at the choice itself."""
     layer = small_layer(seed, middle=middle, G=G, softcap=softcap, block=100)
     selector, sinks = METHODS[name].prepare(layer.context), normal(seed, 2, G) if has_sinks else None
     once = Step(layer, selector, budget, seed=seed, sink_logits=sinks)
-    gauged = Step(layer, selector, budget, seed=seed, sink_logits=sinks, gauge=Gauge(None))
-    assert_close(once.output, gauged.output.double(), 5e-6)
-    assert once.sparse.read.total() == gauged.sparse.read.total()
-    assert once.sparse.read.dense == gauged.sparse.read.dense
+    measured = Step(layer, selector, budget, seed=seed, sink_logits=sinks, meter=MissedMeter(None))
+    assert_close(once.output, measured.output.double(), 5e-6)
+    assert once.sparse.read.total() == measured.sparse.read.total()
+    assert once.sparse.read.dense == measured.sparse.read.dense

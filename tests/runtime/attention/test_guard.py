@@ -1,4 +1,4 @@
-"""The gauge of what a step leaves, and the guard that reads more where that is too much."""
+"""The meter of what a step leaves, and the guard that reads more where that is too much."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from support.small_layer import SmallLayer, all_chosen, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.runtime.attention.guard import RAISES, Attempt, Gauge, Guard
+from sparsekv.runtime.attention.guard import RAISES, Attempt, Guard, MissedMeter
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -64,12 +64,12 @@ def _left(step: Step, selector: Selector) -> torch.Tensor:
 def test_with_a_token_a_cluster_the_estimate_is_the_truth(
     name: str, seed: int, share: float, queries: int, sinks: torch.Tensor | None
 ) -> None:
-    layer, gauge = _layer(name, seed, levels=(1.0, 0.999)), Gauge(None)
+    layer, meter = _layer(name, seed, levels=(1.0, 0.999)), MissedMeter(None)
     selector = TELLING[name].prepare(layer.context)
-    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, sink_logits=sinks, gauge=gauge)
+    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, sink_logits=sinks, meter=meter)
     left = _left(step, selector)
-    assert gauge.means() == pytest.approx((float(left.mean()), 0.0, 0.0), abs=1e-5)
-    assert gauge.heads == left.numel()
+    assert meter.means() == pytest.approx((float(left.mean()), 0.0, 0.0), abs=1e-5)
+    assert meter.heads == left.numel()
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -77,20 +77,20 @@ def test_with_a_token_a_cluster_the_estimate_is_the_truth(
 def test_what_stands_for_tokens_is_what_is_left_of_them(method: Method, queries: int) -> None:
     """With a token a cluster in a residual: also where the method has an estimate of its own of what it drops."""
     layer, clusters = _layer("squeezed", 3), _layer("multipole", 3, levels=(1.0,)).context.tensors
-    selector, gauge = ResidualSelector(method.prepare(layer.context), residual_clusters(clusters)), Gauge(None)
-    step = Step(layer, selector, Budget(0.2), queries=queries, gauge=gauge)
-    assert gauge.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
+    selector, meter = ResidualSelector(method.prepare(layer.context), residual_clusters(clusters)), MissedMeter(None)
+    step = Step(layer, selector, Budget(0.2), queries=queries, meter=meter)
+    assert meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
 
 
 @given(telling, st.integers(0, 100), st.floats(0.05, 0.3), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_clusters_estimate_too_little(name: str, seed: int, share: float, queries: int) -> None:
     """By Jensen's inequality: a mean of exponents is no less than the exponent of the mean."""
-    layer, gauge = _layer(name, seed), Gauge(None)
+    layer, meter = _layer(name, seed), MissedMeter(None)
     selector = TELLING[name].prepare(layer.context)
-    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, gauge=gauge)
+    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, meter=meter)
     left = float(_left(step, selector).mean())
-    assert 0 < gauge.means()[0] <= left + 1e-5
+    assert 0 < meter.means()[0] <= left + 1e-5
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3), st.sampled_from([None, SINKS]))
@@ -98,21 +98,21 @@ def test_clusters_estimate_too_little(name: str, seed: int, share: float, querie
 def test_a_guard_that_allows_nothing_is_dense_attention(
     name: str, seed: int, queries: int, sinks: torch.Tensor | None
 ) -> None:
-    layer, gauge = _layer(name, seed), Gauge(Guard(1e-9))
-    step = Step(layer, TELLING[name].prepare(layer.context), Budget(2), queries=queries, sink_logits=sinks, gauge=gauge)
+    layer, meter = _layer(name, seed), MissedMeter(Guard(1e-9))
+    step = Step(layer, TELLING[name].prepare(layer.context), Budget(2), queries=queries, sink_logits=sinks, meter=meter)
     assert_close(step.output, _truth(step)[0], 1e-5)
-    assert gauge.means() == (0.0, 1.0, 1.0)
+    assert meter.means() == (0.0, 1.0, 1.0)
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_a_guard_that_allows_everything_changes_nothing(name: str, seed: int, queries: int) -> None:
-    layer, gauge = _layer(name, seed), Gauge(Guard(1 - 1e-9))
+    layer, meter = _layer(name, seed), MissedMeter(Guard(1 - 1e-9))
     selector = TELLING[name].prepare(layer.context)
-    guarded = Step(layer, selector, Budget(0.1), queries=queries, seed=seed, gauge=gauge)
+    guarded = Step(layer, selector, Budget(0.1), queries=queries, seed=seed, meter=meter)
     plain = Step(layer, TELLING[name].prepare(layer.context), Budget(0.1), queries=queries, seed=seed)
     assert_close(guarded.output, plain.output, 1e-5)
-    assert gauge.means()[1:] == (0.0, 0.0)
+    assert meter.means()[1:] == (0.0, 0.0)
     assert guarded.sparse.read.total() == plain.sparse.read.total()
 
 
@@ -129,7 +129,7 @@ def test_each_head_and_query_keeps_the_first_attempt_that_holds(missed: list[lis
         assert heads.tolist() == (tries > 0.5).all(0).any(1).tolist()
         return Attempt(torch.zeros(2, 3), torch.full((2, 3), 1e6), (torch.full((2, 3, 4), -1),))
 
-    held = Guard(0.5).hold(attempt, dense, Budget(10), 1000)
+    held = Guard(0.5).enforce(attempt, dense, Budget(10), 1000)
     for head in range(2):
         for query in range(3):
             good = [number for number, one in enumerate(tries[:, head, query] <= 0.5) if one]
@@ -148,17 +148,17 @@ def test_a_budget_is_not_doubled_past_everything() -> None:
         asked.append(budget.tokens(100))
         return Attempt(torch.ones(1, 1), torch.ones(1, 1), ())
 
-    held = Guard(0.5).hold(attempt, lambda heads: Attempt(torch.zeros(1, 1), torch.ones(1, 1), ()), Budget(40), 100)
+    held = Guard(0.5).enforce(attempt, lambda heads: Attempt(torch.zeros(1, 1), torch.ones(1, 1), ()), Budget(40), 100)
     assert asked == [40, 80]
     assert bool(held.dense.all())
 
 
 def test_rewinding_forgets_what_was_left() -> None:
-    gauge = Gauge(None)
-    step = Step(_layer("squeezed", 0), Squeezed().prepare(_layer("squeezed", 0).context), Budget(5), gauge=gauge)
-    assert gauge.means()[0] > 0
+    meter = MissedMeter(None)
+    step = Step(_layer("squeezed", 0), Squeezed().prepare(_layer("squeezed", 0).context), Budget(5), meter=meter)
+    assert meter.means()[0] > 0
     step.sparse.rewind()
-    assert (gauge.heads, gauge.means()) == (0, (0.0, 0.0, 0.0))
+    assert (meter.heads, meter.means()) == (0, (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -1.0, float("nan")])
@@ -171,7 +171,7 @@ def test_a_method_that_cannot_tell_needs_centroids() -> None:
     with pytest.raises(UsageError, match="quest cannot tell"):
         Guard(0.2).check("quest", Quest(), residual=False)
     Guard(0.2).check("quest", Quest(), residual=True)
-    layer, gauge = _layer("multipole", 3, levels=(1.0,)), Gauge(None)
+    layer, meter = _layer("multipole", 3, levels=(1.0,)), MissedMeter(None)
     selector = ResidualSelector(Quest().prepare(layer.context), residual_clusters(layer.context.tensors))
-    step = Step(layer, selector, Budget(0.1), gauge=gauge)
-    assert gauge.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
+    step = Step(layer, selector, Budget(0.1), meter=meter)
+    assert meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)

@@ -8,14 +8,19 @@ from support.random_tensors import normal
 from support.small_layer import SmallLayer, small_layer, sparse_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.prefetch import Found, tensors_in
+from sparsekv.runtime.attention.executors import GatherExecutor
+from sparsekv.runtime.attention.prefetch import tensors_in
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, Selection, Selector, Taken
+from sparsekv.runtime.selection.capabilities import Appendable, Appended
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
@@ -28,44 +33,51 @@ STEPS = 14
 
 def test_what_lies_in_a_choice_is_protected_whatever_it_is() -> None:
     """From being let go of while another stream still reads it: the weights of what was drawn, too."""
-    layer = small_layer(middle=60)
-    step = Asked(layer.queries[:, :, :1], lambda: torch.arange(1), lambda: torch.zeros(2, 3, 1), shared=False)
-    drawn = MagicPIG(hash_bits=2).prepare(layer.context).select(step, Budget(8))
-    stood_for = Multipole().prepare(small_layer(middle=60, block=64).context).select(step, Budget(8))
-    assert drawn.log_weights is not None
-    part = stood_for.replacements[0]
-    keys, values, valid = (torch.zeros(1) for _ in range(3))
-    for chosen, among in ((drawn, [drawn.log_weights]), (stood_for, [part.keys, part.values, part.log_counts])):
-        found = {id(tensor) for tensor in tensors_in(Found(chosen, keys, values, valid))}
-        assert found >= {id(tensor) for tensor in (keys, values, valid, chosen.starts, chosen.lengths, *among)}
+    for block, method in ((None, MagicPIG(hash_bits=2)), (64, Multipole())):
+        layer = small_layer(middle=60, block=block)
+        step = Queries(layer.queries[:, :, :1], lambda: torch.arange(1), lambda: torch.zeros(2, 3, 1), joint=False)
+        gather = GatherExecutor(method.prepare(layer.context), MemoryRows(*_middle(layer)), layer.keys.device)
+        found = gather.find(step, Budget(8))
+        among = [one for part in found.rest for one in (part.keys, part.values, part.log_counts)]
+        assert among or found.log_weights is not None
+        wanted = {
+            id(one) for one in (found.keys, found.values, found.valid, found.log_weights, *among) if one is not None
+        }
+        assert {id(tensor) for tensor in tensors_in(found)} >= wanted
+
+
+def _middle(layer: SmallLayer) -> tuple[torch.Tensor, torch.Tensor, None, torch.device]:
+    return layer.keys[:, layer.middle], layer.values[:, layer.middle], None, layer.keys.device
 
 
 class _Late(Selector):
-    """Another selector, asked with the queries of the decode step before, if nothing was taken in between."""
+    """Another selector, asked with the queries of the decode step before, if nothing was appended in between."""
 
     def __init__(self, inner: Selector):
-        self.inner, self.token_order, self.takes = inner, inner.token_order, inner.takes
-        self.before: Asked | None = None
+        self.inner, self.layout = inner, inner.layout
+        self.append_size = inner.append_size if isinstance(inner, Appendable) else 0
+        self.before: Queries | None = None
 
     @property
-    def open_row(self) -> int:  # type: ignore[override]
+    def open_row(self) -> int:
         return self.inner.open_row
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
-        if asked.shared:
-            return self.inner.select(asked, budget)
-        late, self.before = self.before or asked, asked
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        if queries.joint:
+            return self.inner.select(queries, budget)
+        late, self.before = self.before or queries, queries
         chosen = self.inner.select(late, budget)
         # Logits that choosing computed are those of another query than is attended with.
-        return replace(chosen, replacements=tuple(replace(part, at_once=None) for part in chosen.replacements))
+        parts = () if chosen.rest is None else tuple(replace(part, scored=None) for part in chosen.rest.segments())
+        return replace(chosen, rest=chosen.rest and replace(chosen.rest, segments=lambda: parts))
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Taken:
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
         self.before = None
-        return self.inner.take(keys, values)
+        return self.inner.append(keys, values)
 
-    def forget(self) -> torch.Tensor | None:
+    def remove_appended(self) -> torch.Tensor | None:
         self.before = None
-        return self.inner.forget()
+        return self.inner.remove_appended() if isinstance(self.inner, Appendable) else None
 
 
 def _decode(layer: SmallLayer, sparse: SparseLayer) -> list[torch.Tensor]:
@@ -87,7 +99,7 @@ def _decode(layer: SmallLayer, sparse: SparseLayer) -> list[torch.Tensor]:
 def test_a_step_attends_to_what_the_one_before_asked_for(method: str) -> None:
     layer = small_layer(3, block=None if method == "squeezed" else 64)
     late = sparse_layer(layer, _Late(METHODS[method].prepare(layer.context)), Budget(9))
-    ahead = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9), ahead=True)
+    ahead = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9), prefetch=True)
     at_once = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9))
     expected = _decode(layer, late)
     for _ in range(2):

@@ -5,7 +5,7 @@ import torch
 from support.choices import recorded_choices
 from support.reference import assert_close
 from support.small_index import plain_logits, random_ids, stepped_logits
-from support.small_layer import asked, small_layer
+from support.small_layer import as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
@@ -17,7 +17,8 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.queries import Queries
 
 DENSE = QuestionPrefill("dense", None, Budget(1.0))
 
@@ -54,9 +55,9 @@ def test_each_chunk_of_a_question_chooses_for_itself() -> None:
     order = layer.context.tensors["token_order"]
     search = QuestionSearch(QuestionPrefill("quoka", Quoka(), Budget(7)), selector, torch.device("cpu"), order, 60)
     for first in (0, 8):
-        one = asked(layer.queries[:, :, first : first + 8], shared=True)
-        rows = search.select(one).starts
-        expected = selector.select(one, Budget(7)).starts
+        one = as_queries(layer.queries[:, :, first : first + 8], joint=True)
+        rows = search.select(one).rows.starts
+        expected = selector.select(one, Budget(7)).rows.starts
         tokens = order[:, None].gather(-1, rows)
         assert torch.equal(tokens.sort(-1).values, expected.sort(-1).values)
 
@@ -64,15 +65,15 @@ def test_each_chunk_of_a_question_chooses_for_itself() -> None:
 def test_chunks_are_as_long_as_asked_and_see_what_is_before_them(index: OpenIndex) -> None:
     question = QuestionPrefill("quoka", Quoka(), Budget(9), 4)
     cache = _cache(index, Squeezed(), question, 0.2)
-    searched = [layer.question.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
-    seen: list[Asked] = []
+    searched = [layer.plan.prefill.search.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    seen: list[Queries] = []
     with pytest.MonkeyPatch.context() as patch:
         select = searched[0].select
         patch.setattr(searched[0], "select", lambda one, budget: seen.append(one) or select(one, budget))
         stepped_logits(index, cache, random_ids(12), question=10)
     places = [(one.positions() - index.split.tokens).tolist() for one in seen]
     assert places == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert all(one.shared for one in seen)
+    assert all(one.joint for one in seen)
 
 
 def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex) -> None:

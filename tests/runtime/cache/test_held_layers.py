@@ -12,7 +12,9 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, MiddleContext, Selection
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 HEADS, GROUP, SIZE, STEPS = 2, 3, 16, 4
 
@@ -24,7 +26,7 @@ class Noting(OracleSelector):
         super().__init__(context)
         self.asked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, asked: Queries, budget: Budget) -> Selection:
         self.asked.append((asked.positions(), asked.exact_logsumexp()))
         return super().select(asked, budget)
 
@@ -42,7 +44,7 @@ def _compare(known: StoredLayer, held: StoredLayer, layer: SmallLayer, before: i
         one.rewind()
     if before:
         _update([known, held], 0, before)
-    cache.hold(STEPS)
+    cache.reserve(STEPS)
     for step in range(STEPS):
         _update([known, held], 10 + step, 1)
         query = normal(50 + step, HEADS * GROUP, 1, SIZE)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
-from support.small_layer import SmallLayer, all_chosen, asked, small_layer, sparse_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer, sparse_layer
 
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
@@ -78,12 +78,12 @@ def _attended(layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: 
     if facts.softcap is not None:
         logits = facts.softcap * torch.tanh(logits / facts.softcap)
     exact = logits.masked_fill(~causal_mask(queries, keys.shape[1], None, keys.device), -torch.inf).logsumexp(-1)
-    selection = sparse.selector.select(
-        asked(query, exact, shared=queries > 1, first=tokens + new - queries), sparse.budget
+    selection = sparse.plan.selector.select(
+        as_queries(query, exact, joint=queries > 1, first=tokens + new - queries), sparse.plan.budget
     )
     mask = causal_mask(queries, tokens + new, None, query.device).repeat(HEADS, 1, 1)
     mask[:, :, layer.middle] = False
-    for head, of_head in enumerate(all_chosen(selection, sparse.selector)):
+    for head, of_head in enumerate(all_chosen(selection, sparse.plan.selector)):
         for number, chosen in enumerate(of_head):
             rows = torch.tensor(chosen, dtype=torch.int64) + layer.split.sinks
             mask[head, number if len(of_head) > 1 else slice(None), rows] = True
@@ -133,7 +133,7 @@ def test_the_order_of_the_middles_tokens_does_not_matter(name: str) -> None:
         layer,
         keys=layer.keys[:, moved],
         values=layer.values[:, moved],
-        context=replace(layer.context, keys=layer.context.keys[:, order], tensors=tensors),
+        context=replace(layer.context, load_keys=lambda: layer.context.keys[:, order], tensors=tensors),
     )
     query = layer.queries[:, :, 0].flatten(0, 1)[:, None]
     outputs = []

@@ -33,10 +33,11 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, choose_methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import choose_methods
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -117,7 +118,7 @@ def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
 def test_everything_is_the_plain_model_while_tokens_are_taken_in(on_gpu: OpenIndex, name: str, ahead: bool) -> None:
     tokens = random_ids(150)
     method = {"multipole": Multipole(stream=True, buffer=8), "csattention": CSAttention(stream=True, buffer=8)}[name]
-    cache = on_gpu.sparse_cache(name, method, Budget(1.0), ahead=ahead)
+    cache = on_gpu.sparse_cache(name, method, Budget(1.0), prefetch=ahead)
     logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
     plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
@@ -163,7 +164,7 @@ def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
         on_gpu.artifact,
         choose_methods([], list(INDEXERS)),
         [Budget(0.1)],
-        Queries(on_gpu.artifact, on_gpu, ["What next?"]),
+        MeasuredQueries(on_gpu.artifact, on_gpu, ["What next?"]),
         residual=True,
     )
     assert all(0 <= row.recall <= 1 for row in report.by())
@@ -266,7 +267,7 @@ def test_searching_ahead_on_a_stream_of_its_own(on_gpu: OpenIndex, name: str, pl
     """Steps repeated many times over, so that a transfer that is not waited for shows as another result."""
     tokens = random_ids(60).cuda()
     caches = [
-        on_gpu.sparse_cache(name, METHODS[name][0], Budget(0.1), placement=place, ahead=True)
+        on_gpu.sparse_cache(name, METHODS[name][0], Budget(0.1), placement=place, prefetch=True)
         for place in ("device", placement)
     ]
     first, *others = (stepped_logits(on_gpu, cache, tokens, question=9) for cache in caches for _ in range(4))

@@ -140,7 +140,9 @@ def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"placement": "disk"}, {"gauge": True}, {"ahead": True}], ids=["elsewhere", "gauged", "ahead"]
+    "changes",
+    [{"placement": "disk"}, {"measure_missed": True}, {"prefetch": True}],
+    ids=["elsewhere", "measured", "prefetch"],
 )
 def test_what_cannot_be_captured_says_so(index: OpenIndex, changes: dict[str, Any]) -> None:
     assert index.sparse_cache("squeezed", Squeezed(), Budget(0.2)).capturable

@@ -8,13 +8,14 @@ from support.reference import assert_close
 from support.replaced import EXACT, replaced_attention, represented
 from support.replaced_decoding import decoding_errors, middle_rows
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import asked
+from support.small_layer import as_queries
 from support.tiny_models import FAMILIES
 
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.decoding.open import OpenIndex, middle_context, prepare_layer
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
@@ -77,10 +78,10 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     exact = [torch.cat([rows[:, : split.sinks], rows[:, -split.tail :]], 1) for rows in artifact.context(number)]
     query = stored["tail"][:, split.tail // 2 :].unflatten(0, (len(exact[0]), -1))
     sinks = stored["sink_logits"].view(query.shape[:2]) if "sink_logits" in stored else None
-    selector = prepare_layer(artifact, number, name, method, "cpu", residual=True)
-    selection = selector.select(asked(query, first=split.tokens - query.shape[2]), FEW)
+    selector = prepare_layer(artifact, number, name, method, "cpu", residual=True).selector
+    selection = selector.select(as_queries(query, first=split.tokens - query.shape[2]), FEW)
     stands = represented(selection, selector, 0, split.middle)
-    tensors = middle_context(artifact, number, clusters).tensors
+    tensors = stored_context(artifact, number, clusters).context.tensors
     sparse, dense = (
         replaced_attention(query, middle_rows(artifact, number), (exact[0], exact[1]), level, tensors, facts, sinks)
         for level in (stands, torch.full_like(stands, EXACT))

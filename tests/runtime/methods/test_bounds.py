@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import attention_probabilities
-from support.small_layer import SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.loki import Loki
@@ -18,7 +18,8 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selection, Selector
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.selection import Selection
 
 properties = settings(max_examples=15, deadline=None)
 CHOICES = [
@@ -52,7 +53,7 @@ def _select(
     layer: SmallLayer, method: Method, budget: Budget, exact: torch.Tensor, shared: bool
 ) -> tuple[Selection, Selector]:
     selector = method.prepare(layer.context)
-    return selector.select(asked(layer.queries, exact, shared=shared), budget), selector
+    return selector.select(as_queries(layer.queries, exact, joint=shared), budget), selector
 
 
 def _mass(layer: SmallLayer, exact: torch.Tensor, chosen: list[list[list[int]]], shared: bool) -> torch.Tensor:
@@ -112,5 +113,5 @@ def test_what_else_is_attended_weighs_the_heads_of_a_group() -> None:
 def test_the_window_chooses_and_reads_nothing(shared: bool) -> None:
     layer = small_layer()
     selection, selector = _select(layer, Window(), Budget(1.0), normal(0, *layer.queries.shape[:3]), shared)
-    assert selection.index_rows == selection.capacity == 0
+    assert selection.cost.index_rows == selection.rows.capacity == 0
     assert not any(tokens for of_head in all_chosen(selection, selector) for tokens in of_head)

@@ -12,7 +12,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import SINKS, all_chosen, asked
+from support.small_layer import SINKS, all_chosen, as_queries
 from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 
 from sparsekv.formats.errors import UsageError
@@ -23,10 +23,10 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.oracle import Oracle
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.tables.selector import NEW_CENTROIDS, TableSelector
 
 properties = settings(max_examples=15, deadline=None)
@@ -58,16 +58,16 @@ def test_with_a_centroid_for_each_query_and_whole_lists_it_chooses_what_the_orac
 ) -> None:
     layer = _known_queries(seed).layer
     chosen, best = (
-        method.prepare(layer.context).select(asked(layer.queries, shared=shared), Budget(budget))
+        method.prepare(layer.context).select(as_queries(layer.queries, joint=shared), Budget(budget))
         for method in (CSAttention(), Oracle())
     )
     logits = torch.einsum("hgqd,hmd->hgqm", layer.queries.double(), layer.context.keys.double())
     probability = (logits * layer.context.facts.softmax_scale).softmax(-1).mean(1)
     probability = probability.mean(1, keepdim=True) if shared else probability
-    mass = [probability.gather(-1, one.starts).sum(-1) for one in (chosen, best)]
+    mass = [probability.gather(-1, one.rows.starts).sum(-1) for one in (chosen, best)]
     # Keys that float16 scores cannot tell apart may stand for one another.
     assert_close(mass[0], mass[1], 1e-3)
-    assert bool((chosen.starts.diff(dim=-1) > 0).all())
+    assert bool((chosen.rows.starts.diff(dim=-1) > 0).all())
 
 
 @properties
@@ -90,8 +90,8 @@ def test_the_order_of_the_middle_does_not_matter(seed: int, budget: int) -> None
 def test_the_budgets_tokens_are_chosen_once_each(shared: bool, seed: int, budget: int) -> None:
     layer = tabled_layer(seed).layer
     selector = CSAttention().prepare(layer.context)
-    selection = selector.select(asked(layer.queries, shared=shared), Budget(budget))
-    assert selection.starts.shape[1] == (1 if shared else 8)
+    selection = selector.select(as_queries(layer.queries, joint=shared), Budget(budget))
+    assert selection.rows.starts.shape[1] == (1 if shared else 8)
     for of_head in all_chosen(selection, selector):
         assert all(len(tokens) == len(set(tokens)) == min(budget, 60) for tokens in of_head)
 
@@ -102,8 +102,8 @@ def test_probabilities_are_averaged_over_the_group_and_a_question() -> None:
     logits = estimate_logits(tables, look_up(tables, layer.queries.flatten(1, 2)), "mean").double()
     probability = (logits * layer.context.facts.softmax_scale).softmax(-1).unflatten(1, (2, 8))
     selector = CSAttention(rerank=1.0).prepare(layer.context)
-    alone = selector.select(asked(layer.queries), Budget(7)).starts
-    together = selector.select(asked(layer.queries, shared=True), Budget(7)).starts
+    alone = selector.select(as_queries(layer.queries), Budget(7)).rows.starts
+    together = selector.select(as_queries(layer.queries, joint=True), Budget(7)).rows.starts
     assert torch.equal(alone, probability.mean(1).topk(7, -1).indices.sort(-1).values)
     assert torch.equal(together, probability.mean((1, 2))[:, None].topk(7, -1).indices.sort(-1).values)
 
@@ -113,18 +113,18 @@ def test_rows_read_are_the_centroids_and_each_list_of_a_group_once() -> None:
     layer, tables = tabled.layer, tabled.tables
     nearest = look_up(tables, layer.queries.flatten(1, 2)).nearest[..., 0].unflatten(2, (2, 8))
     plain, selection = (
-        CSAttention(rerank=rerank).prepare(layer.context).select(asked(layer.queries), Budget(7))
+        CSAttention(rerank=rerank).prepare(layer.context).select(as_queries(layer.queries), Budget(7))
         for rerank in (1.0, 2.5)
     )
-    assert isinstance(plain.index_rows, torch.Tensor)
-    assert isinstance(selection.index_rows, torch.Tensor)
+    assert isinstance(plain.cost.index_rows, torch.Tensor)
+    assert isinstance(selection.cost.index_rows, torch.Tensor)
     # Keys alone, a row each, of what is read for its exact logits and not attended.
-    assert torch.equal(selection.index_rows - plain.index_rows, torch.full((2, 8), 18.0 - 7))
+    assert torch.equal(selection.cost.index_rows - plain.cost.index_rows, torch.full((2, 8), 18.0 - 7))
     for head in range(2):
         for query in range(8):
             lists = {(part, int(nearest[head, part, group, query])) for part in range(4) for group in range(2)}
             read = 4 * 6 * 4 * 2 + len(lists) * tables.tokens.shape[-1] * 6
-            assert float(plain.index_rows[head, query]) == pytest.approx(read / (16 * 4))
+            assert float(plain.cost.index_rows[head, query]) == pytest.approx(read / (16 * 4))
 
 
 @properties
@@ -133,9 +133,9 @@ def test_of_the_best_by_the_tables_those_of_highest_exact_probability_are_attend
     seed: int, shared: bool, budget: int
 ) -> None:
     layer, beside = tabled_layer(seed).layer, normal(seed, 2, 2, 8)
-    ask = asked(layer.queries, beside, shared=shared)
-    candidates = CSAttention(rerank=1.0).prepare(layer.context).select(ask, Budget(3 * budget)).starts
-    chosen = CSAttention(rerank=3.0).prepare(layer.context).select(ask, Budget(budget)).starts
+    ask = as_queries(layer.queries, beside, joint=shared)
+    candidates = CSAttention(rerank=1.0).prepare(layer.context).select(ask, Budget(3 * budget)).rows.starts
+    chosen = CSAttention(rerank=3.0).prepare(layer.context).select(ask, Budget(budget)).rows.starts
     # Of one head alone the order is that of its logits; the estimated denominators weigh the heads of a group.
     logits = torch.einsum("hgqd,hmd->hgqm", layer.queries.double(), layer.context.keys.double())
     for head in range(2):
@@ -160,7 +160,7 @@ def test_backed_off_lookups_read_two_lists_as_calibrated() -> None:
         assert float((best < selector.backoff).double().mean()) == pytest.approx(share, abs=0.02)
     assert CSAttention().prepare(layer.context).backoff is None
     read = [
-        CSAttention(backoff=share).prepare(layer.context).select(asked(half), Budget(5)).index_rows
+        CSAttention(backoff=share).prepare(layer.context).select(as_queries(half), Budget(5)).cost.index_rows
         for share in (0.0, 0.5, 1.0)
     ]
     sums = [float(torch.as_tensor(rows).sum()) for rows in read]
@@ -170,16 +170,19 @@ def test_backed_off_lookups_read_two_lists_as_calibrated() -> None:
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 20])
 def test_between_searches_the_same_tokens_stay_chosen(step: int) -> None:
     layer = tabled_layer().layer
-    every = CSAttention().prepare(layer.context).select(asked(layer.queries), Budget(6))
+    every = CSAttention().prepare(layer.context).select(as_queries(layer.queries), Budget(6))
     stepped = CSAttention(step=step).prepare(layer.context)
-    at_once = CSAttention(step=step).prepare(layer.context).select(asked(layer.queries), Budget(6))
-    assert isinstance(every.index_rows, torch.Tensor)
+    at_once = CSAttention(step=step).prepare(layer.context).select(as_queries(layer.queries), Budget(6))
+    assert isinstance(every.cost.index_rows, torch.Tensor)
     for query in range(8):
-        one = stepped.select(asked(layer.queries[:, :, query : query + 1]), Budget(6))
+        one = stepped.select(as_queries(layer.queries[:, :, query : query + 1]), Budget(6))
         searched = query // step * step
-        expected_rows = every.index_rows[:, query] if query == searched else torch.zeros(2)
-        for starts, rows in ((one.starts[:, 0], one.index_rows), (at_once.starts[:, query], at_once.index_rows)):
-            assert torch.equal(starts, every.starts[:, searched])
+        expected_rows = every.cost.index_rows[:, query] if query == searched else torch.zeros(2)
+        for starts, rows in (
+            (one.rows.starts[:, 0], one.cost.index_rows),
+            (at_once.rows.starts[:, query], at_once.cost.index_rows),
+        ):
+            assert torch.equal(starts, every.rows.starts[:, searched])
             rows = torch.as_tensor(rows).expand(2, -1) if torch.as_tensor(rows).ndim else torch.zeros(2, 1)
             assert_close(rows[:, min(query, rows.shape[1] - 1)], expected_rows, 1e-6)
 
@@ -187,15 +190,15 @@ def test_between_searches_the_same_tokens_stay_chosen(step: int) -> None:
 def test_a_rewound_layer_and_another_budget_search_anew() -> None:
     layer = tabled_layer().layer
     selector = CSAttention(step=100).prepare(layer.context)
-    first, second = (asked(layer.queries[:, :, query : query + 1]) for query in (0, 5))
-    chosen = selector.select(first, Budget(6)).starts
-    assert torch.equal(selector.select(second, Budget(6)).starts, chosen)
+    first, second = (as_queries(layer.queries[:, :, query : query + 1]) for query in (0, 5))
+    chosen = selector.select(first, Budget(6)).rows.starts
+    assert torch.equal(selector.select(second, Budget(6)).rows.starts, chosen)
     fresh = CSAttention().prepare(layer.context)
-    assert torch.equal(selector.select(second, Budget(7)).starts, fresh.select(second, Budget(7)).starts)
-    assert torch.equal(selector.select(second, Budget(6)).starts, chosen)
-    assert selector.forget() is None
-    anew = selector.select(second, Budget(6)).starts
-    assert torch.equal(anew, fresh.select(second, Budget(6)).starts)
+    assert torch.equal(selector.select(second, Budget(7)).rows.starts, fresh.select(second, Budget(7)).rows.starts)
+    assert torch.equal(selector.select(second, Budget(6)).rows.starts, chosen)
+    assert selector.remove_appended() is None
+    anew = selector.select(second, Budget(6)).rows.starts
+    assert torch.equal(anew, fresh.select(second, Budget(6)).rows.starts)
     assert not torch.equal(anew, chosen)
 
 
@@ -216,14 +219,14 @@ def test_however_new_keys_are_taken_in_the_lists_are_the_same(seed: int, cuts: l
     coarse = replace(given, keys=_coarse(given.keys, 4))
     built = SMALL.build_layer(coarse)
     tensors = SMALL.append_layer(built | {"centroids": _coarse(built["centroids"], 8)}, coarse, 60)
-    context = MiddleContext(coarse.keys, coarse.facts, tensors, {}, first_token=SINKS)
+    context = MiddleContext(lambda: coarse.keys, lambda: coarse.values, coarse.facts, tensors, {}, first_token=SINKS)
     new = _coarse(normal(seed + 9, 2, 40, 16), 4)
     pieces = [piece for piece in torch.arange(40).tensor_split(sorted(cuts)) if len(piece)]
     in_pieces, at_once = (TableSelector(context) for _ in range(2))
     for piece in pieces:
-        taken = in_pieces.take(new[:, piece], new[:, piece])
-        assert torch.equal(taken.order, torch.arange(len(piece)).expand(2, -1))
-    at_once.take(new, new)
+        appended = in_pieces.append(new[:, piece], new[:, piece])
+        assert torch.equal(appended.order, torch.arange(len(piece)).expand(2, -1))
+    at_once.append(new, new)
     for rows, others in zip(_lists(in_pieces), _lists(at_once), strict=True):
         assert torch.equal(rows, others)
     assert_close(in_pieces.tables.key_mean, at_once.tables.key_mean, 1e-5)
@@ -240,15 +243,15 @@ def test_what_was_taken_in_is_forgotten() -> None:
     layer = tabled_layer().layer
     selector, fresh = (CSAttention(stream=True).prepare(layer.context) for _ in range(2))
     new = 3 * normal(9, 2, 30, 16)
-    selector.take(new, new)
-    after = selector.select(asked(layer.queries), Budget(9)).starts
+    selector.append(new, new)
+    after = selector.select(as_queries(layer.queries), Budget(9)).rows.starts
     assert int(after.max()) >= 60
-    order = selector.forget()
+    order = selector.remove_appended()
     assert order is not None
     assert order.shape == (2, 0)
     assert selector.open_row == 60
-    first, again = (one.select(asked(layer.queries), Budget(9)) for one in (fresh, selector))
-    assert torch.equal(first.starts, again.starts)
+    first, again = (one.select(as_queries(layer.queries), Budget(9)) for one in (fresh, selector))
+    assert torch.equal(first.rows.starts, again.rows.starts)
 
 
 def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
@@ -256,8 +259,8 @@ def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
     selector = CSAttention(stream=True).prepare(layer.context)
     before, new = selector.tables, normal(9, 2, 30, 16)
     for query in layer.queries.split(1, 2):
-        selector.select(asked(query), Budget(9))
-    selector.take(new, new)
+        selector.select(as_queries(query), Budget(9))
+    selector.append(new, new)
     after, old = selector.tables, before.centroids.shape[2]
     assert after.centroids.shape[2] == old + NEW_CENTROIDS
     assert torch.equal(after.centroids[:, :, :old], before.centroids)
@@ -268,9 +271,9 @@ def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
     assert_close(scores.gather(-1, tokens), after.scores[:, :, old:].float(), 1e-3)
     best = scores.topk(tokens.shape[-1], -1).values.flip(-1)
     assert_close(after.scores[:, :, old:].float().sort(-1).values, best, 1e-3)
-    selector.take(new, new)
+    selector.append(new, new)
     assert selector.tables.centroids.shape[2] == old + NEW_CENTROIDS
-    selector.forget()
+    selector.remove_appended()
     assert selector.tables.centroids.shape[2] == old
 
 
@@ -289,7 +292,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: Open
     logits = stepped_logits(tabled_index, cache, tokens, question=20)
     plain = plain_logits(tabled_index.model, torch.cat([tabled_index.input_ids, tokens]))[-60:]
     assert_close(logits, plain, 1e-4)
-    grown = {layer.middle.used for layer in cache.stored_layers if isinstance(layer, SparseLayer)}
+    grown = {layer.plan.middle.used for layer in cache.stored_layers if isinstance(layer, SparseLayer)}
     waiting = 16 + 59
     assert grown == {tabled_index.split.middle + (waiting // 8 - 1) * 8 * stream}
 
@@ -311,7 +314,7 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(tabled_index: OpenInd
 
 def test_every_form_is_reported(tabled_index: OpenIndex) -> None:
     report = recall_report(
-        tabled_index.artifact, ["csattention"], [Budget(0.1), Budget(1.0)], Queries(tabled_index.artifact)
+        tabled_index.artifact, ["csattention"], [Budget(0.1), Budget(1.0)], MeasuredQueries(tabled_index.artifact)
     )
     rows = {(row.variant, row.budget): row for row in report.by()}
     assert {variant for variant, _ in rows} == {"reranked", *SCORINGS, "mean fitted"}

@@ -11,7 +11,7 @@ from support.choices import assert_best
 from support.estimates import double_logits, group_scores
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_layer import TAIL, all_chosen, asked, small_layer
+from support.small_layer import TAIL, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.loki import Loki
@@ -54,7 +54,7 @@ def test_the_best_by_the_groups_estimated_probability_are_chosen(shared: bool, d
     """With all components these are the oracle's."""
     layer, exact = small_layer(middle=150), normal(7, 2, 3, TAIL)
     selector = Loki(dims=dims).prepare(layer.context)
-    chosen = all_chosen(selector.select(asked(layer.queries, exact, shared=shared), Budget(20)), selector)
+    chosen = all_chosen(selector.select(as_queries(layer.queries, exact, joint=shared), Budget(20)), selector)
     keys = layer.context.keys if dims > 3 else _projected(layer.context.keys, dims)
     logits = double_logits(layer.queries, keys, layer.context.facts)
     assert_best(chosen, group_scores(logits, exact, shared=shared), 20)
@@ -63,14 +63,14 @@ def test_the_best_by_the_groups_estimated_probability_are_chosen(shared: bool, d
 def test_components_of_all_keys_the_directions_and_the_mean_are_read() -> None:
     layer = small_layer(middle=150)
     for dims in (3, 16, 64):
-        selection = Loki(dims=dims).prepare(layer.context).select(asked(layer.queries), Budget(9))
+        selection = Loki(dims=dims).prepare(layer.context).select(as_queries(layer.queries), Budget(9))
         known = min(dims, 16)
-        assert selection.index_rows == pytest.approx(150 * known / 16 + known + 1)
+        assert selection.cost.index_rows == pytest.approx(150 * known / 16 + known + 1)
 
 
 def test_keys_in_half_precision_are_rotated_in_float64_and_kept_as_they_came() -> None:
     layer = small_layer(middle=150)
-    context = replace(layer.context, keys=layer.context.keys.bfloat16())
+    context = replace(layer.context, load_keys=lambda: layer.context.keys.bfloat16())
     selector = Loki(dims=4).prepare(context)
     assert selector.reduced.dtype == torch.bfloat16
     expected = double_logits(layer.queries, _projected(context.keys, 4), context.facts)

@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 from support.estimates import double_logits
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
-from support.small_layer import SmallLayer, asked, small_layer, sparse_layer
+from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.decoding.open import OpenIndex, prepare_layer
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import Measured, measure_layer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import LayerPlace, Selection
+from sparsekv.runtime.selection.context import LayerPosition
+from sparsekv.runtime.selection.selection import Selection
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
@@ -31,7 +33,7 @@ FEW = MagicPIG(hash_bits=3, hash_tables=5)
 
 def _spread(selection: Selection, values: torch.Tensor, middle: int) -> torch.Tensor:
     """[..., M]: of each token that was chosen its value [..., capacity], of others minus infinity."""
-    places = torch.where(selection.lengths > 0, selection.starts, middle)
+    places = torch.where(selection.rows.lengths > 0, selection.rows.starts, middle)
     room = torch.full((*values.shape[:-1], middle + 1), -torch.inf)
     return room.scatter(-1, places[:, None].expand_as(values), values)[..., :-1]
 
@@ -70,13 +72,13 @@ def test_a_group_reads_what_any_of_its_heads_drew_and_weighs_it_only_for_those(s
     selector = FEW.prepare(layer.context)
     queries = layer.queries[:, :, :2]
     drawn = selector.collisions(queries) >= 2
-    selection = selector.select(asked(queries, shared=shared), Budget(59))
-    assert selection.log_weights is not None
-    weights = _spread(selection, selection.log_weights, 60)
+    selection = selector.select(as_queries(queries, joint=shared), Budget(59))
+    assert selection.rows.log_weights is not None
+    weights = _spread(selection, selection.rows.log_weights, 60)
     assert torch.equal(weights > -torch.inf, drawn)
     union = drawn.any(1).any(1, keepdim=True) if shared else drawn.any(1)
     assert 0 < int(union.sum()) < union.numel()
-    assert torch.equal(selection.lengths.sum(-1), union.sum(-1))
+    assert torch.equal(selection.rows.lengths.sum(-1), union.sum(-1))
     everything = torch.arange(60).expand(2, 1, -1)
     assert_close(weights[drawn], -selector.log_probability(queries, everything)[drawn].double(), 1e-5)
 
@@ -87,19 +89,19 @@ def test_those_of_most_collisions_are_kept_where_more_are_drawn_than_the_budget(
     found = selector.collisions(layer.queries).long()
     counts = (found * (found >= 2)).sum(1)
     assert int((counts > 0).sum(-1).min()) > 7
-    selection = selector.select(asked(layer.queries), Budget(7))
-    assert int(selection.lengths.min()) == 1
-    kept = counts.gather(-1, selection.starts)
+    selection = selector.select(as_queries(layer.queries), Budget(7))
+    assert int(selection.rows.lengths.min()) == 1
+    kept = counts.gather(-1, selection.rows.starts)
     assert torch.equal(kept.sort(-1).values, counts.sort(-1).values[..., -7:])
 
 
 def _sums(layer: SmallLayer, method: MagicPIG, number: int) -> torch.Tensor:
     """[Hk, G, 1 + D] float64: numerator and denominator of the attention on the middle, of what one draw weighs."""
-    context = replace(layer.context, place=LayerPlace(number, 1000))
+    context = replace(layer.context, position=LayerPosition(number, 1000))
     query = layer.queries[:, :, :1]
-    selection = method.prepare(context).select(asked(query), Budget(layer.split.middle - 1))
-    assert selection.log_weights is not None
-    weights = _spread(selection, selection.log_weights, layer.split.middle)
+    selection = method.prepare(context).select(as_queries(query), Budget(layer.split.middle - 1))
+    assert selection.rows.log_weights is not None
+    weights = _spread(selection, selection.rows.log_weights, layer.split.middle)
     return _summed(layer, double_logits(query, context.keys, context.facts) + weights)
 
 
@@ -128,8 +130,8 @@ def _weighted(
 ) -> torch.Tensor:
     """Attention [Hk, G, Q, D] in float64 over the middle with the weights of a draw, and over the rows outside of it,
     the last of which are the queries' own."""
-    assert selection.log_weights is not None
-    weights = _spread(selection, selection.log_weights, middle[0].shape[1])
+    assert selection.rows.log_weights is not None
+    weights = _spread(selection, selection.rows.log_weights, middle[0].shape[1])
     seen = causal_mask(query.shape[2], outside[0].shape[1], None, query.device)
     beside = double_logits(query, outside[0], facts).masked_fill(~seen, -torch.inf)
     attended = torch.cat([double_logits(query, middle[0], facts) + weights, beside], -1).softmax(-1)
@@ -144,7 +146,7 @@ def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
     query, facts = normal(3, 6, queries, 16), layer.context.facts
     output = sparse.attend(AttentionCall(0, query, query, query, facts.softmax_scale, None, None, None))
     grouped, (keys, values) = query.unflatten(0, (2, 3)), sparse.exact_rows()
-    selection = sparse.selector.select(asked(grouped, shared=queries > 1), Budget(40))
+    selection = sparse.plan.selector.select(as_queries(grouped, joint=queries > 1), Budget(40))
     middle = layer.context.keys, layer.values[:, layer.middle]
     assert_close(output, _weighted(selection, middle, (keys, values), grouped, facts).flatten(0, 1), 1e-5)
 
@@ -156,7 +158,7 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
     query = artifact.queries(0)["tail"][:, split.tail // 2 :].unflatten(0, (len(keys), -1))
-    selection = prepare_layer(artifact, 0, "magicpig", FEW, "cpu").select(asked(query), Budget(0.5))
+    selection = prepare_layer(artifact, 0, "magicpig", FEW, "cpu").selector.select(as_queries(query), Budget(0.5))
     outside = [torch.cat([rows[:, :4], rows[:, inside.stop :]], 1) for rows in (keys, values)]
     output = _weighted(selection, (keys[:, inside], values[:, inside]), (outside[0], outside[1]), query, facts)
     everything = reference_attention(
@@ -165,7 +167,7 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
     errors = (output - everything).norm(dim=-1) / everything.norm(dim=-1)
     assert float(errors.mean()) > 0.01
     assert_close(means["output_error"], errors.mean((1, 2)), 1e-4)
-    read = 2 * selection.lengths.sum(-1).double().mean(1) + selection.index_rows
+    read = 2 * selection.rows.lengths.sum(-1).double().mean(1) + selection.cost.index_rows
     assert_close(means["kv_fraction"], read / (2 * split.middle), 1e-6)
 
 
@@ -176,7 +178,7 @@ def test_no_guard_is_told_what_is_left() -> None:
 
 def test_a_seed_and_a_layer_have_projections_of_their_own() -> None:
     layer = small_layer(middle=20)
-    second = replace(layer.context, place=LayerPlace(1, 2))
+    second = replace(layer.context, position=LayerPosition(1, 2))
     first, again, other_seed, other_layer = (
         replace(FEW, hash_seed=seed).prepare(context).projections
         for seed, context in ((0, layer.context), (0, layer.context), (1, layer.context), (0, second))
@@ -189,18 +191,18 @@ def test_a_seed_and_a_layer_have_projections_of_their_own() -> None:
 @choices
 def test_everything_is_attended_without_weights(shared: bool) -> None:
     layer = small_layer(middle=40)
-    selection = FEW.prepare(layer.context).select(asked(layer.queries, shared=shared), Budget(1.0))
-    assert selection.log_weights is None
-    assert torch.equal(selection.starts.sort(-1).values, torch.arange(40).expand_as(selection.starts))
-    assert int(selection.lengths.min()) == 1
+    selection = FEW.prepare(layer.context).select(as_queries(layer.queries, joint=shared), Budget(1.0))
+    assert selection.rows.log_weights is None
+    assert torch.equal(selection.rows.starts.sort(-1).values, torch.arange(40).expand_as(selection.rows.starts))
+    assert int(selection.rows.lengths.min()) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_codes_and_the_mean_key_are_read(dtype: torch.dtype) -> None:
     layer = small_layer(middle=80)
-    context = replace(layer.context, keys=layer.context.keys.to(dtype))
-    selection = MagicPIG(hash_bits=7, hash_tables=20).prepare(context).select(asked(layer.queries), Budget(9))
-    assert selection.index_rows == pytest.approx(80 * 7 * 20 / 8 / (16 * dtype.itemsize) + 1)
+    context = replace(layer.context, load_keys=lambda: layer.context.keys.to(dtype))
+    selection = MagicPIG(hash_bits=7, hash_tables=20).prepare(context).select(as_queries(layer.queries), Budget(9))
+    assert selection.cost.index_rows == pytest.approx(80 * 7 * 20 / 8 / (16 * dtype.itemsize) + 1)
 
 
 @pytest.mark.parametrize(

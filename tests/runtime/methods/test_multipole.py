@@ -12,7 +12,7 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import EXACT, Step, represented, tokens_represented
 from support.rotation import ROPES, windowed_query
-from support.small_layer import SmallLayer, asked, most_children, small_layer
+from support.small_layer import SmallLayer, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord, RopeFacts
@@ -22,7 +22,7 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selection
+from sparsekv.runtime.selection.selection import Selection
 
 HALF = 10.0  # `opened` for half of the clusters at a budget of 5%
 FLAT, HIERARCHICAL = Multipole("flat"), Multipole("hierarchical", opened=HALF)
@@ -54,17 +54,19 @@ def _lookup(layer: SmallLayer, lookup: str = "flat") -> Multipole:
 
 def _select(layer: SmallLayer, method: Multipole, budget: Budget, shared: bool) -> Selection:
     selector = method.prepare(layer.context)
-    return selector.select(asked(layer.queries, shared=shared), budget)
+    return selector.select(as_queries(layer.queries, joint=shared), budget)
 
 
 @properties
 @given(layer=_layers(), budget=budgets, lookup=st.sampled_from(["flat", "hierarchical"]), shared=st.booleans())
 def test_every_token_is_represented_once(layer: SmallLayer, budget: Budget, lookup: str, shared: bool) -> None:
     selection = _select(layer, _lookup(layer, lookup), budget, shared)
-    assert selection.lengths.shape[1] == (1 if shared else layer.queries.shape[2])
+    assert selection.rows.lengths.shape[1] == (1 if shared else layer.queries.shape[2])
     counted = tokens_represented(selection)
     assert_close(counted, torch.full_like(counted, layer.split.middle), 1e-5)
-    assert_close(selection.lengths.sum(-1), torch.tensor(budget.tokens(layer.split.middle)).expand(counted.shape), 0)
+    assert_close(
+        selection.rows.lengths.sum(-1), torch.tensor(budget.tokens(layer.split.middle)).expand(counted.shape), 0
+    )
 
 
 @properties
@@ -91,7 +93,7 @@ def test_one_token_a_cluster_is_dense_attention_with_next_to_no_budget(
     layer = small_layer(seed, middle=70, G=group, levels=(1.0,), softcap=softcap, block=40, rope=rope)
     assert bool((layer.context.tensors["level0.counts"] == 1).all())
     step = Step(layer, _lookup(layer).prepare(layer.context), Budget(1), queries=queries, seed=seed)
-    assert int(step.selection.lengths.sum()) == 2
+    assert int(step.selection.rows.lengths.sum()) == 2
     assert_close(step.output, step.dense(), 1e-5)
 
 
@@ -143,7 +145,7 @@ def _levels_that_stand(layer: SmallLayer, step: Step) -> torch.Tensor:
             below, filled = (tensors[f"level{level - 1}.{name}"][head] for name in ("parent", "counts"))
             wanted, tokens, scored = round(len(below) * 0.5 ** (depth - level)), 0, []
             for parent in best_first:
-                if len(scored) < wanted or tokens < step.sparse.budget.tokens(layer.split.middle):
+                if len(scored) < wanted or tokens < step.sparse.plan.budget.tokens(layer.split.middle):
                     scored += [n for n in range(len(below)) if below[n] == parent and filled[n] > 0]
                     tokens += int(tensors[f"level{level}.counts"][head, parent])
             stands[head, 0, torch.isin(labels[level - 1][head], torch.tensor(scored))] = level - 1
@@ -173,7 +175,9 @@ def test_rows_read_are_both_centroids_of_each_cluster_that_was_scored(shared: bo
     """Blocks of 80 and 120 tokens: 40 clusters below 10, of which half are scored, and all children of the last."""
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     rows = {
-        (lookup, replaced): _select(layer, Multipole(lookup, replaced, opened=HALF), Budget(0.05), shared).index_rows
+        (lookup, replaced): _select(
+            layer, Multipole(lookup, replaced, opened=HALF), Budget(0.05), shared
+        ).cost.index_rows
         for lookup in ("flat", "hierarchical")
         for replaced in (True, False)
     }
@@ -188,7 +192,7 @@ def test_fewer_clusters_are_scored_where_fewer_are_opened() -> None:
     layer = small_layer(middle=200, levels=(0.4, 0.1), block=80)
     for opened, wanted in ((1000.0, 40), (8.0, 32), (2.0, 8)):
         method = Multipole("hierarchical", replace=False, opened=opened)
-        scored = torch.as_tensor(_select(layer, method, Budget(10), False).index_rows) - 20
+        scored = torch.as_tensor(_select(layer, method, Budget(10), False).cost.index_rows) - 20
         assert bool(((scored >= wanted) & (scored < wanted + most_children(layer))).all())
 
 
@@ -197,7 +201,7 @@ def test_what_is_opened_holds_the_budget(lookup: type[Multipole] | type[Squeezed
     """However few clusters are wanted: those of one token come first here."""
     layer = small_layer(middle=200, levels=(0.4, 0.1), block=80)
     chosen = _select(layer, lookup("hierarchical", opened=0.01), Budget(40), False)
-    assert chosen.lengths.sum(-1).unique().tolist() == [40]
+    assert chosen.rows.lengths.sum(-1).unique().tolist() == [40]
 
 
 @pytest.mark.parametrize("opened", [0.0, -1.0, float("nan")])
@@ -218,15 +222,15 @@ def test_a_step_counts_the_chosen_rows_and_the_centroids(method: Multipole, rows
 def test_a_step_counts_what_it_looks_at_down_a_hierarchy() -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     step = Step(layer, HIERARCHICAL.prepare(layer.context), Budget(10))
-    assert step.sparse.read.total() == 2 * (2 * 10) + float(torch.as_tensor(step.selection.index_rows).sum())
+    assert step.sparse.read.total() == 2 * (2 * 10) + float(torch.as_tensor(step.selection.cost.index_rows).sum())
 
 
 def test_without_replacement_nothing_stands_for_what_is_not_chosen() -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05), block=80)
     chosen, replaced = (_select(layer, Multipole("flat", also), Budget(9), False) for also in (False, True))
-    assert chosen.replacements == ()
-    assert torch.equal(chosen.starts, replaced.starts)
-    assert torch.equal(chosen.lengths, replaced.lengths)
+    assert chosen.attended_segments() == ()
+    assert torch.equal(chosen.rows.starts, replaced.rows.starts)
+    assert torch.equal(chosen.rows.lengths, replaced.rows.lengths)
 
 
 def test_variants_are_with_and_without_replacement_and_flat_with_it_is_the_default() -> None:

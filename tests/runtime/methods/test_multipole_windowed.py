@@ -4,14 +4,15 @@ import pytest
 import torch
 from support.random_tensors import normal
 from support.rotation import ROPES, turned, windowed_query
-from support.small_layer import SmallLayer, all_chosen, asked, most_children, small_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord, RopeFacts
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Selection, choose_methods, methods
+from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.selection import Selection
 
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 that_turn = pytest.mark.parametrize("rope", [ROPES["halves"], ROPES["interleaved"]], ids=["halves", "interleaved"])
@@ -23,7 +24,7 @@ def _layer(rope: RopeFacts, seed: int = 0) -> SmallLayer:
 
 
 def _select(layer: SmallLayer, method: Multipole, query: torch.Tensor, first: int, shared: bool) -> Selection:
-    return method.prepare(layer.context).select(asked(query, first=first, shared=shared), Budget(30))
+    return method.prepare(layer.context).select(as_queries(query, first=first, joint=shared), Budget(30))
 
 
 @every_rope
@@ -74,7 +75,7 @@ def test_the_distance_changes_the_choice(rope: RopeFacts) -> None:
         _select(layer, WindowedMultipole(rope_distance=distance), layer.queries, FAR, shared=False)
         for distance in (0, 1024)
     )
-    assert not torch.equal(near.starts, far.starts) or not torch.equal(near.lengths, far.lengths)
+    assert not torch.equal(near.rows.starts, far.rows.starts) or not torch.equal(near.rows.lengths, far.rows.lengths)
 
 
 @every_rope
@@ -85,7 +86,7 @@ def test_rows_read_are_what_is_scored_and_both_centroids_that_stand_for_tokens(r
     for lookup, fewest, more in (("flat", 40, 1), ("hierarchical", 10 + 20, most_children(layer))):
         for replaced, rows in ((True, 3), (False, 1)):
             selection = _select(layer, WindowedMultipole(lookup, replaced), layer.queries, FAR, shared)
-            clusters = torch.as_tensor(selection.index_rows) / rows
+            clusters = torch.as_tensor(selection.cost.index_rows) / rows
             assert bool(((clusters >= fewest) & (clusters < fewest + more)).all())
             assert bool((clusters == clusters.round()).all())
 

@@ -10,7 +10,7 @@ from support.choices import assert_best
 from support.estimates import double_logits, group_scores
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_layer import SINKS, TAIL, SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import SINKS, TAIL, SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import Split
@@ -18,7 +18,7 @@ from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
@@ -57,7 +57,7 @@ def test_the_best_by_the_groups_estimated_probability_are_chosen(shared: bool, s
     layer = small_layer(seed, middle=300)
     context, exact = _encoded(layer), normal(seed, 2, 3, TAIL)
     selector = PQCache().prepare(context)
-    chosen = all_chosen(selector.select(asked(layer.queries, exact, shared=shared), Budget(budget)), selector)
+    chosen = all_chosen(selector.select(as_queries(layer.queries, exact, joint=shared), Budget(budget)), selector)
     estimates = double_logits(layer.queries, _decoded(context), context.facts)
     assert_best(chosen, group_scores(estimates, exact, shared=shared), min(budget, 300))
 
@@ -67,7 +67,7 @@ def test_a_second_look_takes_the_best_by_exact_logits_of_those_that_were_read(sh
     layer = small_layer(middle=300)
     context, exact = _encoded(layer, pq_bytes=1), normal(9, 2, 3, TAIL)
     selector = PQCache(rerank=2.5).prepare(context)
-    asking = asked(layer.queries, exact, shared=shared)
+    asking = as_queries(layer.queries, exact, joint=shared)
     chosen = all_chosen(selector.select(asking, Budget(20)), selector)
     estimates = double_logits(layer.queries, _decoded(context), context.facts)
     read = group_scores(estimates, exact, shared=shared).topk(50, -1).indices
@@ -83,10 +83,10 @@ def test_a_second_look_takes_the_best_by_exact_logits_of_those_that_were_read(sh
 def test_with_all_there_is_to_know_it_chooses_as_the_oracle(way: str, shared: bool) -> None:
     layer = small_layer(middle=200 if way == "a code for each key" else 300)
     keys = layer.context.keys.half().float()
-    context = _encoded(replace(layer, context=replace(layer.context, keys=keys)))
+    context = _encoded(replace(layer, context=replace(layer.context, load_keys=lambda: keys)))
     exact, rerank = normal(5, 2, 3, TAIL), 1.0 if way == "a code for each key" else 1e3
     selector = PQCache(rerank=rerank).prepare(context)
-    chosen = all_chosen(selector.select(asked(layer.queries, exact, shared=shared), Budget(17)), selector)
+    chosen = all_chosen(selector.select(as_queries(layer.queries, exact, joint=shared), Budget(17)), selector)
     truth = double_logits(layer.queries, keys, context.facts)
     assert_best(chosen, group_scores(truth, exact, shared=shared), 17)
 
@@ -101,12 +101,12 @@ def test_codes_codebooks_and_keys_that_are_looked_at_again_are_read(
 ) -> None:
     layer = small_layer(middle=300)
     context = _encoded(layer)
-    selector = PQCache(rerank=rerank).prepare(replace(context, keys=context.keys.to(dtype)))
-    selection = selector.select(asked(layer.queries.to(dtype)), Budget(budget))
+    selector = PQCache(rerank=rerank).prepare(replace(context, load_keys=lambda: context.keys.to(dtype)))
+    selection = selector.select(as_queries(layer.queries.to(dtype)), Budget(budget))
     # 300 codes of 4 bytes, and 256 centroids of 16 channels in float16, over a row of 16 channels.
     row = 16 * (4 if dtype == torch.float32 else 2)
-    assert selection.index_rows == pytest.approx((300 * 4 + 256 * 16 * 2) / row + again)
-    assert int(selection.lengths.sum(-1).min()) == int(selection.lengths.sum(-1).max()) == budget
+    assert selection.cost.index_rows == pytest.approx((300 * 4 + 256 * 16 * 2) / row + again)
+    assert int(selection.rows.lengths.sum(-1).min()) == int(selection.rows.lengths.sum(-1).max()) == budget
 
 
 @pytest.mark.parametrize("rerank", [0.9, float("inf"), float("nan")])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close
-from support.small_layer import all_chosen, asked, small_layer
+from support.small_layer import all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.common.runs import expand_runs
@@ -32,7 +32,7 @@ def test_no_logit_of_a_page_is_above_its_bound(
     seed: int, middle: int, page_size: int, softcap: float | None, dtype: torch.dtype
 ) -> None:
     layer = small_layer(seed, middle=middle, softcap=softcap)
-    context = replace(layer.context, keys=layer.context.keys.to(dtype))
+    context = replace(layer.context, load_keys=lambda: layer.context.keys.to(dtype))
     queries = layer.queries.to(dtype)
     bounds = Quest(page_size=page_size).prepare(context).bounds(queries).double()
     logits = context.facts.softmax_scale * torch.einsum("hgqd,hmd->hgqm", queries.double(), context.keys.double())
@@ -61,8 +61,8 @@ def test_whole_pages_are_taken_and_the_last_one_from_its_start(
 ) -> None:
     layer = small_layer(seed, middle=middle)
     selector = Quest(page_size=page_size).prepare(layer.context)
-    selection = selector.select(asked(layer.queries, shared=shared), Budget(budget))
-    assert selection.starts.shape[1] == (1 if shared else layer.queries.shape[2])
+    selection = selector.select(as_queries(layer.queries, joint=shared), Budget(budget))
+    assert selection.rows.starts.shape[1] == (1 if shared else layer.queries.shape[2])
     for of_head in all_chosen(selection, selector):
         for tokens in of_head:
             assert len(tokens) == len(set(tokens)) == min(budget, middle)
@@ -74,7 +74,9 @@ def test_whole_pages_are_taken_and_the_last_one_from_its_start(
 def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
     layer = small_layer(middle=80)
     quest, oracle = Quest(page_size=1).prepare(layer.context), OracleSelector(layer.context)
-    chosen = [all_chosen(selector.select(asked(layer.queries), Budget(9)), selector) for selector in (quest, oracle)]
+    chosen = [
+        all_chosen(selector.select(as_queries(layer.queries), Budget(9)), selector) for selector in (quest, oracle)
+    ]
     assert [[set(tokens) for tokens in head] for head in chosen[0]] == [
         [set(tokens) for tokens in head] for head in chosen[1]
     ]
@@ -87,16 +89,19 @@ def test_pages_of_one_token_choose_what_the_oracle_does() -> None:
 def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float | None, dtype: torch.dtype) -> None:
     """As far as scores are told apart: by one part in 128, and none below 2 ** -15 of the budget's share of all."""
     layer = small_layer(middle=333, D=64, softcap=softcap)
-    context, query = replace(layer.context, keys=layer.context.keys.to(dtype).cuda()), layer.queries[:, :, :1].to(dtype)
+    context, query = (
+        replace(layer.context, load_keys=lambda: layer.context.keys.to(dtype).cuda()),
+        layer.queries[:, :, :1].to(dtype),
+    )
     selector = Quest(page_size=16).prepare(context)
-    selection = selector.select(asked(query.cuda()), Budget(budget))
-    assert selection.listed is not None
-    assert selection.taken == min(budget, 333)
-    lengths, of_pages = selection.lengths[:, 0].cpu(), selector.lengths.cpu()
+    selection = selector.select(as_queries(query.cuda()), Budget(budget))
+    assert selection.rows.indices is not None
+    assert selection.rows.total == min(budget, 333)
+    lengths, of_pages = selection.rows.lengths[:, 0].cpu(), selector.rows.lengths.cpu()
     scores = scores_from_logits(selector.bounds(query.cuda()).cpu(), of_pages[:, None, None])[:, 0]
-    members, _ = expand_runs(selector.starts.cpu(), lengths, budget)
-    assert torch.equal(selection.listed.rows.cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
-    assert selection.listed.used.tolist() == [min(budget, 333)] * 2
+    members, _ = expand_runs(selector.rows.starts.cpu(), lengths, budget)
+    assert torch.equal(selection.rows.indices.rows.cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
+    assert selection.rows.indices.used.tolist() == [min(budget, 333)] * 2
     assert lengths.sum(-1).tolist() == [min(budget, 333)] * 2
     assert bool((lengths <= of_pages).all())
     for of_head, found, whole in zip(scores, lengths, of_pages, strict=True):
@@ -108,8 +113,8 @@ def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float 
 def test_two_rows_are_read_for_each_page() -> None:
     layer = small_layer(middle=50)
     selector = Quest().prepare(layer.context)
-    selection = selector.select(asked(layer.queries), Budget(16))
-    assert selection.index_rows == 2 * 4
+    selection = selector.select(as_queries(layer.queries), Budget(16))
+    assert selection.cost.index_rows == 2 * 4
 
 
 def test_a_page_without_tokens_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choices import assert_best
-from support.small_layer import all_chosen, asked, small_layer
+from support.small_layer import all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.methods.quoka import Quoka
@@ -26,10 +26,10 @@ def test_each_query_takes_the_keys_of_highest_mean_cosine(seed: int, middle: int
     query = query / query.norm(dim=-1, keepdim=True) if similarity == "cosine" else query
     keys = keys / keys.norm(dim=-1, keepdim=True) if similarity == "cosine" else keys
     selector = Quoka(quoka_similarity=similarity).prepare(layer.context)
-    selection = selector.select(asked(layer.queries), Budget(budget))
+    selection = selector.select(as_queries(layer.queries), Budget(budget))
     scores = torch.einsum("hgqd,hmd->hgqm", query, keys).mean(1)
     assert_best(all_chosen(selection, selector), scores, min(budget, middle))
-    assert selection.index_rows == middle
+    assert selection.cost.index_rows == middle
 
 
 @properties
@@ -47,7 +47,7 @@ def test_a_question_takes_what_its_least_ordinary_queries_are_nearest_to(
     scores = torch.einsum("hgqd,hmd->hgqm", query.gather(2, places), keys.double()).mean(1)
     scores = scores.amax(1, keepdim=True) if across == "max" else scores.mean(1, keepdim=True)
     selector = Quoka(prefill_queries=kept, quoka_across=across).prepare(layer.context)
-    selection = selector.select(asked(layer.queries, shared=True), Budget(budget))
+    selection = selector.select(as_queries(layer.queries, joint=True), Budget(budget))
     assert_best(all_chosen(selection, selector), scores, min(budget, middle))
 
 
@@ -63,9 +63,9 @@ def test_sampled_queries_take_what_they_attend_to(seed: int, middle: int, budget
     scores = (weights / (weights.sum(-1) + exact.double().exp())[..., None])[:, :, list(places)].mean(1)
     scores = scores.mean(1, keepdim=True) if shared else scores
     selector = SampleAttention(prefill_queries=kept).prepare(layer.context)
-    selection = selector.select(asked(layer.queries, exact, shared=shared), Budget(budget))
+    selection = selector.select(as_queries(layer.queries, exact, joint=shared), Budget(budget))
     assert_best(all_chosen(selection, selector), scores, min(budget, middle))
-    assert selection.index_rows == middle
+    assert selection.cost.index_rows == middle
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.choices import assert_best, recorded_choices
 from support.random_tensors import normal
 from support.small_index import random_ids, stepped_logits
-from support.small_layer import SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -57,32 +57,32 @@ def test_a_window_keeps_what_it_attends_to_and_its_neighbours(
     observed = layer.context.observed
     assert observed is not None
     selector, tokens = method.prepare(layer.context), min(budget, middle)
-    one = asked(normal(seed + 1, 2, 3, 1, 16))
+    one = as_queries(normal(seed + 1, 2, 3, 1, 16))
     before = _pooled_sums(layer, observed, torch.full(observed.shape[:3], -torch.inf), method)
     assert_best(all_chosen(selector.select(one, Budget(budget)), selector), before, tokens)
 
     exact = 2 * normal(seed + 2, *layer.queries.shape[:3])
     after = _pooled_sums(layer, layer.queries, exact, method)
-    question = selector.select(asked(layer.queries, exact, shared=True), Budget(budget))
-    assert question.index_rows == 0
+    question = selector.select(as_queries(layer.queries, exact, joint=True), Budget(budget))
+    assert question.cost.index_rows == 0
     for selection in (question, selector.select(one, Budget(budget))):
         assert_best(all_chosen(selection, selector), after, tokens)
-    selector.forget()
+    selector.forget_question()
     assert_best(all_chosen(selector.select(one, Budget(budget)), selector), before, tokens)
 
 
 def test_other_budgets_are_cut_from_the_same_ranking() -> None:
     layer = small_layer(middle=50)
     selector = SnapKV().prepare(layer.context)
-    selector.select(asked(layer.queries, shared=True), Budget(5))
-    few, more = (all_chosen(selector.select(asked(layer.queries), Budget(n)), selector) for n in (5, 20))
+    selector.select(as_queries(layer.queries, joint=True), Budget(5))
+    few, more = (all_chosen(selector.select(as_queries(layer.queries), Budget(n)), selector) for n in (5, 20))
     assert [[tokens[:5] for tokens in head] for head in more] == few
 
 
 def test_a_question_that_another_method_chose_for_decides_too() -> None:
     """Also beneath centroids that stand for what is left."""
     layer = small_layer(middle=50, block=50)
-    question, one = asked(layer.queries, shared=True), asked(layer.queries[:, :, :1])
+    question, one = as_queries(layer.queries, joint=True), as_queries(layer.queries[:, :, :1])
     selecting, observing = (SnapKV().prepare(layer.context) for _ in range(2))
     replaced = ResidualSelector(observing, residual_clusters(layer.context.tensors))
     before = all_chosen(replaced.select(one, Budget(9)), replaced)
@@ -98,8 +98,8 @@ def test_a_tokens_neighbours_are_kept_with_it() -> None:
     keys[0, 20, 0] = 9.0
     queries = torch.zeros(1, 1, 4, 16)
     queries[..., 0] = 9.0
-    selector = SnapKV(pool_size=5).prepare(replace(layer.context, keys=keys, observed=queries))
-    assert sorted(all_chosen(selector.select(asked(queries, shared=True), Budget(5)), selector)[0][0]) == [
+    selector = SnapKV(pool_size=5).prepare(replace(layer.context, load_keys=lambda: keys, observed=queries))
+    assert sorted(all_chosen(selector.select(as_queries(queries, joint=True), Budget(5)), selector)[0][0]) == [
         *range(18, 23)
     ]
 

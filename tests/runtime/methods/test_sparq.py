@@ -10,14 +10,14 @@ from support.choices import assert_best
 from support.estimates import double_logits, group_scores
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_layer import TAIL, SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import TAIL, SmallLayer, all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import MiddleContext
+from sparsekv.runtime.selection.context import MiddleContext
 
 properties = settings(max_examples=10, deadline=None)
 choices = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
@@ -57,7 +57,7 @@ def test_the_best_by_the_groups_estimated_probability_are_chosen(shared: bool, c
     """With all channels these are the oracle's."""
     layer, exact = small_layer(middle=150), normal(7, 2, 3, TAIL)
     selector = SparQ(channels=channels).prepare(layer.context)
-    chosen = all_chosen(selector.select(asked(layer.queries, exact, shared=shared), Budget(20)), selector)
+    chosen = all_chosen(selector.select(as_queries(layer.queries, exact, joint=shared), Budget(20)), selector)
     logits = double_logits(layer.queries, layer.context.keys, layer.context.facts)
     if channels == 4:
         logits = _estimates(layer.queries, layer.context.keys, layer.context.facts, 4, shared=shared)
@@ -84,12 +84,12 @@ def test_of_one_query_head_the_mean_value_has_the_share_that_alpha_leaves() -> N
     query = layer.queries[:, :, :1]
     beside = double_logits(query, keys, facts)
     selector = SparQ(channels=5, mean_value=True).prepare(_with_values(layer))
-    selection = selector.select(asked(query, beside.logsumexp(-1).float()), Budget(12))
+    selection = selector.select(as_queries(query, beside.logsumexp(-1).float()), Budget(12))
 
     estimates = torch.cat([_estimates(query, layer.context.keys, facts, 5), beside], -1).softmax(-1)
     everything = torch.cat([double_logits(query, layer.context.keys, facts), beside], -1)
     kept = torch.ones_like(everything, dtype=torch.bool)
-    kept[..., :120] = torch.zeros_like(kept[..., :120]).scatter(-1, selection.starts[:, None], True)
+    kept[..., :120] = torch.zeros_like(kept[..., :120]).scatter(-1, selection.rows.starts[:, None], True)
     alpha = (estimates * kept).sum(-1, keepdim=True)
     middle_values = layer.values[:, layer.middle].double()
     attended = everything.masked_fill(~kept, -torch.inf).softmax(-1)
@@ -97,9 +97,9 @@ def test_of_one_query_head_the_mean_value_has_the_share_that_alpha_leaves() -> N
     expected = alpha * output + (1 - alpha) * middle_values.mean(1)[:, None, None]
 
     assert float((1 - alpha).min()) > 0.05
-    rows = selection.starts[:, 0, :, None].expand(-1, -1, 16)
+    rows = selection.rows.starts[:, 0, :, None].expand(-1, -1, 16)
     chosen = Segment(layer.context.keys.gather(1, rows), layer.values[:, layer.middle].gather(1, rows))
-    stands_in = [Segment(one.keys, one.values, bias=one.log_counts[:, None]) for one in selection.replacements]
+    stands_in = [Segment(one.keys, one.values, bias=one.log_counts[:, None]) for one in selection.attended_segments()]
     actual = attend(query, [chosen, Segment(keys, values), *stands_in], facts.softmax_scale, facts.softcap)
     assert_close(actual, expected, 1e-5)
 
@@ -109,14 +109,14 @@ def test_a_group_has_one_weight_the_mean_of_its_heads(shared: bool) -> None:
     layer, exact = small_layer(middle=120), normal(3, 2, 3, TAIL)
     context = _with_values(layer)
     whole = SparQ(channels=5, mean_value=True).prepare(context)
-    selection = whole.select(asked(layer.queries, exact, shared=shared), Budget(12))
-    (rest,) = selection.replacements
+    selection = whole.select(as_queries(layer.queries, exact, joint=shared), Budget(12))
+    (rest,) = selection.attended_segments()
     mean_key = layer.context.keys.double().mean(1, keepdim=True)
     assert_close(rest.keys, mean_key, 1e-6)
     assert_close(rest.values, layer.values[:, layer.middle].double().mean(1, keepdim=True), 1e-6)
     estimates = _estimates(layer.queries, layer.context.keys, layer.context.facts, 5, shared=shared)
     logits = double_logits(layer.queries, layer.context.keys, layer.context.facts)
-    places = selection.starts[:, None].expand(2, 3, TAIL, -1)
+    places = selection.rows.starts[:, None].expand(2, 3, TAIL, -1)
     chosen = torch.zeros_like(estimates, dtype=torch.bool).scatter(-1, places, True)
     beside = exact.double()[..., None].exp()
     left = (estimates.exp() * ~chosen).sum(-1, keepdim=True)
@@ -129,8 +129,8 @@ def test_a_group_has_one_weight_the_mean_of_its_heads(shared: bool) -> None:
 def test_nothing_is_left_to_the_mean_value_where_everything_is_chosen() -> None:
     layer = small_layer(middle=50)
     selector = SparQ(mean_value=True).prepare(_with_values(layer))
-    selection = selector.select(asked(layer.queries, normal(1, 2, 3, TAIL)), Budget(1.0))
-    assert bool((selection.replacements[0].log_counts == -torch.inf).all())
+    selection = selector.select(as_queries(layer.queries, normal(1, 2, 3, TAIL)), Budget(1.0))
+    assert bool((selection.attended_segments()[0].log_counts == -torch.inf).all())
 
 
 def test_channels_of_all_keys_and_two_mean_rows_are_read() -> None:
@@ -139,11 +139,11 @@ def test_channels_of_all_keys_and_two_mean_rows_are_read() -> None:
         selections = [
             SparQ(channels=channels, mean_value=mean)
             .prepare(_with_values(layer))
-            .select(asked(layer.queries), Budget(9))
+            .select(as_queries(layer.queries), Budget(9))
             for mean in (False, True)
         ]
         scanned = 80 * min(channels, 16) / 16
-        assert [one.index_rows for one in selections] == [scanned, scanned + 2]
+        assert [one.cost.index_rows for one in selections] == [scanned, scanned + 2]
 
 
 def test_no_channel_at_all_is_refused() -> None:

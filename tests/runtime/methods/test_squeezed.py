@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.small_layer import SmallLayer, all_chosen, asked, most_children, small_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -15,7 +15,7 @@ from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.interface import Selection
+from sparsekv.runtime.selection.selection import Selection
 
 FLAT, HIERARCHICAL = Squeezed("flat"), Squeezed("hierarchical")
 BY_THRESHOLD = Squeezed("flat", "threshold")
@@ -37,7 +37,7 @@ def _select(
     layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = False
 ) -> tuple[ClusterSelector, Selection]:
     selector = method.prepare(layer.context)
-    return selector, selector.select(asked(layer.queries, shared=shared), budget)
+    return selector, selector.select(as_queries(layer.queries, joint=shared), budget)
 
 
 def _chosen(layer: SmallLayer, method: Squeezed, budget: Budget, shared: bool = False) -> list[list[list[int]]]:
@@ -71,8 +71,8 @@ def test_chosen_tokens_are_distinct_and_exactly_the_budget(
         lookup = "flat"
     selector, selection = _select(layer, Squeezed(lookup), budget, shared)
     wanted = budget.tokens(layer.split.middle)
-    assert selection.starts.shape[1] == (1 if shared else layer.queries.shape[2])
-    assert selection.capacity >= wanted
+    assert selection.rows.starts.shape[1] == (1 if shared else layer.queries.shape[2])
+    assert selection.rows.capacity >= wanted
     for of_head in all_chosen(selection, selector):
         for tokens in of_head:
             assert len(tokens) == len(set(tokens)) == wanted
@@ -124,7 +124,7 @@ def test_with_one_token_a_cluster_the_choice_is_the_oracles(
     selector = FLAT.prepare(layer.context)
     other = torch.randn(layer.queries.shape[:3]) if group == 1 else None
     oracle = OracleSelector(layer.context)
-    best = oracle.select(asked(layer.queries, other), budget)
+    best = oracle.select(as_queries(layer.queries, other), budget)
     for ours, theirs in zip(all_chosen(selection, selector), all_chosen(best, oracle), strict=True):
         assert [set(tokens) for tokens in ours] == [set(tokens) for tokens in theirs]
 
@@ -172,7 +172,7 @@ def test_a_threshold_keeps_its_share_of_the_calibration_queries(
     layer = small_layer(middle=400, levels=levels)
     layer = replace(layer, queries=layer.queries[:, :, : layer.split.tail // 2])
     _, selection = _select(layer, Squeezed(lookup, "threshold"), Budget(share))
-    kept = selection.lengths.sum(-1).double() / layer.split.middle
+    kept = selection.rows.lengths.sum(-1).double() / layer.split.middle
     assert float(kept.mean()) == pytest.approx(share, abs=0.01)
     assert float(kept.std()) > 0
 
@@ -187,7 +187,7 @@ def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
     _, selection = _select(layer, Squeezed("hierarchical", "threshold"), Budget(0.1))
     best = _scores(layer, 1, shared=False).argmax(-1)
     children = torch.stack([torch.bincount(parent, minlength=40) for parent in layer.context.tensors["level0.parent"]])
-    assert torch.equal(torch.as_tensor(selection.index_rows), 20 + 40 + children.gather(1, best))
+    assert torch.equal(torch.as_tensor(selection.cost.index_rows), 20 + 40 + children.gather(1, best))
 
 
 def test_a_question_is_looked_up_by_the_threshold_for_questions() -> None:
@@ -207,7 +207,7 @@ def test_uneven_clusters_never_leave_a_hierarchical_choice_short() -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05), repeated=160)
     assert int(layer.context.tensors["level0.counts"].max()) >= 160
     _, selection = _select(layer, HIERARCHICAL, Budget(0.25))
-    assert bool((selection.lengths.sum(-1) == 50).all())
+    assert bool((selection.rows.lengths.sum(-1) == 50).all())
 
 
 def test_no_token_is_chosen_twice_where_what_is_opened_has_fewer_children_than_slots() -> None:
@@ -229,7 +229,7 @@ def test_no_token_is_chosen_twice_where_what_is_opened_has_fewer_children_than_s
     context = replace(small_layer().context, tensors=tensors, calibration={"decode": {"flat": {}, "hierarchical": {}}})
     query = torch.ones(1, 1, 1, 1)
     selector = HIERARCHICAL.prepare(context)
-    selection = selector.select(asked(query), Budget(10))
+    selection = selector.select(as_queries(query), Budget(10))
     tokens = all_chosen(selection, selector)[0][0]
     assert tokens[:4] == [0, 1, 2, 3]
     assert len(set(tokens)) == 10
@@ -240,10 +240,10 @@ def test_no_token_is_chosen_twice_where_what_is_opened_has_fewer_children_than_s
 def test_rows_read_are_the_centroids_that_were_scored(shared: bool) -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05))
     _, flat = _select(layer, FLAT, Budget(0.05), shared)
-    assert flat.index_rows == 40
+    assert flat.cost.index_rows == 40
     _, deep = _select(layer, Squeezed("hierarchical", opened=10.0), Budget(0.05), shared)
-    rows = torch.as_tensor(deep.index_rows)
-    assert rows.shape == flat.starts.shape[:2]
+    rows = torch.as_tensor(deep.cost.index_rows)
+    assert rows.shape == flat.rows.starts.shape[:2]
     # Half of the clusters, and all children of the last that was opened.
     assert bool(((rows >= 10 + 20) & (rows < 10 + 20 + most_children(layer))).all())
 

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.reference import attention_probabilities, reference_attention
 from support.small_index import build_small
-from support.small_layer import asked, chosen_tokens
+from support.small_layer import as_queries, chosen_tokens
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.decoding.open import prepare_layer
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.loki import Loki
@@ -29,7 +29,8 @@ from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import Measured, Measures, measure_layer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selection, Selector
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.selection import Selection
 
 NAMES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction", "missed_mass")
 METHODS: dict[str, tuple[str, Method]] = {
@@ -106,7 +107,7 @@ def _tail(artifact: Artifact, layer: int) -> _Tail:
 def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: str, budget: Budget) -> _Choice:
     name, parameters = METHODS[method]
     split = artifact.manifest.split
-    selector = prepare_layer(artifact, layer, name, parameters, "cpu")
+    selector = prepare_layer(artifact, layer, name, parameters, "cpu").selector
     # All that is attended anyway, by what is left of the probability: log(p / q) + log-sum-exp of the middle.
     middle = slice(split.sinks, split.sinks + split.middle)
     options = _options(artifact, layer)
@@ -116,8 +117,8 @@ def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: st
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     inside = tail.probability[..., middle].sum(-1)
     exact = logits.logsumexp(-1) + ((1 - inside) / inside).log()
-    selection = selector.select(asked(tail.queries, exact.float(), first=split.tokens - split.tail // 2), budget)
-    rows = torch.as_tensor(selection.index_rows, dtype=torch.float64).expand(selection.starts.shape[:2])
+    selection = selector.select(as_queries(tail.queries, exact.float(), first=split.tokens - split.tail // 2), budget)
+    rows = torch.as_tensor(selection.cost.index_rows, dtype=torch.float64).expand(selection.rows.starts.shape[:2])
     return selector, selection, rows
 
 

@@ -8,10 +8,10 @@ from support.small_index import build_small
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import choose_methods, methods
+from sparsekv.runtime.selection.registry import choose_methods, methods
 
 BUDGETS = [Budget(0.05), Budget(60), Budget(1.0)]
 
@@ -24,7 +24,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 
 @pytest.fixture(scope="module")
 def report(index: OpenIndex) -> RecallReport:
-    return recall_report(index.artifact, choose_methods([], ["squeezed"]), BUDGETS, Queries(index.artifact))
+    return recall_report(index.artifact, choose_methods([], ["squeezed"]), BUDGETS, MeasuredQueries(index.artifact))
 
 
 def test_there_is_one_row_for_each_choice_layer_and_head(report: RecallReport, index: OpenIndex) -> None:
@@ -103,7 +103,7 @@ def test_nothing_is_best_where_all_read_more(report: RecallReport) -> None:
 
 def test_progress_counts_indexed_layers(index: OpenIndex) -> None:
     seen: list[tuple[int, int]] = []
-    recall_report(index.artifact, ["window"], BUDGETS, Queries(index.artifact), lambda *done: seen.append(done))
+    recall_report(index.artifact, ["window"], BUDGETS, MeasuredQueries(index.artifact), lambda *done: seen.append(done))
     assert seen == [(1, 2), (2, 2)]
 
 

@@ -11,7 +11,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import Queries, seen_block, tail_block
+from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block, tail_block
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 
@@ -37,7 +37,7 @@ def test_the_queries_that_were_seen_are_the_last_of_the_middle(index: OpenIndex)
 def test_recall_is_higher_on_queries_that_were_seen(tmp_path: Path) -> None:
     whole_lists = INDEXERS | {"csattention": replace(TABLES, alpha=1.0)}
     index = build_small(tmp_path / "whole.skv", methods=whole_lists, tail=64)
-    report = recall_report(index.artifact, ["csattention", "squeezed"], [Budget(0.1)], Queries(index.artifact))
+    report = recall_report(index.artifact, ["csattention", "squeezed"], [Budget(0.1)], MeasuredQueries(index.artifact))
     rows = {row.variant or row.method: row for row in report.by() if row.method == "csattention"}
     # A centroid for each of them, and one subspace: the lists are the ranking itself, but for what float16 rounds.
     assert rows["floor"].recall_seen is not None
@@ -55,6 +55,6 @@ def test_coverage_is_of_the_lists_that_are_read(index: OpenIndex) -> None:
         row, centroids = queries[head, group, query, part], tensors["centroids"][head, part].double()
         best = (centroids @ row / centroids.norm(dim=-1)).argmax()
         named[head, query, tensors["table_tokens"][head, part, best].long() - index.split.sinks] = True
-    report = recall_report(index.artifact, ["csattention"], [Budget(1.0)], Queries(index.artifact))
+    report = recall_report(index.artifact, ["csattention"], [Budget(1.0)], MeasuredQueries(index.artifact))
     rows = [row for row in report.by("layer", "kv_head") if row.layer == 2 and row.variant == "floor"]
     assert [row.list_coverage for row in rows] == pytest.approx(named.float().mean((1, 2)).tolist())

@@ -15,6 +15,7 @@ from support.small_layer import SINKS, SmallLayer, small_layer
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.capabilities import DescribesClusters
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.distortion import relative_spreads
 
@@ -108,7 +109,7 @@ def test_biggest_clusters_come_first_with_their_tokens() -> None:
     layer = small_layer()
     context = replace(layer.context, first_token=SINKS)
     tensors = context.tensors
-    described = Squeezed.describe(context, layer.values[:, layer.middle], 5)
+    described = Squeezed.describe_clusters(context, layer.values[:, layer.middle], 5)
     assert torch.equal(described.counts, tensors["level0.counts"])
     sizes = [len(cluster.positions) for cluster in described.biggest]
     assert sizes == sorted(tensors["level0.counts"].flatten().tolist(), reverse=True)[:5]
@@ -121,4 +122,4 @@ def test_biggest_clusters_come_first_with_their_tokens() -> None:
 def test_more_clusters_than_there_are_lists_all_and_a_method_without_them_none() -> None:
     layer = small_layer(levels=(0.02,))
     assert len(_described(layer, 1000).biggest) == 2 * 4
-    assert Oracle.describe(layer.context, layer.values[:, layer.middle], 3) is None
+    assert not issubclass(Oracle, DescribesClusters)

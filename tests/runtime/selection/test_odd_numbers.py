@@ -9,18 +9,21 @@ import torch
 from support.odd_numbers import every_kind, few_kinds, logits_full_of, odd
 from support.random_tensors import normal
 from support.small_index import INDEXERS, build_small, random_ids, stepped_logits
-from support.small_layer import asked
+from support.small_layer import as_queries
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
-from sparsekv.runtime.decoding.open import OpenIndex, middle_context
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selection, methods
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.selection import Selection
 
 STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "huge": lambda rows: 3e38 * rows.sign(),
@@ -36,13 +39,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 
 
 def assert_within(chosen: Selection, middle: int) -> None:
-    ends = chosen.starts + chosen.lengths
-    assert bool((chosen.starts >= 0).all())
-    assert bool((chosen.lengths >= 0).all())
+    ends = chosen.rows.starts + chosen.rows.lengths
+    assert bool((chosen.rows.starts >= 0).all())
+    assert bool((chosen.rows.lengths >= 0).all())
     assert bool((ends <= middle).all())
-    taken = chosen.lengths.sum(-1)
-    assert bool((taken <= chosen.capacity).all())
-    assert chosen.taken is None or bool((taken == chosen.taken).all())
+    taken = chosen.rows.lengths.sum(-1)
+    assert bool((taken <= chosen.rows.capacity).all())
+    assert chosen.rows.total is None or bool((taken == chosen.rows.total).all())
 
 
 @few_kinds
@@ -50,13 +53,12 @@ def assert_within(chosen: Selection, middle: int) -> None:
 @pytest.mark.parametrize("name", methods())
 def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, stored: str, kind: str) -> None:
     artifact, store = everything.artifact, STORED[stored]
-    context = middle_context(artifact, 0, name)
-    assert context.load_values is not None
+    context = stored_context(artifact, 0, name).context
     assert context.observed is not None
-    values, middle = context.load_values(), context.keys.shape[1]
+    keys, values, middle = context.keys, context.load_values(), context.keys.shape[1]
     context = replace(
         context,
-        keys=store(context.keys),
+        load_keys=lambda: store(keys),
         tensors={key: store(one) if one.is_floating_point() else one for key, one in context.tensors.items()},
         load_values=lambda: store(values),
     )
@@ -65,18 +67,18 @@ def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, 
         selector = method.prepare(context)
         for queries, shared in ((1, False), (3, True)):
             query, exact = odd(kind, normal(0, Hk, G, queries, D), normal(1, Hk, G, queries))
-            chosen = selector.select(asked(query, exact, shared=shared, first=190), Budget(0.1))
+            chosen = selector.select(as_queries(query, exact, joint=shared, first=190), Budget(0.1))
             assert_within(chosen, middle)
-            if chosen.dropped is not None:
-                chosen.dropped()
+            if chosen.rest is not None:
+                chosen.rest.segments()
 
 
 STEPS: dict[str, tuple[Method, dict[str, Any]]] = {
     "one kernel": (Multipole(), {}),
     "guarded": (Squeezed("hierarchical"), {"guard": Guard(0.1)}),
-    "by threshold": (Squeezed(selection="threshold"), {"gauge": True}),
+    "by threshold": (Squeezed(selection="threshold"), {"measure_missed": True}),
     "centroids for the rest": (CSAttention(), {"residual": True}),
-    "from files": (CSAttention(backoff=0.5), {"placement": "disk", "ahead": True}),
+    "from files": (CSAttention(backoff=0.5), {"placement": "disk", "prefetch": True}),
     "clusters that take tokens in": (Multipole(stream=True, buffer=3), {}),
     "lists that take tokens in": (CSAttention(stream=True, buffer=3), {}),
 }

@@ -11,14 +11,17 @@ from support.small_index import plain_logits, random_ids, reopen, small_plan, st
 
 from sparsekv.formats.schema import layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers import interface as indexing_methods
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput, choose_indexers
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection import interface as runtime_methods
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Method, MiddleContext, Selection, Selector, choose_methods
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,16 @@ class LoudestSelector(Selector):
     def __init__(self, order: torch.Tensor):
         self.order = order
 
-    def select(self, asked: Asked, budget: Budget) -> Selection:
+    def select(self, queries: Queries, budget: Budget) -> Selection:
         tokens = budget.tokens(self.order.shape[1])
-        starts = self.order[:, None, :tokens].expand(-1, 1 if asked.shared else asked.query.shape[2], -1)
-        return Selection(starts, torch.ones_like(starts), tokens, 0.0)
+        starts = self.order[:, None, :tokens].expand(-1, 1 if queries.joint else queries.query.shape[2], -1)
+        return Selection(single_rows(starts), Cost(0.0))
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexing_methods, "INDEXERS", dict(indexing_methods.INDEXERS))
-    monkeypatch.setattr(runtime_methods, "METHODS", dict(runtime_methods.METHODS))
-    indexing_methods.register("loudest")(LoudestIndexer)
-    runtime_methods.register("loudest")(Loudest)
+    for registry, thing in ((indexers, LoudestIndexer), (methods, Loudest)):
+        monkeypatch.setattr(registry, "known", registry() | {"loudest": thing})
 
 
 def test_a_registered_method_is_built_opened_decoded_with_and_reported(tmp_path: Path) -> None:
@@ -73,7 +74,9 @@ def test_a_registered_method_is_built_opened_decoded_with_and_reported(tmp_path:
     answer = generate(index, few, question_ids(index, "Why?"), Sampling(max_new_tokens=4))
     assert answer.kv_fraction == pytest.approx(Budget(0.1).share(index.split.middle))
 
-    report = recall_report(index.artifact, ["loudest", "oracle"], [Budget(0.1), Budget(1.0)], Queries(index.artifact))
+    report = recall_report(
+        index.artifact, ["loudest", "oracle"], [Budget(0.1), Budget(1.0)], MeasuredQueries(index.artifact)
+    )
     rows = {(row.method, row.budget): row for row in report.by()}
     assert 0 < rows["loudest", 0.1].recall < 1
     assert rows["loudest", 0.1].attention_mass < rows["oracle", 0.1].attention_mass

@@ -14,13 +14,13 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step, tokens_represented
 from support.small_index import build_small
-from support.small_layer import SmallLayer, asked, small_layer
+from support.small_layer import SmallLayer, as_queries, small_layer
 from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.decoding.open import prepare_layer, residual_source
+from sparsekv.runtime.decoding.prepare import prepare_layer, residual_source
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
@@ -62,7 +62,7 @@ def _with_residual(layer: SmallLayer, method: Method) -> Selector:
 
 def _by_own_clusters(layer: SmallLayer, method: Method) -> Selector:
     selector = method.prepare(layer.context)
-    assert selector.replace_by_own_clusters()
+    assert selector.replace_by_own()
     return selector
 
 
@@ -108,7 +108,7 @@ def test_the_residual_of_one_methods_choice_can_be_in_the_clusters_of_another(qu
     method = Squeezed("flat", selection)
     selector = ResidualSelector(method.prepare(layer.context), residual_clusters(other.context.tensors))
     step = Step(layer, selector, EVEN, queries=queries)
-    assert 0 < int(step.selection.lengths.sum()) < layer.split.middle
+    assert 0 < int(step.selection.rows.lengths.sum()) < layer.split.middle
     assert_close(step.output, step.expected(tensors=other.context.tensors), 1e-5)
 
 
@@ -133,7 +133,7 @@ def test_a_hierarchy_with_everything_open_replaces_as_the_flat_lookup(levels: tu
         Step(layer, _by_own_clusters(layer, Squeezed(lookup, "threshold")), EVEN, queries=queries)
         for lookup in ("flat", "hierarchical")
     ]
-    assert int(steps[0].selection.lengths.sum()) < 2 * layer.split.middle
+    assert int(steps[0].selection.rows.lengths.sum()) < 2 * layer.split.middle
     for step in steps:
         assert_close(step.output, step.expected(), 1e-5)
 
@@ -148,7 +148,7 @@ def test_a_choice_by_threshold_leaves_no_token_without_one_that_stands_for_it(
 ) -> None:
     layer = small_layer(seed, levels=levels, repeated=40)
     selector = _by_own_clusters(layer, Squeezed("hierarchical" if levels[1:] else "flat", "threshold"))
-    selection = selector.select(asked(layer.queries), Budget(share))
+    selection = selector.select(as_queries(layer.queries), Budget(share))
     counted = tokens_represented(selection)
     assert_close(counted, torch.full_like(counted, layer.split.middle), 1e-5)
 
@@ -181,8 +181,8 @@ def test_rows_read_are_the_methods_own_and_both_centroids_of_every_cluster(metho
 def test_squeezed_reads_a_value_centroid_more_for_each_key_centroid(lookup: str) -> None:
     layer = small_layer(middle=200, levels=(0.2, 0.05))
     step = Step(layer, _by_own_clusters(layer, Squeezed(lookup)), Budget(10))
-    chosen = Squeezed(lookup).prepare(layer.context).select(asked(step.query), Budget(10))
-    looked_at = float(torch.as_tensor(chosen.index_rows).expand(2, 1).sum())
+    chosen = Squeezed(lookup).prepare(layer.context).select(as_queries(step.query), Budget(10))
+    looked_at = float(torch.as_tensor(chosen.cost.index_rows).expand(2, 1).sum())
     assert step.sparse.read.total() == 2 * (2 * 10) + 2 * looked_at
 
 
@@ -191,7 +191,7 @@ def test_the_fewest_centroids_are_lent(tmp_path: Path, squeezed: float, multipol
     indexers = {"squeezed": SqueezedIndexer(levels=(squeezed,)), "multipole": MultipoleIndexer(levels=(multipole,))}
     index = build_small(tmp_path / "both.skv", methods=indexers)
     assert residual_source(index.artifact) == lender
-    selector = prepare_layer(index.artifact, 0, "quest", Quest(), "cpu", residual=True)
+    selector = prepare_layer(index.artifact, 0, "quest", Quest(), "cpu", residual=True).selector
     assert isinstance(selector, ResidualSelector)
     lent = index.artifact.method_tensors(lender, 0)["level0.value_centroids"]
     assert torch.equal(selector.clusters.values, lent)

@@ -11,7 +11,7 @@ from support.choices import assert_best, recorded_choices
 from support.random_tensors import normal
 from support.reference import attention_probabilities
 from support.small_index import build_small, random_ids, stepped_logits
-from support.small_layer import SmallLayer, all_chosen, asked, small_layer
+from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
 from support.tiny_models import build_tiny, tiny_tokenizer
 from transformers import LlamaConfig
 
@@ -20,22 +20,24 @@ from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.reporting.queries import Queries
+from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, LayerPlace, Selector
+from sparsekv.runtime.selection.context import LayerPosition
+from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.layer_sharing import LayerSharing
+from sparsekv.runtime.selection.queries import Queries
 
 properties = settings(max_examples=15, deadline=None)
 every_method = pytest.mark.parametrize("method", [TidalDecode(), LessIsMore()], ids=["tidaldecode", "lessismore"])
 Chosen = list[list[list[int]]]
 
 
-def _at(layer: SmallLayer, method: LayerSharing, number: int, layers: int, board: dict[str, Any]) -> Selector:
-    return method.prepare(replace(layer.context, place=LayerPlace(number, layers, board)))
+def _at(layer: SmallLayer, method: LayerSharing, number: int, layers: int, shared: dict[str, Any]) -> Selector:
+    return method.prepare(replace(layer.context, position=LayerPosition(number, layers, shared)))
 
 
-def _choose(selector: Selector, one: Asked, budget: int) -> Chosen:
+def _choose(selector: Selector, one: Queries, budget: int) -> Chosen:
     return all_chosen(selector.select(one, Budget(budget)), selector)
 
 
@@ -61,36 +63,36 @@ def _probability(layer: SmallLayer, query: torch.Tensor, exact: torch.Tensor) ->
 def test_the_first_layers_and_those_that_choose_attend_to_everything(
     method: LayerSharing, layers: int, select: int, full: list[int]
 ) -> None:
-    layer, board = small_layer(middle=30), dict[str, Any]()
-    for one in (asked(layer.queries), asked(layer.queries, shared=True)):
+    layer, shared = small_layer(middle=30), dict[str, Any]()
+    for one in (as_queries(layer.queries), as_queries(layer.queries, joint=True)):
         for number in range(layers):
-            selector = _at(layer, replace(method, select_layer=select), number, layers, board)
+            selector = _at(layer, replace(method, select_layer=select), number, layers, shared)
             selection = selector.select(one, Budget(4))
             wanted = 30 if number in full else 4
-            assert selection.lengths.sum(-1).unique().tolist() == [wanted]
-            assert selection.index_rows == 0
-            assert selection.starts.shape[:2] == (2, 1 if one.shared else 32)
+            assert selection.rows.lengths.sum(-1).unique().tolist() == [wanted]
+            assert selection.cost.index_rows == 0
+            assert selection.rows.starts.shape[:2] == (2, 1 if one.joint else 32)
 
 
 @properties
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 70), shared=st.booleans())
 def test_tidaldecode_takes_what_the_layer_before_attends_to_most(seed: int, budget: int, shared: bool) -> None:
     """Whatever the layer's own keys and queries are."""
-    layer, later, board = small_layer(seed, middle=60), small_layer(seed + 1, middle=60), dict[str, Any]()
+    layer, later, shared = small_layer(seed, middle=60), small_layer(seed + 1, middle=60), dict[str, Any]()
     exact = 2 * normal(seed, *layer.queries.shape[:3])
-    _at(layer, TidalDecode(), 2, 6, board).select(asked(layer.queries, exact, shared=shared), Budget(1))
+    _at(layer, TidalDecode(), 2, 6, shared).select(as_queries(layer.queries, exact, joint=shared), Budget(1))
     probability = _probability(layer, layer.queries, exact).mean(1)
     probability = probability.mean(1, keepdim=True) if shared else probability
     for number in (3, 5):
-        chosen = _choose(_at(later, TidalDecode(), number, 6, board), asked(later.queries, shared=shared), budget)
+        chosen = _choose(_at(later, TidalDecode(), number, 6, shared), as_queries(later.queries, joint=shared), budget)
         assert_best(chosen, probability, min(budget, 60))
 
 
 @every_method
 def test_each_batch_and_each_choice_replaces_no_other_but_its_own(method: LayerSharing) -> None:
-    layer, board = small_layer(middle=50), dict[str, Any]()
-    selecting, taking = (_at(layer, method, number, 6, board) for number in (2, 3))
-    parts = [replace(asked(layer.queries[:, :, start : start + 8]), batch=start // 8) for start in (0, 8)]
+    layer, shared = small_layer(middle=50), dict[str, Any]()
+    selecting, taking = (_at(layer, method, number, 6, shared) for number in (2, 3))
+    parts = [replace(as_queries(layer.queries[:, :, start : start + 8]), batch=start // 8) for start in (0, 8)]
     for part in parts:
         selecting.select(part, Budget(9))
     first = [_choose(taking, part, 9) for part in parts]
@@ -103,11 +105,11 @@ def test_each_batch_and_each_choice_replaces_no_other_but_its_own(method: LayerS
 def test_a_layer_that_finds_no_choice_makes_its_own_and_reads_all_keys(method: LayerSharing) -> None:
     layer = small_layer(middle=50)
     alone = _at(layer, method, 4, 6, {})
-    selection = alone.select(asked(layer.queries), Budget(9))
-    assert selection.index_rows == 50
-    board = dict[str, Any]()
-    _at(layer, method, 2, 6, board).select(asked(layer.queries), Budget(9))
-    assert all_chosen(selection, alone) == _choose(_at(layer, method, 3, 6, board), asked(layer.queries), 9)
+    selection = alone.select(as_queries(layer.queries), Budget(9))
+    assert selection.cost.index_rows == 50
+    shared = dict[str, Any]()
+    _at(layer, method, 2, 6, shared).select(as_queries(layer.queries), Budget(9))
+    assert all_chosen(selection, alone) == _choose(_at(layer, method, 3, 6, shared), as_queries(layer.queries), 9)
 
 
 def _dealt(rankings: list[list[int]], tokens: int, share: float) -> set[int]:
@@ -126,25 +128,25 @@ def test_lessismore_deals_out_the_heads_rankings_beside_the_recent_tokens(seed: 
     generator = torch.Generator().manual_seed(seed)
     orders = torch.stack([torch.randperm(middle, generator=generator) for _ in range(6)]).view(2, 3, 1, middle)
     query = torch.zeros(2, 3, 1, middle).scatter_(-1, orders, torch.arange(middle, 0, -1.0).expand(2, 3, 1, -1))
-    channels = replace(layer, context=replace(layer.context, keys=torch.eye(middle).expand(2, -1, -1)))
-    method, board = LessIsMore(recent_share=share), dict[str, Any]()
-    _at(channels, method, 2, 6, board).select(asked(query), Budget(1))
-    (of_first,), (of_second,) = _choose(_at(layer, method, 3, 6, board), asked(query), budget)
+    channels = replace(layer, context=replace(layer.context, load_keys=lambda: torch.eye(middle).expand(2, -1, -1)))
+    method, shared = LessIsMore(recent_share=share), dict[str, Any]()
+    _at(channels, method, 2, 6, shared).select(as_queries(query), Budget(1))
+    (of_first,), (of_second,) = _choose(_at(layer, method, 3, 6, shared), as_queries(query), budget)
     assert of_first == of_second
     assert len(of_first) == min(budget, middle)
     assert set(of_first) == _dealt(orders.view(6, middle).tolist(), min(budget, middle), share)
 
 
 def test_a_questions_queries_weigh_by_what_they_attend_to_of_the_middle() -> None:
-    layer, board = small_layer(middle=50, G=1), dict[str, Any]()
+    layer, shared = small_layer(middle=50, G=1), dict[str, Any]()
     pair = layer.queries[:, :, :2]
     exact = torch.tensor([0.0, 60.0]).expand(2, 1, 2)
     alone = dict[str, Any]()
-    _at(layer, LessIsMore(), 2, 6, board).select(asked(pair, exact, shared=True), Budget(1))
-    _at(layer, LessIsMore(), 2, 6, alone).select(asked(pair[:, :, :1]), Budget(1))
+    _at(layer, LessIsMore(), 2, 6, shared).select(as_queries(pair, exact, joint=True), Budget(1))
+    _at(layer, LessIsMore(), 2, 6, alone).select(as_queries(pair[:, :, :1]), Budget(1))
     both, first = (
         _choose(_at(layer, LessIsMore(), 3, 6, where), one, 10)
-        for where, one in ((board, asked(pair, shared=True)), (alone, asked(pair[:, :, :1])))
+        for where, one in ((shared, as_queries(pair, joint=True)), (alone, as_queries(pair[:, :, :1])))
     )
     assert both == first
 
@@ -165,7 +167,7 @@ def test_each_step_of_an_answer_takes_what_that_step_chose_below(deep: OpenIndex
     for chooser, takers in ((2, (3, 4)), (5, (6,))):
         keys = deep.artifact.context(chooser)[0][:, split.sinks : split.sinks + split.middle]
         for step, choice in enumerate(layers[chooser]):
-            logits = torch.einsum("hgqd,hmd->hgqm", choice.asked.query.double(), keys.double()) * facts.softmax_scale
+            logits = torch.einsum("hgqd,hmd->hgqm", choice.queries.query.double(), keys.double()) * facts.softmax_scale
             total = torch.logaddexp(logits.logsumexp(-1), choice.exact_logsumexp.double())
             probability = (logits - total[..., None]).exp().mean((1, 2))[:, None]
             for taker in takers:
@@ -180,7 +182,7 @@ def test_a_report_follows_the_layers(deep: OpenIndex, at_once: int | None, monke
     split, heads, tokens = deep.split, 4, 30
     if at_once is not None:
         monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", at_once * heads * split.tokens)
-    report = recall_report(deep.artifact, ["tidaldecode"], [Budget(10), Budget(tokens)], Queries(deep.artifact))
+    report = recall_report(deep.artifact, ["tidaldecode"], [Budget(10), Budget(tokens)], MeasuredQueries(deep.artifact))
     rows = {(row.layer, row.kv_head): row for row in report.rows if row.budget_tokens == tokens}
     first = split.tokens - split.tail + split.tail // 2
     best = {}

@@ -16,11 +16,12 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.window import Window, WindowSelector
-from sparsekv.runtime.reporting.queries import Queries, tail_block
+from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
 from sparsekv.runtime.reporting.recall import Measured, measure_layer
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import MiddleContext, methods
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.budget_search import LEAST, MOST, BudgetSearch, rounded
 from sparsekv.runtime.tuning.candidates import candidates
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal
@@ -113,7 +114,7 @@ def test_what_is_found_is_what_a_report_says_and_nothing_much_cheaper_holds(inde
     assert best.calibration >= 0.7
     assert best.held_out == best.recall >= 0.68
     assert best.layer_budgets is None
-    rows = recall_report(index.artifact, [best.form.name], [Budget(best.budget)], Queries(index.artifact)).by()
+    rows = recall_report(index.artifact, [best.form.name], [Budget(best.budget)], MeasuredQueries(index.artifact)).by()
     reported = next(row for row in rows if row.variant == best.form.variant)
     assert (reported.output_error, reported.kv_fraction) == pytest.approx((best.error, best.kv_fraction))
     with torch.inference_mode():
@@ -171,7 +172,7 @@ def test_budgets_by_layer_read_less_and_are_what_a_report_says(tmp_path: Path) -
     assert list(shares) == artifact.manifest.indexed_layers
     assert found.budget == pytest.approx(fmean(shares.values()))
     budgets = [Budget(share) for share in shares.values()]
-    report = recall_report(artifact, ["squeezed"], budgets, Queries(artifact), residual=found.form.residual)
+    report = recall_report(artifact, ["squeezed"], budgets, MeasuredQueries(artifact), residual=found.form.residual)
     of_form = [row for row in report.by("layer") if row.variant == found.form.variant]
     rows = [row for row in of_form if row.layer is not None and row.budget == shares[row.layer]]
     assert len(rows) == len(shares)
@@ -184,7 +185,7 @@ class _Chained(Window):
     """Chooses nothing, and leaves something for the layers after it."""
 
     def prepare(self, context: MiddleContext) -> WindowSelector:
-        context.place.board.setdefault("before", []).append(context.place.number)
+        context.position.shared.setdefault("before", []).append(context.position.number)
         return super().prepare(context)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.random_tensors import normal
-from support.small_layer import SmallLayer, asked, small_layer, sparse_layer
+from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 from support.small_tables import tabled_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
@@ -75,10 +75,10 @@ def test_a_choice_and_a_step_are_within_the_middle(odd: str, name: str, budget: 
         tensors |= {f"level{n}.value_centroids": tensors[f"level{n}.centroids"] for n in range(2)}
     selector = METHODS[name].prepare(layer.context)
     for shared in (False, True):
-        chosen = selector.select(asked(layer.queries, shared=shared), Budget(budget))
-        assert bool(((chosen.starts >= 0) & (chosen.lengths >= 0)).all())
-        assert bool((chosen.starts + chosen.lengths <= 100).all())
-        assert bool((chosen.lengths.sum(-1) <= chosen.capacity).all())
+        chosen = selector.select(as_queries(layer.queries, joint=shared), Budget(budget))
+        assert bool(((chosen.rows.starts >= 0) & (chosen.rows.lengths >= 0)).all())
+        assert bool((chosen.rows.starts + chosen.rows.lengths <= 100).all())
+        assert bool((chosen.rows.lengths.sum(-1) <= chosen.rows.capacity).all())
     step = sparse_layer(layer, selector, Budget(budget))
     keys = normal(5, 1, len(layer.keys), 1, layer.keys.shape[2])
     step.update(keys, keys)
@@ -92,8 +92,8 @@ def test_such_clusters_stand_for_what_another_method_leaves(odd: str) -> None:
     layer = small_layer(middle=100)
     tensors["level0.value_centroids"] = tensors["level0.centroids"]
     selector = ResidualSelector(Quest(page_size=7).prepare(layer.context), residual_clusters(tensors))
-    chosen = selector.select(asked(layer.queries), Budget(30))
-    assert chosen.replacements[0].log_counts.shape[-1] == tensors["level0.counts"].shape[1]
+    chosen = selector.select(as_queries(layer.queries), Budget(30))
+    assert chosen.attended_segments()[0].log_counts.shape[-1] == tensors["level0.counts"].shape[1]
 
 
 @pytest.mark.parametrize("entries", [1, 20])
@@ -102,5 +102,5 @@ def test_lists_that_name_one_token_again_and_again(entries: int) -> None:
     tensors = layer.context.tensors
     for name, fill in (("table_tokens", layer.context.first_token + 59), ("table_scores", 1)):
         tensors[name] = torch.full_like(tensors[name][..., :1].expand(*tensors[name].shape[:3], entries), fill)
-    chosen = CSAttention().prepare(layer.context).select(asked(layer.queries), Budget(10))
-    assert bool(((chosen.starts >= 0) & (chosen.starts < 60)).all())
+    chosen = CSAttention().prepare(layer.context).select(as_queries(layer.queries), Budget(10))
+    assert bool(((chosen.rows.starts >= 0) & (chosen.rows.starts < 60)).all())

@@ -11,7 +11,7 @@ from support.random_tensors import clustered, normal
 from support.reference import assert_close, reference_attention
 from support.rotation import ROPES, turned
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import SmallLayer, asked, small_layer, sparse_layer
+from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import RopeFacts
@@ -28,7 +28,8 @@ from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.interface import Selection, Selector
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.selection import Selection
 
 HEADS, GROUP, SIZE, MIDDLE, TAIL = 2, 3, 16, 70, 32
 LEVELS = {"flat": (0.25,), "two levels": (0.25, 0.1), "three levels": (0.4, 0.2, 0.1)}
@@ -49,7 +50,7 @@ class Decoding:
 
     @property
     def selector(self) -> Selector:
-        return self.sparse.selector
+        return self.sparse.plan.selector
 
     @property
     def found(self) -> dict[str, torch.Tensor]:
@@ -81,7 +82,7 @@ class Decoding:
     def select(self, budget: Budget) -> Selection:
         """What is chosen for a random query."""
         query = normal(self.new, HEADS, GROUP, 1, SIZE)
-        return self.selector.select(asked(query), budget)
+        return self.selector.select(as_queries(query), budget)
 
     def steps(self, pieces: list[int]) -> list[torch.Tensor]:
         return [self.step(tokens) for tokens in pieces]
@@ -144,7 +145,7 @@ def test_every_token_is_in_one_row_of_its_block_or_waits(
     assert buffer <= waiting < 2 * buffer or decoding.middle == MIDDLE
     for rows, laid_out, exact in zip(
         (keys, values),
-        (decoding.sparse.middle.keys, decoding.sparse.middle.values),
+        (decoding.sparse.plan.middle.keys, decoding.sparse.plan.middle.values),
         decoding.sparse.exact_rows(),
         strict=True,
     ):
@@ -167,7 +168,7 @@ def test_counts_and_centroids_are_those_of_the_members_at_every_level(
         )
         - 1
     )
-    keys, values = decoding.sparse.middle.keys.rows, decoding.sparse.middle.values.rows
+    keys, values = decoding.sparse.plan.middle.keys.rows, decoding.sparse.plan.middle.values.rows
     kinds = {"centroids": keys, "value_centroids": values}
     if rope is not None:
         kinds["lookup_centroids"] = turned(keys, -decoding.layer.split.sinks - found["token_order"], rope)
@@ -208,12 +209,12 @@ def test_every_token_is_represented_once(name: str, share: float) -> None:
     for _ in range(12):
         decoding.steps([1] * 9)
         chosen = decoding.select(Budget(share))
-        stand_for = sum(part.log_counts.exp().sum(-1) for part in chosen.replacements)
+        stand_for = sum(part.log_counts.exp().sum(-1) for part in chosen.attended_segments())
         exact = decoding.sparse.exact_rows()[0].shape[1]
-        represented = chosen.lengths.sum(-1) + stand_for + exact
+        represented = chosen.rows.lengths.sum(-1) + stand_for + exact
         expected = torch.full_like(represented, decoding.layer.split.tokens + decoding.new)
         assert_close(represented, expected, 1e-6)
-        assert bool((chosen.lengths.sum(-1) == Budget(share).tokens(decoding.middle)).all())
+        assert bool((chosen.rows.lengths.sum(-1) == Budget(share).tokens(decoding.middle)).all())
 
 
 @every_lookup
@@ -246,8 +247,8 @@ def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: st
     used.new = 0
     assert used.found.keys() == fresh.found.keys()
     assert all(torch.equal(tensor, fresh.found[entry]) for entry, tensor in used.found.items())
-    assert torch.equal(used.sparse.middle.keys.rows, fresh.sparse.middle.keys.rows)
-    assert torch.equal(used.sparse.middle.values.rows, fresh.sparse.middle.values.rows)
+    assert torch.equal(used.sparse.plan.middle.keys.rows, fresh.sparse.plan.middle.keys.rows)
+    assert torch.equal(used.sparse.plan.middle.values.rows, fresh.sparse.plan.middle.values.rows)
     assert all(map(torch.equal, used.sparse.exact_rows(), fresh.sparse.exact_rows()))
     assert used.sparse.get_seq_length() == fresh.sparse.get_seq_length()
     assert IndexCache([used.sparse]).kv_fraction() == 0
@@ -259,7 +260,7 @@ def test_without_streaming_everything_new_stays_exact() -> None:
     decoding = _decoding(stream=False)
     decoding.steps([40, *[1] * 300])
     assert decoding.sparse.exact_rows()[0].shape[1] == decoding.layer.split.sinks + TAIL + 340
-    assert decoding.sparse.middle.used == MIDDLE
+    assert decoding.sparse.plan.middle.used == MIDDLE
 
 
 def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIndex) -> None:
@@ -273,15 +274,18 @@ def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIn
 def test_rows_before_the_open_block_are_neither_moved_nor_copied_by_an_update() -> None:
     decoding = _decoding()
     decoding.steps([TAIL, 1])
-    buffers = [decoding.sparse.middle.keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()]
-    open_row, before = decoding.selector.open_row, decoding.sparse.middle.keys.rows.clone()
+    buffers = [decoding.sparse.plan.middle.keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()]
+    open_row, before = decoding.selector.open_row, decoding.sparse.plan.middle.keys.rows.clone()
     clusters = decoding.found["level0.centroids"].clone()
     closed = int((decoding.found["starts"][0] < open_row).sum())
     decoding.steps([1] * 200)
     assert decoding.selector.open_row > open_row > 0
-    assert torch.equal(decoding.sparse.middle.keys.rows[:, :open_row], before[:, :open_row])
+    assert torch.equal(decoding.sparse.plan.middle.keys.rows[:, :open_row], before[:, :open_row])
     assert torch.equal(decoding.found["level0.centroids"][:, :closed], clusters[:, :closed])
-    assert [decoding.sparse.middle.keys.buffer.data_ptr(), decoding.found["level0.centroids"].data_ptr()] == buffers
+    assert [
+        decoding.sparse.plan.middle.keys.buffer.data_ptr(),
+        decoding.found["level0.centroids"].data_ptr(),
+    ] == buffers
 
 
 def test_kv_fraction_counts_a_growing_middle_and_what_updates_read() -> None:
@@ -339,7 +343,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
     assert_close(logits, _plain(streamed_index, tokens), 1e-4)
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
-    assert layer.selector.open_row > block_offsets(streamed_index.split.middle, 32)[-2]
+    assert layer.plan.selector.open_row > block_offsets(streamed_index.split.middle, 32)[-2]
 
 
 @pytest.mark.parametrize("lookup", ["flat", "hierarchical"])

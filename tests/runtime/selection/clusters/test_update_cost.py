@@ -45,10 +45,10 @@ def _work_of_updates(middle: int, steps: int) -> list[int]:
     before, updates = 0, []
     for step in range(steps):
         layer.update(keys[None, :, step : step + 1], values[None, :, step : step + 1])
-        query, used = normal(step, HEADS * GROUP, 1, SIZE), layer.middle.used
+        query, used = normal(step, HEADS * GROUP, 1, SIZE), layer.plan.middle.used
         with _Work() as work:
             layer.attend(AttentionCall(0, query, query, query, 0.2, None, None, None))
-        if layer.middle.used > used:
+        if layer.plan.middle.used > used:
             updates.append(work.elements - before)
         before = work.elements
     return updates

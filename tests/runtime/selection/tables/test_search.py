@@ -9,57 +9,57 @@ from support.random_tensors import normal
 from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.kernels.tables.list_ranks import ExactKeys
+from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Asked, Selection
+from sparsekv.runtime.selection.queries import InPlace, Queries
+from sparsekv.runtime.selection.selection import Selection
 from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
 
 WHOLE = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
 
 
-def asked(query: torch.Tensor, exact: torch.Tensor) -> Asked:
+def as_queries(query: torch.Tensor, exact: torch.Tensor) -> Queries:
     """One query [Hk, G, 1, D] beside exact keys [Hk, E, D], to attend in place."""
     beside = (0.3 * query[:, :, 0].float() @ exact.float().transpose(1, 2)).logsumexp(-1)[..., None]
     positions = torch.zeros(1, dtype=torch.int64, device=query.device)
-    return Asked(
+    return Queries(
         query,
         lambda: positions,
         lambda: beside,
-        shared=False,
-        counter=torch.zeros(len(query), dtype=torch.int64, device=query.device),
-        exact_keys=ExactKeys(exact),
+        joint=False,
+        in_place=InPlace(torch.zeros(len(query), dtype=torch.int64, device=query.device), ExactKeys(exact)),
     )
 
 
-def search(tabled: TabledLayer, asked: Asked, tokens: int, rerank: float) -> Selection:
+def search(tabled: TabledLayer, asked: Queries, tokens: int, rerank: float) -> Selection:
     found = ListSearch(tabled.tables, "mean", None, tabled.layer.context.facts)
-    assert asked.exact_keys is not None
-    return found.select(asked.query[:, :, 0], asked.exact_keys, tabled.layer.context.keys, tokens, rerank)
+    assert asked.in_place is not None
+    return found.select(asked.query[:, :, 0], asked.in_place.exact, tabled.layer.context.keys, tokens, rerank)
 
 
 def overlap(found: Selection, expected: Selection) -> float:
     """The smallest share of a head's choice that is in another one."""
-    pairs = zip(found.starts[:, 0].tolist(), expected.starts[:, 0].tolist(), strict=True)
+    pairs = zip(found.rows.starts[:, 0].tolist(), expected.rows.starts[:, 0].tolist(), strict=True)
     return min(len(set(one) & set(other)) / len(one) for one, other in pairs)
 
 
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 def test_it_chooses_what_the_lists_as_they_are_do(rerank: float) -> None:
     tabled = tabled_layer(2, SMALL, layer_input(2, middle=2000))
-    step = asked(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
+    step = as_queries(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
     found = search(tabled, step, 200, rerank)
     expected = CSAttention(rerank=rerank).prepare(tabled.layer.context).select(step, Budget(200))
-    assert found.starts.shape == expected.starts.shape == (2, 1, 200)
-    assert bool((found.starts.diff(dim=-1) > 0).all())
+    assert found.rows.starts.shape == expected.rows.starts.shape == (2, 1, 200)
+    assert bool((found.rows.starts.diff(dim=-1) > 0).all())
     assert overlap(found, expected) >= 0.9
-    assert found.taken == found.capacity == int(found.lengths[0].sum()) == 200
+    assert found.rows.total == found.rows.capacity == int(found.rows.lengths[0].sum()) == 200
 
 
 def test_reranked_among_everything_they_are_the_best_by_exact_logits() -> None:
     """But for those that one part in 16 does not tell apart."""
     tabled = tabled_layer(3, SMALL, layer_input(3, middle=500))
-    step = asked(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
+    step = as_queries(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
     found = search(tabled, step, 50, 10.0)
     expected = CSAttention(rerank=10.0).prepare(tabled.layer.context).select(step, Budget(50))
     assert overlap(found, expected) >= 0.95
@@ -69,11 +69,11 @@ def test_every_byte_that_a_head_reads_is_counted() -> None:
     """Half a byte of each key, in whole tiles, in a list of every subspace for every query; all centroids; and the
     candidates' keys."""
     tabled = tabled_layer(2, SMALL, layer_input(2, middle=5000))
-    step = asked(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
+    step = as_queries(tabled.layer.queries[:, :, :1], normal(1, 2, 20, 16))
     row = 16 * 4
     lists, centroids = 2 * 4 * 8192 / 2, 4 * 6 * 4 * 4
-    assert search(tabled, step, 100, 1.0).index_rows == (lists + centroids) / row
-    assert search(tabled, step, 100, 1.5).index_rows == (lists + centroids) / row + 50
+    assert search(tabled, step, 100, 1.0).cost.index_rows == (lists + centroids) / row
+    assert search(tabled, step, 100, 1.5).cost.index_rows == (lists + centroids) / row + 50
 
 
 @pytest.mark.gpu
@@ -86,8 +86,8 @@ def test_a_step_on_a_gpu(dtype: torch.dtype, rerank: float) -> None:
     keys, exact = tabled.given.keys.to(dtype), normal(1, 2, 20, 64).to(dtype)
     query = tabled.layer.queries[:, :, :1].to(dtype)
     moved = {name: tensor.to(DEVICE) for name, tensor in tabled.tensors.items()}
-    context = replace(tabled.layer.context, keys=keys.to(DEVICE), tensors=moved)
-    selector, step = CSAttention(rerank=rerank).prepare(context), asked(query.to(DEVICE), exact.to(DEVICE))
+    context = replace(tabled.layer.context, load_keys=lambda: keys.to(DEVICE), tensors=moved)
+    selector, step = CSAttention(rerank=rerank).prepare(context), as_queries(query.to(DEVICE), exact.to(DEVICE))
     selector.select(step, Budget(0.05))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -95,11 +95,11 @@ def test_a_step_on_a_gpu(dtype: torch.dtype, rerank: float) -> None:
         found, again = selector.select(step, Budget(0.05)), selector.select(step, Budget(0.05))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found.starts, again.starts)
-    near = replace(tabled, layer=replace(tabled.layer, context=replace(tabled.layer.context, keys=keys)))
-    expected = search(near, asked(query, exact), found.capacity, rerank)
+    assert torch.equal(found.rows.starts, again.rows.starts)
+    near = replace(tabled, layer=replace(tabled.layer, context=replace(tabled.layer.context, load_keys=lambda: keys)))
+    expected = search(near, as_queries(query, exact), found.rows.capacity, rerank)
     assert overlap(found, expected) >= 0.95
-    assert found.index_rows == expected.index_rows
+    assert found.cost.index_rows == expected.cost.index_rows
 
 
 def test_exact_keys_weigh_the_heads_of_a_group() -> None:
@@ -109,8 +109,8 @@ def test_exact_keys_weigh_the_heads_of_a_group() -> None:
     assert query is not None
     step = query.unflatten(0, (2, -1))[:, :, :1].clone()
     taken_by_exact = 40 * torch.nn.functional.normalize(step[:, 1], dim=-1)
-    both = search(tabled, asked(step, taken_by_exact), 40, 1.0)
-    alone = search(tabled, asked(step[:, :1], normal(1, 2, 1, 16)), 40, 1.0)
+    both = search(tabled, as_queries(step, taken_by_exact), 40, 1.0)
+    alone = search(tabled, as_queries(step[:, :1], normal(1, 2, 1, 16)), 40, 1.0)
     assert overlap(both, alone) >= 0.9
-    neither = search(tabled, asked(step, normal(1, 2, 1, 16)), 40, 1.0)
+    neither = search(tabled, as_queries(step, normal(1, 2, 1, 16)), 40, 1.0)
     assert overlap(neither, alone) < 0.8

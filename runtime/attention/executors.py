@@ -1,0 +1,179 @@
+"""How a layer attends to what is chosen: to gathered rows, to rows where they lie, or in one kernel with the choice."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.formats.pages import release_pages
+from sparsekv.kernels.attention.attention import Segment, attend, attend_once
+from sparsekv.kernels.attention.decode_attention import decode_attention
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import FusedAttention
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import InPlace, Queries
+from sparsekv.runtime.selection.selection import CentroidSegment, RowSet, Selection
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention's output [Hk, G, Q, D], and the D-sized rows that were read of the middle and its index for each KV
+    head, a number or [Hk, Q or 1]; `per_count` more for each that kernels counted."""
+
+    output: torch.Tensor
+    rows_read: torch.Tensor | float
+    per_count: int = 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Chosen rows where the model is: keys, values [Hk, R, D], which of them count, valid [Hk, 1, R], None: all, their
+    log_weights [Hk, G, Q or 1, R], and centroids of the rest, which are attended too or only tell what was left."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor | None
+    log_weights: torch.Tensor | None
+    rest: tuple[CentroidSegment, ...]
+    rest_attended: bool
+    rows_read: torch.Tensor | float
+
+    def segments(self, step: Step) -> list[Segment]:
+        """All that a step attends to: chosen rows, exact ones, centroids in the place of others."""
+        valid = None if self.valid is None else self.valid[:, None]
+        rest = self.rest if self.rest_attended else ()
+        return [
+            Segment(self.keys, self.values, valid, self.log_weights),
+            step.exact,
+            *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in rest),
+        ]
+
+
+class Executor(ABC):
+    """Lets a selector choose for a step, and attends."""
+
+    @abstractmethod
+    def attend(self, step: Step, budget: Budget) -> Attended:
+        """The step's attention, the choice included."""
+
+
+class GatherExecutor(Executor):
+    """Gathers the chosen rows, wherever the middle lies. Allocates them, and the logits.
+
+    Args:
+        search_device: where the selector is.
+        let_go: views of the index's files that the selector has looked at, to keep no page of in memory.
+        tells_rest: fetch the centroids of the rest also where they are not attended.
+    """
+
+    def __init__(
+        self,
+        selector: Selector,
+        middle: MiddleRows,
+        search_device: torch.device,
+        let_go: tuple[torch.Tensor, ...] = (),
+        *,
+        tells_rest: bool = False,
+    ):
+        self.selector, self.middle, self.search_device = selector, middle, search_device
+        self.let_go, self.tells_rest = let_go, tells_rest
+
+    def attend(self, step: Step, budget: Budget) -> Attended:
+        fetched = self.find(step.queries, budget)
+        return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+
+    def find(self, queries: Queries, budget: Budget) -> Fetched:
+        """Choose, and bring the chosen rows to the queries' device."""
+        return self.fetch(self.selector.select(queries.to(self.search_device), budget), queries.query.device)
+
+    def fetch(self, selection: Selection, device: torch.device) -> Fetched:
+        """Bring what was chosen to a device."""
+        rows, valid = selection.rows.expand()
+        weights, rest = selection.rows.log_weights, selection.rest
+        attended = rest is not None and rest.attended
+        segments = () if rest is None or not (attended or self.tells_rest) else rest.segments()
+        found = Fetched(
+            *self.middle.gather(rows.flatten(1)),
+            None if valid is None else valid.to(device),
+            None if weights is None else weights.to(device),
+            tuple(part.to(device) for part in segments),
+            attended,
+            selection.rows_read(),
+        )
+        for tensor in self.let_go:
+            release_pages(tensor)
+        return found
+
+
+class InPlaceExecutor(Executor):
+    """One query's attention by kernels, which read chosen rows where they lie; copies none of them.
+
+    Args:
+        counter: [Hk] int64, which kernels add to.
+        gather: attends to what was drawn with weights.
+    """
+
+    def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):
+        self.selector, self.middle, self.counter, self.gather = selector, middle, counter, gather
+
+    def attend(self, step: Step, budget: Budget) -> Attended:
+        count = None if step.slot is None else step.slot.count
+        asked = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count)))
+        selection, rows = self.selector.select(asked, budget), self.middle.in_place()
+        read, per_count = selection.rows_read(), selection.cost.per_count
+        if selection.rows.log_weights is not None or rows is None:
+            fetched = self.gather.fetch(selection, step.query.device)
+            return Attended(attend(step.query, fetched.segments(step), *step.how), read, per_count)
+        exact, scored = (step.keys, step.values), _scored(selection, step)
+        runs = _runs(rows, selection.rows)
+        output = decode_attention(step.query[:, :, 0], runs, exact, scored, *step.how, exact_count=count)
+        return Attended(output[:, :, None], read, per_count)
+
+
+class FusedExecutor(Executor):
+    """One query's attention on a CPU, in one kernel with its choice or in as few operations as that takes."""
+
+    def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
+        self.selector, self.middle, self.gather = selector, middle, gather
+        self.fused = selector if isinstance(selector, FusedAttention) else None
+
+    def attend(self, step: Step, budget: Budget) -> Attended:
+        query, exact, rows = step.query.squeeze(2), (step.keys, step.values), self.middle.in_place()
+        if self.fused is not None and rows is not None:
+            done = self.fused.attend_fused(query, rows, exact, budget, step.how[2])
+            if done is not None:
+                return Attended(done[0].unsqueeze(2), done[1])
+        fetched = self.gather.find(step.queries, budget)
+        scored = [part.scored for part in fetched.rest if part.scored is not None]
+        if fetched.valid is None and fetched.log_weights is None and len(scored) == len(fetched.rest):
+            output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
+            return Attended(output.unsqueeze(2), fetched.rows_read)
+        return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+
+
+def _runs(rows: Pair, chosen: RowSet) -> RunRows:
+    """Of the rows where they lie, keys and values [Hk, M, D], those that were chosen for one query."""
+    if chosen.indices is not None:
+        # What is known here is not waited for on the device.
+        used = None if chosen.total == chosen.capacity else chosen.indices.used
+        return RunRows(*rows, chosen.indices.rows, None, chosen.capacity, used, chosen.indices.queue)
+    lengths = chosen.run_lengths
+    ends = None if lengths is None else lengths.cumsum(-1, dtype=torch.int32)[:, 0]
+    return RunRows(*rows, chosen.starts[:, 0], ends, chosen.capacity)
+
+
+def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
+    """The centroids that are attended in the place of the rest, with the logits of one query."""
+    if selection.rest is not None and selection.rest.in_place is not None:
+        return selection.rest.in_place
+    return tuple(part.scored or _score(part, step) for part in selection.attended_segments())
+
+
+def _score(part: CentroidSegment, step: Step) -> ScoredCentroids:
+    logits = attention_logits(step.query, part.keys, *step.how[:2])[:, :, 0]
+    return ScoredCentroids(logits, part.log_counts[:, 0], part.values)

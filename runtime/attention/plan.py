@@ -1,0 +1,116 @@
+"""How one layer of an open index attends: decided once, from what its selector can do and what the user asked for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.runtime.attention.append import Appender
+from sparsekv.runtime.attention.executors import FusedExecutor, GatherExecutor, InPlaceExecutor
+from sparsekv.runtime.attention.guard import MissedMeter
+from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, Policy, Prefetching
+from sparsekv.runtime.attention.prefetch import Prefetcher
+from sparsekv.runtime.attention.question import QuestionSearch
+from sparsekv.runtime.cache.kv_store import MiddleRows
+from sparsekv.runtime.cache.read_rows import ReadRows
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import Appendable, GraphState
+from sparsekv.runtime.selection.interface import Selector
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What a user asked for, for one layer.
+
+    Args:
+        prefetch: search for the next decode step's rows while this one is attended to.
+        meter: keeps account of how much attention a choice leaves; its guard, if it has one, sets a limit.
+        search_device: where the selector is; None: where the model is.
+        let_go: views of the index's files that the selector looks at, to keep no page of in memory.
+        question: what a question's tokens attend to, where the selector does not choose for these.
+    """
+
+    prefetch: bool = False
+    meter: MissedMeter | None = None
+    search_device: torch.device | None = None
+    let_go: tuple[torch.Tensor, ...] = ()
+    question: QuestionSearch | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What attends to a decode step (`decode`; `captured`, where its row lies in a slot) and to a question's tokens
+    (`prefill`), what takes tokens in, and what they share."""
+
+    selector: Selector
+    middle: MiddleRows
+    read: ReadRows
+    budget: Budget
+    decode: Policy
+    captured: Policy
+    prefill: Policy
+    appender: Appender | None
+    prefetcher: Prefetcher | None
+    meter: MissedMeter | None
+    steps_alike: bool
+    graph: GraphState | None
+
+    def graph_state(self) -> int | None:
+        """None: a decode step, captured, stands for no other; else another number when steps read other tensors."""
+        if not self.steps_alike:
+            return None
+        return 0 if self.graph is None else self.graph.graph_state()
+
+
+def plan_layer(
+    selector: Selector,
+    middle: MiddleRows,
+    facts: LayerFacts,
+    sinks: int,
+    budget: Budget,
+    heads: int,
+    device: torch.device,
+    options: LayerOptions,
+) -> LayerPlan:
+    """Pick executors and policies.
+
+    Args:
+        sinks: how many of the exact rows come before the middle.
+        heads: KV heads, Hk.
+        device: the model's.
+    """
+    read, meter = ReadRows(heads, device), options.meter
+    where = options.search_device or device
+    gather = GatherExecutor(selector, middle, where, options.let_go, tells_rest=meter is not None)
+    prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
+    appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
+    appender = None if appendable is None else Appender(appendable, middle, sinks, read, where, prefetcher)
+    gathering, reachable = Direct(gather, budget, middle, read), middle.in_place() is not None
+    decode: Policy = gathering
+    captured: Policy = gathering
+    prefill: Policy = gathering
+    if meter is not None:
+        decode = captured = prefill = Measured(gather, prefetcher, budget, facts, meter, middle, read)
+    elif prefetcher is not None:
+        decode = captured = Prefetching(prefetcher, middle, read)
+    elif reachable:
+        in_place = Direct(InPlaceExecutor(selector, middle, read.by_kernels, gather), budget, middle, read)
+        decode = captured = in_place
+    if meter is None and prefetcher is None and device.type != "cuda":
+        decode = Direct(FusedExecutor(selector, middle, gather), budget, middle, read)
+    if options.question is not None:
+        prefill = ChunkedPrefill(options.question, gather, middle, read)
+    return LayerPlan(
+        selector=selector,
+        middle=middle,
+        read=read,
+        budget=budget,
+        decode=decode,
+        captured=captured,
+        prefill=prefill,
+        appender=appender,
+        prefetcher=prefetcher,
+        meter=meter,
+        steps_alike=reachable and meter is None and prefetcher is None and appender is None,
+        graph=selector if isinstance(selector, GraphState) else None,
+    )

@@ -1,0 +1,148 @@
+"""When a layer chooses, and for what: at once, a step ahead, within a limit on what is missed, or chunk by chunk."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
+from sparsekv.runtime.attention.executors import Executor, Fetched, GatherExecutor
+from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
+from sparsekv.runtime.attention.prefetch import Prefetcher
+from sparsekv.runtime.attention.question import QuestionSearch
+from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.cache.kv_store import MiddleRows
+from sparsekv.runtime.cache.read_rows import ReadRows
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import ObservesQuestion
+from sparsekv.runtime.selection.queries import Queries
+
+Find = Callable[[Queries, Budget], Fetched]
+
+
+class Policy(ABC):
+    """Attends to one step of a layer, and counts what was read where it is a decode step."""
+
+    def __init__(self, middle: MiddleRows, read: ReadRows):
+        self.middle, self.read = middle, read
+
+    @abstractmethod
+    def attend(self, step: Step) -> torch.Tensor:
+        """[Hk, G, Q, D]."""
+
+    def count(self, step: Step, rows: torch.Tensor | float) -> None:
+        """Count D-sized rows of each KV head, a number or [Hk, Q or 1]."""
+        if not step.joint:
+            self.read.add(rows, self.middle.used)
+
+
+class Direct(Policy):
+    """Chooses and attends at once."""
+
+    def __init__(self, executor: Executor, budget: Budget, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.executor, self.budget = executor, budget
+
+    def attend(self, step: Step) -> torch.Tensor:
+        attended = self.executor.attend(step, self.budget)
+        self.count(step, attended.rows_read)
+        if attended.per_count:
+            self.read.per_count = attended.per_count
+        return attended.output
+
+
+class Prefetching(Policy):
+    """Attends to what the step before chose, and searches for the next step's rows meanwhile."""
+
+    def __init__(self, prefetcher: Prefetcher, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.prefetcher = prefetcher
+
+    def attend(self, step: Step) -> torch.Tensor:
+        fetched = self.prefetcher.next(step.queries)
+        self.count(step, fetched.rows_read)
+        return attend(step.query, fetched.segments(step), *step.how)
+
+
+class Measured(Policy):
+    """Keeps account of the attention that each choice leaves; a guard lets no head leave too much.
+
+    Args:
+        prefetcher: finds a decode step's rows at its own budget; None: they are found when they are asked for.
+    """
+
+    def __init__(
+        self,
+        gather: GatherExecutor,
+        prefetcher: Prefetcher | None,
+        budget: Budget,
+        facts: LayerFacts,
+        meter: MissedMeter,
+        middle: MiddleRows,
+        read: ReadRows,
+    ):
+        super().__init__(middle, read)
+        self.gather, self.prefetcher, self.budget, self.facts, self.meter = gather, prefetcher, budget, facts, meter
+
+    def attend(self, step: Step) -> torch.Tensor:
+        outcome = self._outcome(step, self.meter.guard)
+        self.meter.add(outcome)
+        self.count(step, outcome.attempt.rows)
+        return outcome.attempt.results[0].transpose(1, 2)
+
+    def _outcome(self, step: Step, guard: Guard | None) -> Outcome:
+        if guard is not None:
+            return guard.enforce(
+                lambda budget: self._attempt(step, budget),
+                lambda heads: self._dense(step, heads),
+                self.budget,
+                self.middle.used,
+            )
+        attempt = self._attempt(step, self.budget)
+        nowhere = torch.zeros_like(attempt.missed, dtype=torch.bool)
+        return Outcome(attempt, nowhere, nowhere)
+
+    def _attempt(self, step: Step, budget: Budget) -> Attempt:
+        found = self._find(step, budget)
+        attended = attend_with_logsumexp(step.query, found.segments(step), *step.how)
+        missed = missed_share(found.rest, step.query, attended.logsumexp, self.facts, attended=found.rest_attended)
+        rows = torch.as_tensor(found.rows_read, device=missed.device).expand_as(missed)
+        return Attempt(missed, rows, (attended.output.transpose(1, 2),))
+
+    def _find(self, step: Step, budget: Budget) -> Fetched:
+        if self.prefetcher is not None and not step.joint and budget == self.budget:
+            return self.prefetcher.next(step.queries)
+        return self.gather.find(step.queries, budget)
+
+    def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
+        """Dense attention of some heads [Hk]; copies their rows of the middle."""
+        some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
+        middle = Segment(*(rows[some] for rows in self.middle.from_row(0)))
+        segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
+        output = torch.zeros_like(step.query)
+        output[some] = attend(step.query[some], segments, scale, softcap, None if sinks is None else sinks[some])
+        missed = torch.zeros_like(step.query[:, 0, :, 0], dtype=torch.float32)
+        return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
+
+
+class ChunkedPrefill(Policy):
+    """A question's tokens, chunk by chunk, by a search of their own; the decoding selector may observe them.
+
+    Args:
+        gather: brings rows of the decoding selector's layout.
+    """
+
+    def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.search, self.gather = search, gather
+        self.observer = gather.selector if isinstance(gather.selector, ObservesQuestion) else None
+
+    def attend(self, step: Step) -> torch.Tensor:
+        if self.observer is not None:
+            self.observer.observe(step.queries.to(self.gather.search_device))
+        parts = []
+        for piece in step.pieces(self.search.chunk_size):
+            found = self.gather.fetch(self.search.select(piece.queries), piece.query.device)
+            parts.append(attend(piece.query, found.segments(piece), *piece.how))
+        return torch.cat(parts, 2)

@@ -1,0 +1,84 @@
+"""Some queries of one layer, the rows that all of them attend to, and how."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from sparsekv.kernels.attention.attention import Segment, causal_mask
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
+from sparsekv.runtime.selection.queries import Queries
+
+How = tuple[float, float | None, torch.Tensor | None]
+"""Softmax scale, soft cap, sink logits [Hk, G]."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """query [Hk, G, Q, D], of the tokens that a layer has appended last; `first` is the position of the first of them.
+
+    keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
+    each query sees; None: all that there are. With a `slot` only the device knows how many these are, and the position.
+    `unstored`: the position of a token less its row, for those after the stored ones.
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None
+    first: int
+    slot: Slot | None
+    unstored: int
+    joint: bool
+    how: How
+
+    @cached_property
+    def queries(self) -> Queries:
+        """What a selector is asked."""
+        return Queries(self.query, self._positions, self._exact_logsumexp, self.joint)
+
+    @cached_property
+    def exact(self) -> Segment:
+        """The rows that are attended whatever is chosen."""
+        return Segment(self.keys, self.values, self._seen())
+
+    def pieces(self, size: int) -> Iterator["Step"]:
+        """The same, so many queries at a time; each piece has one choice."""
+        for start in range(0, self.query.shape[2], size):
+            piece = slice(start, start + size)
+            mask = None if self.mask is None else self.mask[piece]
+            yield replace(self, query=self.query[:, :, piece], mask=mask, first=self.first + start)
+
+    def _seen(self) -> torch.Tensor | None:
+        if self.slot is None:
+            return self.mask
+        return torch.arange(self.keys.shape[1], device=self.keys.device)[None] < self.slot.count
+
+    def _exact_logsumexp(self) -> torch.Tensor:
+        logits, seen = attention_logits(self.query, self.keys, *self.how[:2]), self._seen()
+        return (logits if seen is None else logits.masked_fill(~seen, -torch.inf)).logsumexp(-1)
+
+    def _positions(self) -> torch.Tensor:
+        if self.slot is not None:
+            return self.slot.row + self.unstored
+        return torch.arange(self.first, self.first + self.query.shape[2], device=self.keys.device)
+
+
+def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
+    """A call to a layer, whose queries [Hq, Q, D] it has appended already."""
+    keys, values = layer.exact_rows()
+    Hk, queries = keys.shape[0], call.query.shape[1]
+    return Step(
+        query=call.query.view(Hk, -1, *call.query.shape[1:]),
+        keys=keys,
+        values=values,
+        mask=None if queries == 1 else causal_mask(queries, layer.used, None, keys.device),
+        first=layer.get_seq_length() - queries,
+        slot=layer.slot,
+        unstored=layer.stored - layer.first,
+        joint=queries > 1,
+        how=(call.softmax_scale, call.softcap, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)),
+    )

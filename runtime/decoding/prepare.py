@@ -1,0 +1,127 @@
+"""Making a method ready for one layer of an index: what it selects from, and what stands for what it leaves."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
+from sparsekv.formats.values import check_values
+from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
+from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+
+
+@dataclass(frozen=True)
+class StoredContext:
+    """What a method selects from in one layer of an index, and the views of the index's files that lie in it."""
+
+    context: MiddleContext
+    mapped: tuple[torch.Tensor, ...]
+
+
+def stored_context(
+    artifact: Artifact,
+    layer: int,
+    name: str,
+    device: torch.device | str = "cpu",
+    shared: dict[str, Any] | None = None,
+) -> StoredContext:
+    """Read what the method called `name` built for one layer; keys and values are read when they are asked for.
+
+    Args:
+        shared: the state of all layers that are used together; a new one by default.
+    """
+    manifest = artifact.manifest
+    keys, values = artifact.context(layer)
+    record = manifest.methods.get(name) if methods()[name].needs_index else None
+    stored = {} if record is None else artifact.method_tensors(name, layer)
+    tensors = {key: tensor.to(device) for key, tensor in stored.items()}
+    check_values(tensors, manifest.split, f"layer {layer} of {name} of {artifact.folder}")
+    if "token_order" in tensors:
+        tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
+    split, indexed = manifest.split, manifest.indexed_layers
+    middle = slice(split.sinks, split.sinks + split.middle)
+    observed = artifact.queries(layer)["tail"][:, : split.tail // 2]
+    context = MiddleContext(
+        load_keys=lambda: keys[:, middle].to(device),
+        load_values=lambda: values[:, middle].to(device),
+        facts=manifest.layers[layer],
+        tensors=tensors,
+        calibration={} if record is None else record.calibration,
+        parameters={} if record is None else record.parameters,
+        first_token=split.sinks,
+        observed=observed.unflatten(0, (len(keys), -1)).to(device),
+        position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
+    )
+    return StoredContext(context, (keys, *stored.values()) if torch.device(device).type == "cpu" else ())
+
+
+@dataclass(frozen=True)
+class PreparedLayer:
+    """A selector, what it was made ready with, and the views of the index's files that it may look at."""
+
+    selector: Selector
+    context: MiddleContext
+    mapped: tuple[torch.Tensor, ...]
+
+
+def prepare_layer(
+    artifact: Artifact,
+    layer: int,
+    name: str,
+    method: Method,
+    device: torch.device | str,
+    *,
+    residual: bool = False,
+    shared: dict[str, Any] | None = None,
+) -> PreparedLayer:
+    """A method made ready for one layer of an index.
+
+    Args:
+        residual: centroids stand for what the method leaves: its own, or those of another method of the index.
+        shared: the state of all layers that are used together; a new one by default.
+
+    Raises:
+        UsageError: no method of the index has value centroids, or the method takes in tokens that these do not hold.
+    """
+    stored = stored_context(artifact, layer, name, device, shared)
+    try:
+        selector = method.prepare(stored.context)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        # Parameters and calibration are a method's own: it alone can tell that a manifest's are not.
+        raise ArtifactError(
+            f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
+        ) from error
+    if not residual or method.replaces() or (isinstance(selector, OwnCentroids) and selector.replace_by_own()):
+        return PreparedLayer(selector, stored.context, stored.mapped)
+    if isinstance(selector, Appendable) and selector.append_size:
+        raise UsageError(
+            f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
+            "them stay exact"
+        )
+    lender = stored_context(artifact, layer, residual_source(artifact), device)
+    replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
+    return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
+
+
+def residual_source(artifact: Artifact) -> str:
+    """Name of the method of an index with the fewest value centroids, so that they cost least to read.
+
+    Raises:
+        UsageError: none has any.
+    """
+    manifest = artifact.manifest
+    first_layers = {name: manifest.files[layer_file(name, manifest.indexed_layers[0])] for name in manifest.methods}
+    key = "level0.value_centroids"
+    found = {name: file.tensors[key].shape[1] for name, file in first_layers.items() if key in file.tensors}
+    if not found:
+        raise UsageError(
+            "--residual needs clusters with value centroids, and the index has none: build it with --method multipole"
+        )
+    return min(found, key=lambda name: found[name])

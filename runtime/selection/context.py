@@ -1,0 +1,50 @@
+"""What a method is made ready with: one layer of a stored context, and what its indexer built for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+
+
+@dataclass(frozen=True)
+class LayerPosition:
+    """Where a layer stands among those that are indexed, counted from 0, and how many there are.
+
+    `shared` is the state that all layers share which are used together, one for each cache or report: what a layer
+    leaves there under a name of its own, the layers after it find.
+    """
+
+    number: int = 0
+    layers: int = 1
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MiddleContext:
+    """One layer's middle, how the layer attends, and the tensors of a method's indexer, with its calibration and
+    parameters.
+
+    `load_keys()` and `load_values()` read keys and values [Hk, M, D] in order of position to the device where the
+    tensors are. Token positions in the tensors are counted from the first middle token, whose own position in the
+    prompt is `first_token`. `observed` [Hk, G, W, D] are the last of the prompt's queries that a method may learn from:
+    the half of the held-out tail that no report measures on.
+    """
+
+    load_keys: Callable[[], torch.Tensor]
+    load_values: Callable[[], torch.Tensor]
+    facts: LayerFacts
+    tensors: dict[str, torch.Tensor]
+    calibration: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    first_token: int = 0
+    observed: torch.Tensor | None = None
+    position: LayerPosition = field(default_factory=LayerPosition)
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """[Hk, M, D], read when they are first asked for and kept."""
+        return self.load_keys()
