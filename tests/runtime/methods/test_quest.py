@@ -97,9 +97,9 @@ def test_kernels_choose_pages_of_the_highest_bounds(budget: int, softcap: float 
     selection = selector.select(as_queries(query.cuda()), Budget(budget))
     assert selection.rows.indices is not None
     assert selection.rows.total == min(budget, 333)
-    lengths, of_pages = selection.rows.lengths[:, 0].cpu(), selector.rows.lengths.cpu()
+    lengths, of_pages = selection.rows.lengths[:, 0].cpu(), selector.lengths.cpu()
     scores = scores_from_logits(selector.bounds(query.cuda()).cpu(), of_pages[:, None, None])[:, 0]
-    members, _ = expand_runs(selector.rows.starts.cpu(), lengths, budget)
+    members, _ = expand_runs(selector.starts.cpu(), lengths, budget)
     assert torch.equal(selection.rows.indices.rows.cpu()[:, :budget].sort(-1).values, members.sort(-1).values.int())
     assert selection.rows.indices.used.tolist() == [min(budget, 333)] * 2
     assert lengths.sum(-1).tolist() == [min(budget, 333)] * 2
