@@ -58,8 +58,8 @@ def append(
     closed blocks; the command stops before any work when the index has another method, unless --rebuild is given.
 
     \b
-    sparsekv append --index manual.skv chapter2.txt
     sparsekv append --index manual.skv --rebuild chapter2.txt
+    sparsekv append --index multipole-alone.skv chapter2.txt
     git log -3 | sparsekv append --index manual.skv -
     """
     artifact = open_artifact(index)

@@ -13,6 +13,7 @@ from sparsekv.cli.benchmarking.output import print_rows
 from sparsekv.cli.benchmarking.run import Timer, check_runs, configured, machine
 from sparsekv.cli.benchmarking.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
 from sparsekv.cli.common.console import note
+from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import refuse_unused, with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption
@@ -34,7 +35,7 @@ DEFAULT_BUDGETS = ["5%", "10%"]
 RUNS = {"cpu": 20, "cuda": 50}
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_method_options(methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()})
 def bench(
     method: Annotated[

@@ -7,10 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, note_plain, progress, say
+from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.ours import check_output
 from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.documents.document import open_document
 from sparsekv.indexing.documents.prompt import encode_prompt
@@ -23,7 +26,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 _LONGEST_NAME = 255  # bytes of a file's name
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_method_options(indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
 def build_index(
     document: Annotated[str, typer.Argument(metavar="DOC", help="A text file, or - for standard input.")],
@@ -57,7 +60,8 @@ def build_index(
     """Prefill DOC once, index it, and print the index's path.
 
     An interrupted build goes on where it stopped when the same command runs again; an edited document keeps what its
-    beginning shares with the index that lies there.
+    beginning shares with the index that lies there, and that index's methods are built again with those named here. The
+    index of another document, or for another model, is left alone unless --force is given.
 
     \b
     sparsekv build-index manual.txt
@@ -72,6 +76,7 @@ def build_index(
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
     with open_document(document, whole=max_tokens is None) as text:
         folder = output or _folder_of(document)
+        check_output(folder)
         loaded = load(model, device, dtype, rope_scaling, quiet=quiet)
         prompt = encode_prompt(loaded.tokenizer, text, raw=raw, max_tokens=max_tokens, special_tokens=special_tokens)
     note_plain("the document", prompt.plain, quiet=quiet)
@@ -89,8 +94,11 @@ def build_index(
         force=force,
     )
     note(f"indexing {plan.split().tokens:,} tokens with {loaded.name}", quiet=quiet)
+    tuned = _tuned(folder)
     with progress(quiet=quiet) as show:
-        build(plan, folder, show)
+        manifest = build(plan, folder, show)
+    if tuned and manifest.defaults is None:
+        note("what `tune` found was for the index before: run `sparsekv tune` again", quiet=quiet)
     say(str(folder))
 
 
@@ -99,3 +107,11 @@ def _folder_of(document: str) -> Path:
     if len(os.fsencode(folder.name)) > _LONGEST_NAME:
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
     return folder
+
+
+def _tuned(folder: Path) -> bool:
+    """Whether a folder has an index with a default that was measured."""
+    try:
+        return read_manifest(folder).defaults is not None
+    except ArtifactError:
+        return False

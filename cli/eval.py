@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress
+from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
@@ -36,7 +37,7 @@ BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().item
 """What else has options, by the name that --help calls it."""
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_method_options(methods() | BUILDING)
 def evaluate_methods(
     document: Annotated[

@@ -15,6 +15,7 @@ from sparsekv.cli.answering.question_prefill import prefill_method, question_pre
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
 from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import with_method_options
@@ -31,6 +32,7 @@ from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import print_stats
+from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
@@ -46,7 +48,7 @@ from sparsekv.runtime.selection.registry import methods
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @with_method_options(methods())
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - reads it from stdin.")] = None,
@@ -62,19 +64,31 @@ def generate(
         typer.Option(
             help="Share (0.1, 10%) or number of the document's tokens to attend. Default: what `tune` found, or 0.1.",
             show_default=False,
+            rich_help_panel="What is attended to",
         ),
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="BUDGET-step-STEPS", help="--budget and --step in one, such as 0.15-step-4."),
+        typer.Option(
+            metavar="BUDGET-step-STEPS",
+            help="--budget and --step in one, such as 0.15-step-4.",
+            rich_help_panel="What is attended to",
+        ),
     ] = None,
     residual: Annotated[
-        bool, typer.Option("--residual", help="Let centroids stand for the tokens that the method does not choose.")
+        bool,
+        typer.Option(
+            "--residual",
+            help="Let centroids stand for the tokens that the method does not choose.",
+            rich_help_panel="What is attended to",
+        ),
     ] = False,
     guard: Annotated[
         float | None,
         typer.Option(
-            metavar="SHARE", help="Read more, then everything, for heads that leave more than this of their attention."
+            metavar="SHARE",
+            help="Read more, then everything, for heads that leave more than this of their attention.",
+            rich_help_panel="What is attended to",
         ),
     ] = None,
     prefill: Annotated[
@@ -82,23 +96,42 @@ def generate(
         typer.Option(
             metavar="dense|METHOD",
             help="What the question's tokens attend to. Default: what --method chooses for them.",
+            rich_help_panel="What is attended to",
         ),
     ] = None,
     prefill_budget: Annotated[
         str | None,
-        typer.Option(help=f"Tokens that a chunk of the question attends to. Default: {QUESTION_BUDGET}."),
+        typer.Option(
+            help=f"Tokens that a chunk of the question attends to. Default: {QUESTION_BUDGET}.",
+            rich_help_panel="What is attended to",
+        ),
     ] = None,
     placement: Annotated[
-        str, typer.Option(metavar="|".join(PLACEMENTS), help="Where the document's keys and values lie.")
+        str,
+        typer.Option(
+            metavar="|".join(PLACEMENTS),
+            help="Where the document's keys and values lie.",
+            rich_help_panel="Where the document lies",
+        ),
     ] = "device",
     ahead: Annotated[
-        bool, typer.Option("--ahead", help="Search for a step's rows during the step before, with its query.")
+        bool,
+        typer.Option(
+            "--ahead",
+            help="Search for a step's rows during the step before, with its query.",
+            rich_help_panel="Where the document lies",
+        ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that hold this share.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel="Sampling")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel="Sampling")] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens that hold this share.", rich_help_panel="Sampling"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the K likeliest tokens.", rich_help_panel="Sampling")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
     special_tokens: SpecialTokensOption = False,
     save_to: Annotated[
@@ -140,6 +173,7 @@ def generate(
         raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
     if save_to is not None:
         refuse_unsavable(artifact, save_to, dtype)
+        outlive_reader()
     check_placement(placement)
     guarded = None if guard is None else Guard(guard)
     if guarded is not None:

@@ -3,14 +3,16 @@
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, progress, say, say_csv, show
+from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.method_options import configured_form, refuse_unused, with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
@@ -31,7 +33,7 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.selection.registry import choose_methods, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -47,7 +49,8 @@ TOLD = {
 BY = {"layer": "layer", "head": "kv_head"}
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
+@with_method_options(methods())
 def recall_report(
     index: IndexOption = None,
     method: Annotated[list[str] | None, typer.Option(help="A method; repeatable. Default: all that can run.")] = None,
@@ -84,6 +87,7 @@ def recall_report(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
+    **parameters: Any,
 ) -> None:
     """Compare methods and budgets by what they keep of dense attention.
 
@@ -91,13 +95,19 @@ def recall_report(
     of the attention's output; KV read what it reads of the document's keys and values, its index included; left the
     attention on what it did not choose, and by estimate as a step itself can tell; seen is recall on queries of the
     document that the method's index was built from, listed the share of the oracle's tokens that its lists name. Under
-    a --guard, more and all are the shares of heads that had to read more, or everything.
+    a --guard, more and all are the shares of heads that had to read more, or everything. With an option of a method,
+    that method is measured so, and not in the forms that are compared by default.
 
     \b
     sparsekv recall-report --index manual.skv
+    sparsekv recall-report --index manual.skv --method csattention --method quest --rerank 4
     sparsekv recall-report --index manual.skv --budget 0.05 --by layer --csv > layers.csv
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png
     """
+    if queries is None:
+        _refuse_model_options(model, device, dtype)
+    if not 0 < within <= 1:
+        raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     groups = _groups(by)
@@ -105,6 +115,9 @@ def recall_report(
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index, thorough=True)
     names = choose_methods(method or [], list(artifact.manifest.methods))
+    chosen = {name: methods()[name] for name in names}
+    refuse_unused(chosen, parameters)
+    configured = {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
     guarded = None if guard is None else Guard(guard)
     if residual:
         residual_source(artifact)
@@ -123,6 +136,7 @@ def recall_report(
             lambda done, of: tell("layers", done, of),
             residual=residual,
             guard=guarded,
+            configured=configured,
         )
     if plot is not None:
         from sparsekv.cli.common.plots import plot_recall
@@ -152,8 +166,20 @@ def recall_report(
             say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
 
 
+def _refuse_model_options(model: str | None, device: str, dtype: str) -> None:
+    """Raise UsageError for what no model is loaded for: the held-out queries lie in the index."""
+    given = {
+        "--model": model,
+        "--device": None if device == "auto" else device,
+        "--dtype": None if dtype == "auto" else dtype,
+    }
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} {value}: means nothing without --queries, for no model is run; leave it out")
+
+
 def _groups(by: str | None) -> list[str]:
-    names = [name.strip() for name in by.split(",")] if by else []
+    names = list(dict.fromkeys(name.strip() for name in by.split(","))) if by else []
     for name in names:
         if name not in BY:
             raise UsageError(f"--by {by}: give layer, head or layer,head")

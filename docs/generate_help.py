@@ -9,6 +9,7 @@ from sparsekv.cli.app import app
 
 PAGE = Path(__file__).with_name("commands.md")
 COMMANDS = ["", *MAIN, "models list", "models pull"]
+OF_METHODS = {name: ["--method", "all"] for name in ("build-index", "generate", "recall-report", "eval", "bench")}
 HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
 
 
@@ -20,7 +21,12 @@ def render() -> str:
 def _help(name: str) -> str:
     text = io.StringIO()
     with redirect_stdout(text):
-        app([*name.split(), "--help"], standalone_mode=False, prog_name="sparsekv", terminal_width=100)
+        app(
+            [*name.split(), *OF_METHODS.get(name, []), "--help"],
+            standalone_mode=False,
+            prog_name="sparsekv",
+            terminal_width=100,
+        )
     return text.getvalue().strip()
 
 

@@ -1,6 +1,8 @@
 """Which folders a build may write to: empty ones, and indices of ours. Nothing else is ever touched."""
 
+import os
 import re
+from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
@@ -22,3 +24,21 @@ def refuse_foreign(folder: Folder) -> None:
             f"{folder.path} is a folder with other things in it ({others[0]}) and no index; choose another name with "
             "--output, or move it away first"
         )
+
+
+def check_output(path: Path) -> None:
+    """Whether an index can be written to a path: better known before a model is loaded than after.
+
+    Raises:
+        ArtifactError: it is a file, a folder of other things, or where nothing may be written.
+    """
+    if os.path.lexists(path):
+        if not path.is_dir():
+            raise ArtifactError(f"{path} is a file, where an index is a folder; choose another name with --output")
+        try:
+            refuse_foreign(Folder(path))
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise ArtifactError(f"cannot write {path}: permission denied; allow it, or choose another folder with --output")

@@ -69,7 +69,10 @@ class ArtifactWriter:
         self._journal = Journal()
         self._held: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(THREADS)
-        self._changed = threading.Condition()  # guards the journal with its notes, and what is held
+        # Guards the journal with its notes, and what is held. It is entered as itself, never as the condition, whose
+        # __enter__ is Python's: Ctrl-C in there would leave it locked for ever.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
 
     def __enter__(self) -> Self:
         try:
@@ -120,7 +123,7 @@ class ArtifactWriter:
             if record and record.recipe == recipe and self.is_whole(record):
                 self._made[name] = Future()
                 self._made[name].set_result(record)
-                with self._changed:
+                with self._guard:
                     self._journal.files[name] = record
                 return True
         return False
@@ -138,7 +141,7 @@ class ArtifactWriter:
             self._made[name].result()
         path = self._free_path(name, recipe)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        with self._changed:
+        with self._guard:
             self._changed.wait_for(lambda: self._has_room(size))
             self._held[name] = size
         self._made[name] = self._threads.submit(self._store, name, path, tensors, recipe)
@@ -177,7 +180,7 @@ class ArtifactWriter:
 
     def note(self, name: str, value: Any) -> None:
         """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
-        with self._changed:
+        with self._guard:
             self._journal.notes[name] = value
             self._write_journal()
 
@@ -230,17 +233,17 @@ class ArtifactWriter:
                     for key, tensor in tensors.items()
                 },
             )
-            with self._changed:
+            with self._guard:
                 self._journal.files[name] = record
                 self._write_journal()
             return record
         finally:
-            with self._changed:
+            with self._guard:
                 del self._held[name]
                 self._changed.notify_all()
 
     def _name_before(self, path: str) -> None:
-        with self._changed:
+        with self._guard:
             if path not in self._journal.paths:
                 self._journal.paths.add(path)
                 self._write_journal()

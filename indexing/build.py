@@ -6,6 +6,7 @@ index in the same folder, is taken over when its recipe is the same and made ane
 
 import platform
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +14,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
+from sparsekv.formats.checksums import BLOCK_TOKENS, chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.schema import Addition, Manifest, MethodRecord, Prompt, RopeRecord
+from sparsekv.formats.schema import Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
 from sparsekv.formats.writer import ArtifactWriter, WaysOut
 from sparsekv.indexing.context_stage import ContextFacts, build_context
+from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_method, keep_methods
 from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
@@ -43,6 +45,8 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
         if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
             raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
         _keep_additions(plan, writer)
+        _keep_others(plan, model, writer)
+        plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress)
         facts = build_context(job)
         built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}
@@ -65,6 +69,33 @@ def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
             f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; build another "
             "index with --output, or give --force to lose them and append them again"
         )
+
+
+def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) -> None:
+    """Raise ArtifactError where the index of another document, or for another model, would be lost unasked."""
+    base = writer.base
+    if base is None or plan.growth or plan.force:
+        return
+    ways_out = "choose another folder with --output, or give --force to replace it"
+    if base.model.weights_hash != model.weights_hash:
+        raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {ways_out}")
+    hashes = base.prompt.block_hashes
+    shared = common_prefix_tokens(hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
+    if hashes and not shared and base.prompt.text_sha256 != plan.prompt.text_sha256:
+        raise ArtifactError(
+            f"{writer.folder} is the index of another document: this one differs in its first {BLOCK_TOKENS} tokens; "
+            f"{ways_out}"
+        )
+
+
+def _with_methods_there(plan: BuildPlan, base: Manifest | None) -> BuildPlan:
+    """The same plan, and the methods that the index has of another text, as they were built."""
+    if base is None or plan.growth or plan.force or base.prompt.text_sha256 == plan.prompt.text_sha256:
+        return plan
+    known = indexers()
+    there = {name: record for name, record in base.methods.items() if name not in plan.methods and name in known}
+    others = {name: indexer_of(known[name], record.parameters) for name, record in there.items()}
+    return replace(plan, methods=plan.methods | others)
 
 
 def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
+from sparsekv.cli.common.help_panels import METHODS_OF
 from sparsekv.formats.errors import UsageError
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = _options(methods, taken={parameter.name for parameter in own})
+        options = _options(methods, taken={one.name: _kind(one.annotation) for one in own})
         command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         command.__annotations__ |= {option.name: option.annotation for option in options}
         return command
@@ -36,6 +38,13 @@ def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
     return method(**{name: _parse(known[name], value) for name, value in given.items()})
 
 
+def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
+    """A method with the parameters that a person set for it, and a name of these; None where none is set."""
+    names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
+    return (" ".join(given), configure(method, parameters)) if given else None
+
+
 def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
     """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
     used = {field.name for method in chosen.values() for field in fields(method)}
@@ -44,25 +53,55 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
             raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
 
 
-def _options(methods: Mapping[str, type], taken: set[str]) -> list[inspect.Parameter]:
+def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
+    """One for each field.
+
+    Args:
+        taken: the type of each of the command's own options, by name.
+
+    Raises:
+        UsageError: an option has two types.
+    """
     owners: dict[str, list[tuple[str, Field[Any]]]] = {}
     for name, method in methods.items():
         for field in fields(method):
+            first = owners.get(field.name, [("", field)])[0]
+            known = {"every method": taken[field.name]} if field.name in taken else {first[0]: _kind(first[1].type)}
+            for other, kind in known.items():
+                if kind != _kind(field.type):
+                    option = f"--{field.name.replace('_', '-')}"
+                    raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
             if field.name not in taken:
                 owners.setdefault(field.name, []).append((name, field))
     return [_option(name, of) for name, of in owners.items()]
+
+
+def _kind(annotation: Any) -> str:
+    """The name of a type, without what else an annotation says."""
+    if isinstance(annotation, str):
+        return annotation
+    while args := get_args(annotation):
+        if not isinstance(annotation, UnionType) and get_origin(annotation) is not Annotated:
+            break
+        annotation = args[0]
+    return getattr(annotation, "__name__", str(annotation))
 
 
 def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Parameter:
     field = owners[0][1]
     kind = field.type if field.type in (int, float, str, bool) else str
     help_text = field.metadata.get("help", "")
-    of = ", ".join(f"{owner} (default {_show(owned)})" for owner, owned in owners)
+    names, defaults = ", ".join(owner for owner, _ in owners), {_show(owned) for _, owned in owners}
+    by_owner = ", ".join(f"{_show(owned)} for {owner}" for owner, owned in owners)
+    of = f"[default: {by_owner if len(defaults) > 1 else defaults.pop()}]"
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[kind | None, typer.Option(help=f"{help_text} For {of}.".strip(), show_default=False)],
+        annotation=Annotated[
+            kind | None,
+            typer.Option(help=f"{help_text} {of}".strip(), show_default=False, rich_help_panel=METHODS_OF + names),
+        ],
     )
 
 

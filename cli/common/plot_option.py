@@ -23,5 +23,7 @@ def _refuse_unknown_ending(plot: Path) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.filetypes
-    if plot.suffix and plot.suffix[1:].lower() not in known:
+    if not plot.suffix:
+        raise UsageError(f"--plot {plot}: its name has no ending; call it {plot}.png")
+    if plot.suffix[1:].lower() not in known:
         raise UsageError(f"--plot {plot}: no picture ends like this; choose one of {', '.join(sorted(known))}")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 from typing import Any
 
@@ -9,12 +10,17 @@ from sparsekv.formats.errors import SparsekvError
 
 
 class _Stdout(io.FileIO):
-    """Standard output whose errors name it."""
+    """Standard output whose errors name it, and that may outlive its reader."""
+
+    outlives_reader = False
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if self.outlives_reader and isinstance(error, BrokenPipeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+                return len(data)
             raise OSError(error.errno, error.strerror, "standard output") from None
 
 
@@ -39,6 +45,14 @@ def prepare_streams() -> None:
         raw = io.BufferedWriter(_Stdout(sys.stdout.fileno(), "w", closefd=False))
         lines = sys.stdout.line_buffering
         sys.stdout = io.TextIOWrapper(raw, "utf-8", "surrogateescape", line_buffering=lines)
+
+
+def outlive_reader() -> None:
+    """Let a reader that has enough (`| head -1`) be no reason to stop: more is to be done than to be read."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, _Stdout):
+        raw.outlives_reader = True
 
 
 def flush_streams() -> OSError | None:

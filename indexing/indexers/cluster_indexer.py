@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.clustering import kmeans
-from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.interface import Indexer, check_iterations
 from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import SPACES, to_space
 
@@ -27,8 +27,7 @@ class ClusterIndexer(Indexer):
         falling = all(a > b for a, b in pairwise(self.levels))
         if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
             raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
-        if self.iterations < 1:
-            raise UsageError(f"--iterations {self.iterations}: give at least 1")
+        check_iterations(self.iterations)
         if self.space not in SPACES:
             raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
 

@@ -11,6 +11,13 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 
 LARGEST_SEED = 2**31 - 1  # what faiss takes
+MOST_ITERATIONS = 10_000
+
+
+def check_iterations(iterations: int) -> None:
+    """Raise UsageError for a number of k-means' iterations that is none, or of no use."""
+    if not 1 <= iterations <= MOST_ITERATIONS:
+        raise UsageError(f"--iterations {iterations}: give a number from 1 to {MOST_ITERATIONS}")
 
 
 @dataclass(frozen=True)

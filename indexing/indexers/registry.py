@@ -1,10 +1,28 @@
 """The indexers by name: a file each in `indexing/methods`, and installed ones (entry points `sparsekv.indexers`)."""
 
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
 from sparsekv.indexing.indexers.interface import Indexer
 
 indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.methods", "sparsekv.indexers", Indexer)
+
+
+def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
+    """An indexer with the parameters that a manifest has, those that this version knows.
+
+    Raises:
+        UsageError: one of them is none.
+    """
+    known = {one.name for one in fields(kind)}
+    given: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if name in known:
+            given[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**given)
 
 
 def choose_indexers(names: list[str]) -> list[str]:
@@ -16,7 +34,10 @@ def choose_indexers(names: list[str]) -> list[str]:
     known = indexers()
     for name in names:
         if name not in known and name != "all":
-            raise UsageError(f"no method '{name}' can be built; there are: {', '.join(known)}")
+            raise UsageError(
+                f"no index is built for '{name}' (methods that need none are used as they are); these have one: "
+                f"{', '.join(known)}"
+            )
     if not names:
         return [name for name, indexer in known.items() if indexer.by_default]
     return list(known) if "all" in names else list(dict.fromkeys(names))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.tables.table_lookup import Tables, cosines, fit_weights
 from sparsekv.kernels.tables.tables import cosine_kmeans, rope_pair_order, split_channels, top_lists
@@ -44,7 +44,8 @@ class CSAttentionIndexer(Indexer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("subspace_size", "centroids", "iterations", "query_sample"):
+        check_iterations(self.iterations)
+        for name in ("subspace_size", "centroids", "query_sample"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
         if self.query_sample > self.largest_sample:

@@ -12,7 +12,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.clustering import kmeans
-from sparsekv.indexing.indexers.interface import Indexer, LayerInput
+from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.kmeans.kmeans import assign, cluster_means
 
@@ -31,7 +31,8 @@ class PQCacheIndexer(Indexer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("pq_bytes", "iterations"):
+        check_iterations(self.iterations)
+        for name in ("pq_bytes",):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
 

@@ -38,7 +38,7 @@ class QuestSelector(Selector):
     be shorter. A page's bound is one product, of these with the query's positive parts and then its negative ones."""
 
     def __init__(self, method: Quest, context: MiddleContext):
-        keys, size = context.keys, method.page_size
+        keys, size = context.keys, min(method.page_size, context.keys.shape[1])
         pages = -(-keys.shape[1] // size)
         padding = keys[:, -1:].expand(-1, pages * size - keys.shape[1], -1)
         paged = torch.cat([keys, padding], 1).unflatten(1, (pages, size))

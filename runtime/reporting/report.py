@@ -1,7 +1,7 @@
 """The recall report: every method, variant and budget over all layers, as rows with stable keys."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -107,6 +107,7 @@ def recall_report(
     *,
     residual: bool = False,
     guard: Guard | None = None,
+    configured: Mapping[str, tuple[str, Method]] | None = None,
 ) -> RecallReport:
     """Measure methods by name at each budget, layer by layer; memory is one layer's.
 
@@ -115,12 +116,14 @@ def recall_report(
         progress: called with layers done and layers in all.
         residual: measure each variant also with centroids in the place of what it does not choose.
         guard: measure each variant that can tell what it leaves also under this guard.
+        configured: of methods by name, the one form to measure, with what it is called; else their variants.
 
     Raises:
         UsageError: a residual is asked for and the index has no value centroids.
     """
     manifest = artifact.manifest
-    measured = _variants(artifact, names, budgets, residual=residual, guard=guard)
+    compared = {name: forms(artifact, name, (configured or {}).get(name), residual=residual) for name in names}
+    measured = _measured(compared, budgets, guard)
     rows: list[RecallRow] = []
     states: SharedStates = {}
     for done, layer in enumerate(manifest.indexed_layers, 1):
@@ -141,22 +144,25 @@ def recall_report(
     )
 
 
-def forms(artifact: Artifact, name: str, *, residual: bool) -> list[tuple[str, Method, bool]]:
-    """The forms of a method that are compared: their names, and whether centroids stand for what each leaves; with
-    `residual` also each with them, where the method has nothing of its own that stands for it."""
-    variants = methods()[name].variants(artifact.manifest.methods.get(name))
-    found = [(variant, method, False) for variant, method in variants.items()]
+Form = tuple[str, Method, bool]
+"""A method's parameters under a name, and whether centroids stand for what it leaves."""
+
+
+def forms(artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool) -> list[Form]:
+    """The forms of a method that are compared: one that is configured, or its variants; with `residual` also each with
+    centroids for what it leaves, where the method has nothing of its own that stands for it."""
+    record = artifact.manifest.methods.get(name)
+    variants = dict([configured]) if configured else methods()[name].variants(record)
+    found: list[Form] = [(variant, method, False) for variant, method in variants.items()]
     if residual and not any(form.replaces() for form in variants.values()):
         found += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
     return found
 
 
-def _variants(
-    artifact: Artifact, names: list[str], budgets: list[Budget], *, residual: bool, guard: Guard | None
-) -> list[Measured]:
+def _measured(compared: dict[str, list[Form]], budgets: list[Budget], guard: Guard | None) -> list[Measured]:
+    """Each form at each budget, and then under the guard where it tells what it leaves."""
     measured = []
-    for name in names:
-        plain = forms(artifact, name, residual=residual)
+    for name, plain in compared.items():
         guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in plain]
         if guard is not None:
             guarded += [

@@ -127,13 +127,15 @@ def test_a_shortened_document_has_all_of_its_tails_queries(tmp_path: Path) -> No
     _assert_same_tensors(Artifact(tmp_path / "a.skv"), Artifact(tmp_path / "b.skv"), 1e-4)
 
 
-def test_other_weights_reuse_nothing_of_the_index_that_is_there(tmp_path: Path) -> None:
+def test_other_weights_replace_an_index_by_force_alone_and_reuse_nothing_of_it(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     build_index(plan, folder)
     other = replace(plan, loaded=replace(plan.loaded, model=FAMILIES["llama"]()))
     with torch.no_grad():
         other.loaded.model.get_input_embeddings().weight.neg_()
-    assert _tokens_run(other, folder) == len(plan.prompt.input_ids)
+    with pytest.raises(ArtifactError, match="is an index for another model, tiny-llama"):
+        build_index(other, folder)
+    assert _tokens_run(replace(other, force=True), folder) == len(plan.prompt.input_ids)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["methods named", "methods kept"])

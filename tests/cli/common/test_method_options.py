@@ -35,7 +35,7 @@ def test_a_command_gets_one_option_a_name() -> None:
     assert all(parameters[name].default is None for name in ("levels", "seed"))
     assert set(command.__annotations__) >= {"levels", "seed"}
     text = parameters["seed"].annotation.__metadata__[0].help
-    assert "first (default 0), second (default 3)" in text
+    assert "[default: 0 for first, 3 for second]" in text
 
 
 def test_only_what_was_given_and_is_known_reaches_a_method() -> None:

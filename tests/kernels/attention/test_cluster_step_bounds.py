@@ -39,7 +39,7 @@ from dataclasses import replace
 import torch
 from support.fenced import fenced
 from support.odd_numbers import KINDS, odd
-from kernels.test_cluster_step import some_step, with_threads
+from kernels.attention.test_cluster_step import some_step, with_threads
 
 for behind in (False, True):
     for kind in KINDS:

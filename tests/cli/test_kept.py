@@ -1,0 +1,116 @@
+"""What a user has made is not lost, and what he asked for is not left out, without a word."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import run_here, shell
+from support.tiny_models import save_tiny
+
+from sparsekv.formats.manifest import read_manifest
+
+BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
+
+
+def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -> None:
+    before = read_manifest(place / "doc.skv")
+    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
+    refused = run_here("build-index", "doc.md", "--model", "model", "-q")
+    assert "doc.skv is the index of another document: this one differs in its first 256 tokens" in refused.error()
+    assert refused.code == 1
+    assert read_manifest(place / "doc.skv") == before
+    assert run_here("build-index", "doc.md", "--model", "model", "-q", "--force").code == 0
+    assert read_manifest(place / "doc.skv").prompt != before.prompt
+
+
+def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:
+    before = read_manifest(place / "doc.skv")
+    save_tiny(place / "other", "qwen2")
+    refused = run_here("build-index", "doc.txt", "--model", "other", "-q")
+    assert "doc.skv is an index for another model, " in refused.error()
+    assert read_manifest(place / "doc.skv") == before
+    assert run_here("build-index", "doc.txt", "--model", "other", "-q", "--force").code == 0
+    assert read_manifest(place / "doc.skv").model != before.model
+
+
+def test_an_edited_document_keeps_its_methods_and_says_what_it_loses(place: Path) -> None:
+    assert run_here(*BUILD, "--method", "pqcache", "--pq-bytes", "4").code == 0
+    assert run_here("tune", "--target-recall", "0.5", "--method", "quest", "-q").code == 0
+    assert read_manifest(place / "doc.skv").defaults is not None
+    with (place / "doc.txt").open("a") as file:
+        file.write("One line more.\n")
+    rebuilt = run_here("build-index", "doc.txt", "--model", "model")
+    assert rebuilt.code == 0, rebuilt.stderr
+    assert "run `sparsekv tune` again" in rebuilt.stderr
+    methods = read_manifest(place / "doc.skv").methods
+    assert set(methods) == {"multipole", "pqcache", "squeezed"}
+    assert methods["pqcache"].parameters["pq_bytes"] == 4
+
+
+def test_an_answer_is_saved_whose_reader_has_enough(place: Path) -> None:
+    ask = "sparsekv generate --model model --max-new-tokens 40 --save-to talk.skv 'What is 3 times 3?'"
+    done = shell(f"{ask} | true", place)
+    assert done.returncode == 0, done.stderr
+    assert "saved talk.skv" in done.stderr
+    assert read_manifest(place / "talk.skv").additions
+
+
+@pytest.mark.parametrize("option", [("--device", "cpu"), ("--dtype", "float16"), ("--model", "model")])
+def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, str]) -> None:
+    refused = run_here("recall-report", "--method", "window", *option)
+    assert f"{' '.join(option)}: means nothing without --queries" in refused.error()
+
+
+def test_the_place_of_an_index_is_looked_at_before_a_model_is(place: Path) -> None:
+    told = run_here("build-index", "doc.txt", "--model", "no-such-model", "-o", "doc.txt")
+    assert "doc.txt is a file, where an index is a folder" in told.error()
+
+
+def test_a_report_measures_a_method_as_it_is_configured(place: Path) -> None:
+    """One form, as its options say; other methods in all their forms."""
+    asked = ("recall-report", "--method", "quest", "--method", "squeezed", "--budget", "10%", "--json")
+    plain, told = (json.loads(run_here(*asked, *more).stdout)["rows"] for more in ((), ("--page-size", "4")))
+    forms = [(row["method"], row["variant"]) for row in told]
+    assert forms == [("quest", "page_size=4")] + [(row["method"], row["variant"]) for row in plain[1:]]
+    assert told[0]["recall"] > plain[0]["recall"]
+    assert told[1:] == plain[1:]
+
+
+def test_a_report_refuses_options_that_no_method_reads(place: Path) -> None:
+    assert (
+        "--page-size means nothing to window"
+        in run_here("recall-report", "--method", "window", "--page-size", "4").error()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("recall-report", "--plot", "picture"), "--plot picture: its name has no ending; call it picture.png"),
+        (("recall-report", "--within", "-1"), "--within -1: give a share between 0 and 1"),
+        ((*BUILD, "--iterations", "999999999999"), "--iterations 999999999999: give a number from 1 to 10000"),
+        ((*BUILD, "--method", "quest"), "no index is built for 'quest'"),
+    ],
+    ids=["ending", "within", "iterations", "no index"],
+)
+def test_nonsense_is_told_before_any_work(place: Path, arguments: tuple[str, ...], told: str) -> None:
+    outcome = run_here(*arguments)
+    assert outcome.error().startswith(told)
+    assert outcome.code == 2
+
+
+def test_pages_longer_than_the_document_are_one_page(place: Path) -> None:
+    outcome = run_here("generate", "Why?", "--model", "model", "--method", "quest", "--page-size", "999999999999")
+    assert outcome.code == 0, outcome.stderr
+
+
+def test_help_shows_the_options_of_the_method_that_is_named() -> None:
+    plain, quest, every = (
+        run_here("generate", *named, "--help").stdout for named in ((), ("--method", "quest"), ("--method", "all"))
+    )
+    assert "Tokens a page" not in plain
+    assert "--page-size" in plain
+    assert "Tokens a page" in quest
+    assert "--hash-bits" not in quest
+    assert all(text in every for text in ("Tokens a page", "Bits of a key's code", "Sampling:"))
+    assert len(plain.splitlines()) < len(every.splitlines())
