@@ -109,7 +109,7 @@ def test_it_is_built_when_it_is_asked_for() -> None:
 def test_codes_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="--pq-bytes 0: give at least 1"):
         PQCacheIndexer(pq_bytes=0)
-    with pytest.raises(UsageError, match="--iterations 0: give at least 1"):
+    with pytest.raises(UsageError, match="--iterations 0: give a number from 1 to 10000"):
         PQCacheIndexer(iterations=0)
     with pytest.raises(UsageError, match="--pq-bytes 5: the model's heads have 16 channels; give a divisor"):
         PQCacheIndexer(pq_bytes=5).build_layer(layer_input())

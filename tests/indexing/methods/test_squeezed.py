@@ -194,7 +194,7 @@ def test_methods_are_chosen_by_name_in_order_once_and_by_default_but_for_some() 
     assert choose_indexers([]) == [name for name in indexers() if indexers()[name].by_default]
     assert "squeezed" in choose_indexers([])
     assert choose_indexers(["squeezed", "squeezed"]) == ["squeezed"]
-    with pytest.raises(UsageError, match=r"no method 'squeesed' can be built; there are: .*squeezed"):
+    with pytest.raises(UsageError, match=r"no index is built for 'squeesed' .*; these have one: .*squeezed"):
         choose_indexers(["squeesed"])
 
 
