@@ -15,7 +15,6 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,17 +32,10 @@ from sparsekv.formats.ours import refuse_foreign
 from sparsekv.formats.reader import map_tensors
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
 from sparsekv.formats.tensor_bytes import safetensors_bytes
+from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
 HELD_BYTES = 6 << 30
-
-
-@dataclass(frozen=True)
-class WaysOut:
-    """What a person can do beside making room where an index is written: elsewhere, and with less."""
-
-    elsewhere: str = "choose another folder with --output"
-    less: str = "shorten the document with --max-tokens"
 
 
 class ArtifactWriter:
@@ -188,10 +180,7 @@ class ArtifactWriter:
         """Raise ArtifactError when the disk has less than `size` free bytes, before hours of work are spent."""
         free = shutil.disk_usage(self.folder).free
         if free < size:
-            raise ArtifactError(
-                f"{self.folder} needs {size / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; "
-                + ", or ".join(part for part in ("make room", self._ways_out.elsewhere, self._ways_out.less) if part)
-            )
+            raise self._ways_out.no_space(self.folder, size, free)
 
     def finish(self, manifest: Manifest) -> Manifest:
         """Seal the index: the manifest replaces the earlier one, and files that nothing names are removed."""
@@ -290,9 +279,7 @@ class ArtifactWriter:
             raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> ArtifactError:
-        reason = (error.strerror or str(error)).lower()
-        ways = ", or ".join(part for part in ("make room or permission there", self._ways_out.elsewhere) if part)
-        return ArtifactError(f"cannot write {self.folder}: {reason}; {ways}, and run the same command again")
+        return self._ways_out.cannot_write(self.folder, error)
 
     def _remove_strays(self, manifest: Manifest) -> None:
         kept = {record.path for record in manifest.files.values()}
