@@ -18,7 +18,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
-from sparsekv.runtime.tuning.tuning import Tuned
+from sparsekv.runtime.tuning.tuned import Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

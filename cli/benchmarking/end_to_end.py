@@ -35,7 +35,7 @@ RUNS = {"cpu": 10, "cuda": 30}
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """What a person wanted for; None or nothing where it is left to the device."""
+    """What a person asked for; None or nothing where it is left to the device."""
 
     config: str | None
     distinct: int | None

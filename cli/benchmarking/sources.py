@@ -66,7 +66,7 @@ class Source(ABC):
 
     @abstractmethod
     def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
-        """One at a time; each is made when it is wanted for."""
+        """One at a time; each is made when it is asked for."""
 
     @abstractmethod
     def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:

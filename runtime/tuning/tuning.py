@@ -22,6 +22,7 @@ from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded
 from sparsekv.runtime.tuning.candidates import candidates
 from sparsekv.runtime.tuning.goals import Goal
 from sparsekv.runtime.tuning.meter import AttentionMeter, Form, Meter, Point, Shares
+from sparsekv.runtime.tuning.tuned import Tuned
 
 LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
@@ -39,27 +40,6 @@ WORTH = 0.97
 """Budgets by layer are kept where they read at most this of what one for all reads."""
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """One method's cheapest setting that holds the target, or the one that came nearest where none does.
-
-    `budget` is a share of the middle, the mean of `layer_budgets` where there are any. `calibration` and `held_out` are
-    the goal's measure on either half of the tail; `recall`, `error` and `kv_fraction` are of the held-out one.
-    `aim` is the target it was searched with: a tighter one than was asked for, where the held-out queries wanted that.
-    """
-
-    form: Form
-    budget: float
-    layer_budgets: Shares | None
-    aim: float
-    calibration: float
-    held_out: float
-    recall: float
-    error: float
-    kv_fraction: float
-    holds: bool
 
 
 @dataclass

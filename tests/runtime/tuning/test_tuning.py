@@ -26,7 +26,8 @@ from sparsekv.runtime.tuning.budget_search import LEAST, MOST, BudgetSearch, rou
 from sparsekv.runtime.tuning.candidates import candidates
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal
 from sparsekv.runtime.tuning.meter import AttentionMeter, Form
-from sparsekv.runtime.tuning.tuning import Tuned, tune
+from sparsekv.runtime.tuning.tuned import Tuned
+from sparsekv.runtime.tuning.tuning import tune
 
 NAMES = ["squeezed", "quest", "window"]
 
