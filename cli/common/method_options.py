@@ -65,15 +65,21 @@ def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[insp
     owners: dict[str, list[tuple[str, Field[Any]]]] = {}
     for name, method in methods.items():
         for field in fields(method):
-            first = owners.get(field.name, [("", field)])[0]
-            known = {"every method": taken[field.name]} if field.name in taken else {first[0]: _kind(first[1].type)}
-            for other, kind in known.items():
-                if kind != _kind(field.type):
-                    option = f"--{field.name.replace('_', '-')}"
-                    raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
-            if field.name not in taken:
-                owners.setdefault(field.name, []).append((name, field))
+            if field.name in taken:
+                _check_kind(field, name, taken[field.name], "every method")
+                continue
+            of_field = owners.setdefault(field.name, [])
+            of_field.append((name, field))
+            first, known = of_field[0]
+            _check_kind(field, name, _kind(known.type), first)
     return [_option(name, of) for name, of in owners.items()]
+
+
+def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
+    """Raise UsageError where a method's field has another type than the option has already."""
+    if _kind(field.type) != kind:
+        option = f"--{field.name.replace('_', '-')}"
+        raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
 
 
 def _kind(annotation: Any) -> str:

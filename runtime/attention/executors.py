@@ -123,16 +123,16 @@ class InPlaceExecutor(Executor):
 
     def attend(self, step: Step, budget: Budget) -> Attended:
         count = None if step.slot is None else step.slot.count
-        asked = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count)))
-        selection, rows = self.selector.select(asked, budget), self.middle.in_place()
-        read, per_count = selection.rows_read(), selection.cost.per_count
+        queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count)))
+        selection, rows = self.selector.select(queries, budget), self.middle.in_place()
+        per_count = selection.cost.per_count
         if selection.rows.log_weights is not None or rows is None:
             fetched = self.gather.fetch(selection, step.query.device)
-            return Attended(attend(step.query, fetched.segments(step), *step.how), read, per_count)
+            return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read, per_count)
         exact, scored = (step.keys, step.values), _scored(selection, step)
         runs = _runs(rows, selection.rows)
         output = decode_attention(step.query[:, :, 0], runs, exact, scored, *step.how, exact_count=count)
-        return Attended(output[:, :, None], read, per_count)
+        return Attended(output[:, :, None], selection.rows_read(), per_count)
 
 
 class FusedExecutor(Executor):

@@ -1,7 +1,6 @@
 """When a layer chooses, and for what: at once, a step ahead, within a limit on what is missed, or chunk by chunk."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
@@ -16,9 +15,6 @@ from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.read_rows import ReadRows
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ObservesQuestion
-from sparsekv.runtime.selection.queries import Queries
-
-Find = Callable[[Queries, Budget], Fetched]
 
 
 class Policy(ABC):

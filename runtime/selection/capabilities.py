@@ -5,13 +5,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.cluster_statistics import Clustering
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.list_statistics import ListShape
 from sparsekv.runtime.selection.queries import Queries
-
-KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class FusedAttention(Protocol):
     def attend_fused(
         self,
         query: torch.Tensor,
-        rows: KeysValues,
-        exact: KeysValues,
+        rows: Pair,
+        exact: Pair,
         budget: Budget,
         sink_logits: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float] | None:
