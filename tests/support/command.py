@@ -89,3 +89,12 @@ def run_here(*arguments: str | Path) -> Outcome:
             signal.signal(number, handler)
     assert isinstance(code, int)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def fails(code: int, *arguments: str, says: tuple[str, ...]) -> None:
+    """Runs the command here and checks its exit code and that its one line of an error says every part."""
+    outcome = run_here(*arguments)
+    message = outcome.error()
+    assert outcome.code == code, message
+    for part in says:
+        assert part in message, message

@@ -83,6 +83,11 @@ def plain_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tenso
     return logits
 
 
+def plain_logits_after(index: OpenIndex, tokens: torch.Tensor) -> torch.Tensor:
+    """The plain model's logits [T, vocabulary] on tokens [T] after an index's stored prompt."""
+    return plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
+
+
 @contextmanager
 def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tensor]]]:
     """Within the context, collects what each layer's attention gives, [Q, Hq * D] for each forward pass."""

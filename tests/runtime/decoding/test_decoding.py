@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.reference import assert_close, relative_error
-from support.small_index import plain_logits, random_ids, stepped_logits
+from support.small_index import plain_logits_after, random_ids, stepped_logits
 from support.tiny_models import WINDOW
 
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
@@ -45,23 +45,18 @@ def _cache(index: OpenIndex, name: str, budget: Budget = EVERYTHING) -> IndexCac
     return index.sparse_cache(name, METHODS[name], budget)
 
 
-def _plain(index: OpenIndex, tokens: torch.Tensor) -> torch.Tensor:
-    """The plain model's logits on the tokens after the stored prompt."""
-    return plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
-
-
 @every_method
 def test_a_budget_of_everything_gives_the_plain_models_logits(family_index: OpenIndex, name: str) -> None:
     """The answer is longer than the sliding layers' window, so that the stored context leaves it on the way."""
     tokens = random_ids(WINDOW + 20)
     logits = stepped_logits(family_index, _cache(family_index, name), tokens, question=9)
-    assert_close(logits, _plain(family_index, tokens), 1e-4)
+    assert_close(logits, plain_logits_after(family_index, tokens), 1e-4)
 
 
 def test_a_dense_cache_gives_the_plain_models_logits(family_index: OpenIndex) -> None:
     tokens = random_ids(WINDOW + 20, seed=1)
     logits = stepped_logits(family_index, family_index.dense_cache(), tokens, question=9)
-    assert_close(logits, _plain(family_index, tokens), 1e-4)
+    assert_close(logits, plain_logits_after(family_index, tokens), 1e-4)
 
 
 def test_layers_with_a_window_stay_dense_and_hold_what_is_in_sight(family_index: OpenIndex) -> None:
@@ -88,7 +83,7 @@ def test_a_greedy_answer_is_the_one_transformers_gives(family_index: OpenIndex, 
 def test_an_answer_outgrows_the_buffer_it_began_in(index: OpenIndex, question: int) -> None:
     tokens = random_ids(FIRST_NEW_ROWS + 45)
     logits = stepped_logits(index, _cache(index, "squeezed"), tokens, question)
-    assert_close(logits, _plain(index, tokens), 1e-4)
+    assert_close(logits, plain_logits_after(index, tokens), 1e-4)
 
 
 @every_method
@@ -109,7 +104,7 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, nam
 @pytest.mark.parametrize("name", ["squeezed", "quest", "oracle", "keydiff"])
 def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name: str) -> None:
     tokens = random_ids(20)
-    plain = _plain(index, tokens)
+    plain = plain_logits_after(index, tokens)
     errors = [
         relative_error(stepped_logits(index, _cache(index, name, Budget(share)), tokens, question=5), plain)
         for share in (0.02, 0.5, 1.0)
@@ -124,6 +119,6 @@ def test_half_precision_is_as_near_to_full_as_the_plain_models_is(
     half_index: OpenIndex, index: OpenIndex, name: str
 ) -> None:
     tokens = random_ids(20)
-    exact = _plain(index, tokens)
+    exact = plain_logits_after(index, tokens)
     logits = stepped_logits(half_index, _cache(half_index, name), tokens, question=5)
-    assert relative_error(logits, exact) < 1.5 * relative_error(_plain(half_index, tokens), exact)
+    assert relative_error(logits, exact) < 1.5 * relative_error(plain_logits_after(half_index, tokens), exact)

@@ -12,13 +12,12 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
-from support.small_layer import SINKS, all_chosen, as_queries
+from support.small_layer import all_chosen, as_queries
 from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.tables.table_lookup import SCORINGS, cosines, estimate_logits, look_up
-from sparsekv.kernels.tables.tables import split_channels
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -26,8 +25,6 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.tables.selector import NEW_CENTROIDS, TableSelector
 
 properties = settings(max_examples=15, deadline=None)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
@@ -200,81 +197,6 @@ def test_a_rewound_layer_and_another_budget_search_anew() -> None:
     anew = selector.select(second, Budget(6)).rows.starts
     assert torch.equal(anew, fresh.select(second, Budget(6)).rows.starts)
     assert not torch.equal(anew, chosen)
-
-
-def _lists(selector: TableSelector) -> tuple[torch.Tensor, ...]:
-    return selector.tables.tokens, selector.tables.scores
-
-
-def _coarse(rows: torch.Tensor, steps: int) -> torch.Tensor:
-    """Numbers of few bits, whose products no order of summation rounds."""
-    return (rows * steps).round() / steps
-
-
-@properties
-@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 40), max_size=4))
-def test_however_new_keys_are_taken_in_the_lists_are_the_same(seed: int, cuts: list[int]) -> None:
-    """And they are those of the highest scores over all keys, as far as their length goes."""
-    given = layer_input(seed)
-    coarse = replace(given, keys=_coarse(given.keys, 4))
-    built = SMALL.build_layer(coarse)
-    tensors = SMALL.append_layer(built | {"centroids": _coarse(built["centroids"], 8)}, coarse, 60)
-    context = MiddleContext(lambda: coarse.keys, lambda: coarse.values, coarse.facts, tensors, {}, first_token=SINKS)
-    new = _coarse(normal(seed + 9, 2, 40, 16), 4)
-    pieces = [piece for piece in torch.arange(40).tensor_split(sorted(cuts)) if len(piece)]
-    in_pieces, at_once = (TableSelector(context) for _ in range(2))
-    for piece in pieces:
-        appended = in_pieces.append(new[:, piece], new[:, piece])
-        assert torch.equal(appended.order, torch.arange(len(piece)).expand(2, -1))
-    at_once.append(new, new)
-    for rows, others in zip(_lists(in_pieces), _lists(at_once), strict=True):
-        assert torch.equal(rows, others)
-    assert_close(in_pieces.tables.key_mean, at_once.tables.key_mean, 1e-5)
-    keys = split_channels(torch.cat([coarse.keys, new], 1), at_once.tables.channels)
-    scores = (at_once.tables.centroids @ keys.transpose(-1, -2)).half().float()
-    tokens = at_once.tables.tokens.long() - at_once.tables.first_token
-    assert torch.equal(scores.gather(-1, tokens), at_once.tables.scores.float())
-    assert torch.equal(at_once.tables.scores.float().sort(-1).values, scores.topk(tokens.shape[-1], -1).values.flip(-1))
-    assert_close(at_once.tables.key_mean, keys.mean(2), 1e-5)
-    assert at_once.open_row == at_once.tables.keys == 100
-
-
-def test_what_was_taken_in_is_forgotten() -> None:
-    layer = tabled_layer().layer
-    selector, fresh = (CSAttention(stream=True).prepare(layer.context) for _ in range(2))
-    new = 3 * normal(9, 2, 30, 16)
-    selector.append(new, new)
-    after = selector.select(as_queries(layer.queries), Budget(9)).rows.starts
-    assert int(after.max()) >= 60
-    order = selector.remove_appended()
-    assert order is not None
-    assert order.shape == (2, 0)
-    assert selector.open_row == 60
-    first, again = (one.select(as_queries(layer.queries), Budget(9)) for one in (fresh, selector))
-    assert torch.equal(first.rows.starts, again.rows.starts)
-
-
-def test_queries_that_came_with_new_keys_have_lists_of_their_own() -> None:
-    layer = tabled_layer().layer
-    selector = CSAttention(stream=True).prepare(layer.context)
-    before, new = selector.tables, normal(9, 2, 30, 16)
-    for query in layer.queries.split(1, 2):
-        selector.select(as_queries(query), Budget(9))
-    selector.append(new, new)
-    after, old = selector.tables, before.centroids.shape[2]
-    assert after.centroids.shape[2] == old + NEW_CENTROIDS
-    assert torch.equal(after.centroids[:, :, :old], before.centroids)
-    assert torch.allclose(after.centroids[:, :, old:].norm(dim=-1), torch.ones(()), atol=1e-2)
-    keys = split_channels(torch.cat([layer.context.keys, new], 1), after.channels)
-    scores = (after.centroids[:, :, old:] @ keys.transpose(-1, -2)).half().float()
-    tokens = after.tokens[:, :, old:].long() - after.first_token
-    assert_close(scores.gather(-1, tokens), after.scores[:, :, old:].float(), 1e-3)
-    best = scores.topk(tokens.shape[-1], -1).values.flip(-1)
-    assert_close(after.scores[:, :, old:].float().sort(-1).values, best, 1e-3)
-    selector.append(new, new)
-    assert selector.tables.centroids.shape[2] == old + NEW_CENTROIDS
-    selector.remove_appended()
-    assert selector.tables.centroids.shape[2] == old
 
 
 @pytest.fixture(scope="module", params=["llama", "phi3", "gemma2", "smollm3"])

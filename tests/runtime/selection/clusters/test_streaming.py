@@ -10,22 +10,16 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close, reference_attention
 from support.rotation import ROPES, turned
-from support.small_index import build_small, plain_logits, random_ids, stepped_logits
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
-from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import RopeFacts
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.kernels.kmeans.online import REFINEMENTS
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.growing import LEAST_ROOM, GrowingRows
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
-from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.interface import Selector
@@ -263,14 +257,6 @@ def test_without_streaming_everything_new_stays_exact() -> None:
     assert decoding.sparse.plan.middle.used == MIDDLE
 
 
-def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIndex) -> None:
-    cache = index.sparse_cache("squeezed", Squeezed(), EVERYTHING)
-    tokens = random_ids(300)
-    assert_close(stepped_logits(index, cache, tokens, question=9), _plain(index, tokens), 1e-4)
-    layer = cache.stored_layers[0]
-    assert layer.exact_rows()[0].shape[1] == index.split.sinks + index.split.tail + 300
-
-
 def test_rows_before_the_open_block_are_neither_moved_nor_copied_by_an_update() -> None:
     decoding = _decoding()
     decoding.steps([TAIL, 1])
@@ -303,67 +289,3 @@ def test_kv_fraction_counts_a_growing_middle_and_what_updates_read() -> None:
         dense += 2 * decoding.middle
     assert decoding.middle > MIDDLE
     assert IndexCache([decoding.sparse]).kv_fraction() == pytest.approx(sparse / dense)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    first=st.integers(0, 20),
-    writes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 2 * LEAST_ROOM)), max_size=6),
-)
-def test_growing_rows_hold_what_was_written_last(first: int, writes: list[tuple[int, int]]) -> None:
-    expected = first_rows = normal(0, 2, first, 1)
-    rows = GrowingRows(first_rows)
-    for number, (start, length) in enumerate(writes, 1):
-        start, written = min(start, expected.shape[1]), normal(number, 2, length, 1)
-        rows.write(start, written)
-        expected = torch.cat([expected[:, :start], written], 1)
-        assert torch.equal(rows.rows, expected)
-    assert torch.equal(first_rows, normal(0, 2, first, 1))
-
-
-@pytest.fixture(scope="module")
-def streamed_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
-    """A small index of the tiny llama in small blocks of two levels."""
-    indexer = MultipoleIndexer(levels=(0.25, 0.0625), block=32)
-    return build_small(tmp_path_factory.mktemp("streamed") / "small.skv", methods={"multipole": indexer})
-
-
-def _plain(index: OpenIndex, tokens: torch.Tensor) -> torch.Tensor:
-    """The plain model's logits on the tokens after the stored prompt."""
-    return plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
-
-
-@pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
-def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close(
-    streamed_index: OpenIndex, lookup: str
-) -> None:
-    tokens = random_ids(300)
-    cache = streamed_index.sparse_cache("multipole", Multipole(lookup, stream=True, buffer=8), EVERYTHING)
-    logits = stepped_logits(streamed_index, cache, tokens, question=30)
-    assert_close(logits, _plain(streamed_index, tokens), 1e-4)
-    layer = cache.stored_layers[0]
-    assert isinstance(layer, SparseLayer)
-    assert layer.plan.selector.open_row > block_offsets(streamed_index.split.middle, 32)[-2]
-
-
-@pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
-def test_a_second_question_is_answered_as_by_a_fresh_cache(streamed_index: OpenIndex, lookup: str) -> None:
-    method = Multipole(lookup, stream=True, buffer=8)
-    used, fresh = (streamed_index.sparse_cache("multipole", method, Budget(0.1)) for _ in range(2))
-    first, second = random_ids(80, seed=1), random_ids(70, seed=2)
-    stepped_logits(streamed_index, used, first, question=40)
-    again, anew = (stepped_logits(streamed_index, cache, second, question=20) for cache in (used, fresh))
-    assert torch.equal(again, anew)
-    assert used.kv_fraction() == fresh.kv_fraction()
-
-
-def test_a_cache_used_in_inference_mode_rewinds_outside_of_it(streamed_index: OpenIndex) -> None:
-    cache = streamed_index.sparse_cache("multipole", Multipole(stream=True, buffer=8), Budget(0.1))
-    stepped_logits(streamed_index, cache, random_ids(60), question=20)
-    cache.rewind()
-    assert cache.get_seq_length() == streamed_index.split.tokens
-
-
-def test_a_buffer_of_nothing_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="--buffer 0"):
-        Multipole(buffer=0)
