@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following
-from sparsekv.kernels.common.tiles_triton import power_of_two, start, tile_rows
+from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.tiles_triton import power_of_two, tile_rows, wait_for_previous_kernel
 
 TILE_BYTES, WARPS = 8192, 4
 
@@ -18,7 +18,7 @@ def _chunk_rows_kernel(
 ):  # fmt: skip
     """A tile of slots, the first `known` of which are chosen rows, the others the chunk's: of the keys and values of
     one of so many heads, or of a query head after these, whose first slots stay as they are."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = (slot < slots)[:, None] & (d < D)
@@ -50,7 +50,7 @@ def chunk_rows_triton(
     _chunk_rows_kernel[(triton.cdiv(slots, tile), H + Hq if padded else H)](
         query, keys, values, chosen.contiguous(), of_query, joined, K, slots, T - B, H,
         *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], slots * D, H * slots * D,
-        D=D, BLOCK_D=power_of_two(D), TILE=tile, num_warps=WARPS, **following(keys.device),
+        D=D, BLOCK_D=power_of_two(D), TILE=tile, num_warps=WARPS, **dependent_launch(keys.device),
     )  # fmt: skip
     of_keys, of_values = joined.unbind()
     return of_query, of_keys, of_values

@@ -13,14 +13,23 @@ from torch.nn.functional import pad
 
 from sparsekv.kernels.attention.run_rows_triton import list_rows
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
-from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
-from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.tiles_triton import (
+    aligned,
+    capped,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_SM = 4
 TILE_BYTES, WARPS = 16_384, 4
 # Tiles read ahead: of rows whose place is read first a third one is no gain, of plain stand-ins it is.
 STAND_STAGES, ROW_STAGES = 3, 2
-MOST_REGISTERS = 65_536 // (PROGRAMS_PER_MULTIPROCESSOR * WARPS * 32)  # so that as many programs run at once
+MOST_REGISTERS = 65_536 // (PROGRAMS_PER_SM * WARPS * 32)  # so that as many programs run at once
 # Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
@@ -69,7 +78,7 @@ def _partial_kernel(
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group, in_row = g < G, d < D
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -154,7 +163,7 @@ def _merge_kernel(
     HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     g, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)
     place = (head * splits + split) * G + g
@@ -213,10 +222,10 @@ def decode_attention_triton(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs a multiprocessor,
+    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM,
     and the numbers of the chosen rows."""
     (H, G, D), E = query.shape, exact[0].shape[1]
-    query, early = query.contiguous(), following(query.device)
+    query, early = query.contiguous(), dependent_launch(query.device)
     plain = _joined([part for part in stand_ins if part.rows is None])
     listed = next((part for part in stand_ins if part.rows is not None), None)
     used = None if listed is None else listed.used
@@ -224,7 +233,7 @@ def decode_attention_triton(
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
-    programs = programs_per_head(H, units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device), grain=10)
+    programs = num_splits(H, units, PROGRAMS_PER_SM * count_sms(query.device), grain=10)
     tile = tile_rows(D, query.dtype, TILE_BYTES)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
     rows, used_rows = runs.starts, runs.used

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following
-from sparsekv.kernels.common.tiles_triton import start
+from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
 SLOTS = 256  # whose rows are found together
 
@@ -16,7 +16,7 @@ def _rows_kernel(
     STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The rows that some slots are: the run of each is found by a search that asks for three ends at a time."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     starts, ends = starts + head * starts_stride, ends + head * ends_stride
@@ -46,5 +46,5 @@ def list_rows(starts: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor, capa
     H, R = ends.shape
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](
         starts, ends, rows, R, starts.stride(0), ends.stride(0), rows.stride(0), capacity,
-        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4, **following(starts.device),
+        STEPS=(R.bit_length() + 1) // 2, SLOTS=SLOTS, num_warps=4, **dependent_launch(starts.device),
     )  # fmt: skip

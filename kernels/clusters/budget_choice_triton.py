@@ -29,8 +29,8 @@ from sparsekv.kernels.clusters.types import (
     ClusterChoice,
     least_rank,
 )
-from sparsekv.kernels.common.launch import following, multiprocessors
-from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, start
+from sparsekv.kernels.common.launch import count_sms, dependent_launch
+from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, wait_for_previous_kernel
 
 # Clusters of a part, measured: at least so many, where they are opened, where they are listed, of which about half are
 # there; and at most. More than so many parts make these larger.
@@ -197,7 +197,7 @@ def _rank_kernel(
     if OPEN:
         # No launch writes these: they are not waited for.
         of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     packed = _packed(
         logits + head * G * stride, numbers + head * stride, peaks, totals, head, c, inside, stride, parts, least,
         threshold, G, GROUP, PARTS, KEEP, BITS,
@@ -223,7 +223,7 @@ def _count_kernel(
     place = fine + (head * others + part) * (FINE + LIMITS)
     # Memory of no launch that may still run.
     tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
     sizes, before, numbers, numbers_before = counted(coarse, head, part, others, BINS, OTHERS, False)
     last, held, _, above, _, _ = last_place(sizes, before, numbers, numbers_before, 0, 0, budget, 0, BINS, False)
@@ -259,7 +259,7 @@ def _take_kernel(
     if OPEN:
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
-        start(EARLY)
+        wait_for_previous_kernel(EARLY)
     # Where tokens are counted between, ranks are of the launch before the last, which is over: that one waited for it.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
@@ -273,7 +273,7 @@ def _take_kernel(
             sizes, before, numbers, numbers_before, 0, 0, budget, wanted, BINS, OPEN
         )
     else:
-        start(EARLY)
+        wait_for_previous_kernel(EARLY)
         limits = fine + (head * others + part) * (FINE + LIMITS) + FINE
         of_exponent, above = tl.load(limits), tl.load(limits + 1)
         high, held = of_exponent >> TOKENS, of_exponent & SIZE_MASK
@@ -314,9 +314,9 @@ class Wanted:
 def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
     """What is taken of so many clusters, from their logits."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
-    keep, opened, early = take.threshold is not None, take.children is not None, following(device)
+    keep, opened, early = take.threshold is not None, take.children is not None, dependent_launch(device)
     fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED
-    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * multiprocessors(device))), fewest), MOST)
+    size = min(max(power_of_two(triton.cdiv(H * stride, 2 * count_sms(device))), fewest), MOST)
     size = max(size, power_of_two(triton.cdiv(stride, MOST_PARTS)))
     grid, others = (triton.cdiv(stride, size), H), power_of_two(triton.cdiv(stride, size))
     children = scored.numbers if take.children is None else take.children

@@ -1,4 +1,4 @@
-"""`choose_clusters` and `choose_listed` in Triton: logits and their sums over all multiprocessors, then the choice."""
+"""`choose_clusters` and `choose_listed` in Triton: logits and their sums over all SMs, then the choice."""
 
 import torch
 import triton
@@ -6,11 +6,20 @@ import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
-from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
-from sparsekv.kernels.common.tiles_triton import aligned, capped, dot, group_rows, power_of_two, share, start, tile_rows
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.tiles_triton import (
+    aligned,
+    capped,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
 
 WARPS = 4
-# Bytes of a tile, stages of the loop, programs a multiprocessor: measured, one below so many clusters and one above.
+# Bytes of a tile, stages of the loop, programs an SM: measured, one below so many clusters and one above.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
 
 
@@ -25,7 +34,7 @@ def _logits_kernel(
 
     Of those that are listed up to a multiple of 16; what is after these the launch that takes clusters writes.
     """
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -88,8 +97,8 @@ def _launch(
     tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
     rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
     # No more than have a tile each, for fewer programs' sums are added up sooner.
-    programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), multiprocessors(device)))
-    parts = programs_per_head(H, slots, max(programs, 1) * multiprocessors(device))
+    programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), count_sms(device)))
+    parts = num_splits(H, slots, max(programs, 1) * count_sms(device))
     stride = aligned(slots)
     logits = torch.empty(H, G, stride, device=device)
     peaks, totals = torch.empty(2, H, G, parts, device=device)
@@ -101,7 +110,7 @@ def _launch(
         clusters.stride(0), scale, softcap or 0.0,
         CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
         TILE=rows, STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
-        **following(device),
+        **dependent_launch(device),
     )  # fmt: skip
     return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
 

@@ -40,7 +40,7 @@ def share(part, parts, rows):
 
 
 @triton.jit
-def start(EARLY: tl.constexpr):
+def wait_for_previous_kernel(EARLY: tl.constexpr):
     """Wait for the kernel before this one, where it was launched early, and let the next one be launched.
 
     The first thing that a program does: before it nothing that other kernels write is there for sure.

@@ -9,7 +9,7 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import power_of_two
 
 FARTHEST_MEAN = 4096.0  # largest entry of the mean once scaled, so that centres at 16 times it are finite still
-REGISTERS = 65_536  # of a multiprocessor
+REGISTERS = 65_536  # of an SM
 ROWS_AT_ONCE = 32  # rows that a program of the means, or of the rounding, holds
 
 
@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 32  # rows that a program of the means, or of the rounding, holds
 class Tiles:
     """How the search is cut: points and centres of one product, and the warps and the stages of a program.
 
-    `programs` shall fit on a multiprocessor: while one looks for the highest scores, another keeps tensor cores busy.
+    `programs` shall fit on an SM: while one looks for the highest scores, another keeps tensor cores busy.
     """
 
     points: int

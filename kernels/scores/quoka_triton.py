@@ -8,13 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
-from sparsekv.kernels.common.tiles_triton import aligned, dot, group_rows, power_of_two, share, start, tile_rows
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.tiles_triton import (
+    aligned,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
 
 HALF_BITS = 8  # of a rank: counts are kept of its upper half and of all of it
 RANKS = 4**HALF_BITS
 ALWAYS = RANKS - 1  # the rank of keys that are chosen whatever their cosine
-PROGRAMS_PER_MULTIPROCESSOR = 6
+PROGRAMS_PER_SM = 6
 TILE_BYTES, WARPS, STAGES = 8192, 4, 1
 QUERY_TILE_BYTES, QUERY_WARPS, QUERY_STAGES = 32_768, 8, 3
 PARTS, CHUNK = 32, 2048  # programs a head that write rows; keys that one looks at in one go
@@ -27,7 +35,7 @@ def _nearness_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Cosines of a head's queries to their mean, but for the mean's length, which all have in common."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     head = tl.program_id(0).to(tl.int64)
     t, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     query, nearness = query + head * head_stride, nearness + head * B
@@ -50,7 +58,7 @@ def _directions_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a KV head: of each query head the lowest, one after the other; their directions over the group."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     first = tl.program_id(0).to(tl.int64) * G
     g, b, slot, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_B), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     known = (g < G)[:, None] & (b < B)
@@ -85,12 +93,12 @@ def far_directions_triton(query: torch.Tensor, count: int) -> torch.Tensor:
     _nearness_kernel[(Hk * G,)](
         heads, nearness, B, *heads.stride()[:2], D=D, BLOCK_D=power_of_two(D),
         TILE=tile_rows(D, query.dtype, QUERY_TILE_BYTES), STAGES=QUERY_STAGES, num_warps=QUERY_WARPS,
-        **following(query.device),
+        **dependent_launch(query.device),
     )  # fmt: skip
     _directions_kernel[(Hk,)](
         heads, nearness, found, B, *heads.stride()[:2], count, G=G, GROUP=power_of_two(G), BLOCK_B=power_of_two(B),
         SLOTS=power_of_two(count), D=D, BLOCK_D=power_of_two(D),
-        num_warps=min(16, max(4, power_of_two(G) * power_of_two(B) // 1024)), **following(query.device),
+        num_warps=min(16, max(4, power_of_two(G) * power_of_two(B) // 1024)), **dependent_launch(query.device),
     )  # fmt: skip
     return found
 
@@ -103,7 +111,7 @@ def _ranks_kernel(
 ):  # fmt: skip
     """Ranks of a program's share of a head's keys, and how many have each: keys from `first_kept` to before
     `last_kept` by the highest cosine, others always. A rank is stored less 2 ** 15."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     q = tl.load(some + (head * Q + r[:, None]) * D + d, mask=(r < Q)[:, None] & (d < D), other=0.0)
@@ -146,7 +154,7 @@ def _rows_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """The numbers of the best keys of a program's share, after those of the shares before it."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     coarse = counts + head * ((1 << 2 * HALF_BITS) + (1 << HALF_BITS))
     fine = coarse + (1 << HALF_BITS)
@@ -184,7 +192,7 @@ def nearest_keys_triton(some: torch.Tensor, keys: torch.Tensor, count: int, firs
     """`nearest_keys` on a GPU, by the largest cosine; keys may lie among others, a head's side by side in a row."""
     (H, T, D), Q = keys.shape, some.shape[1]
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
-    parts = programs_per_head(H, T, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(keys.device))
+    parts = num_splits(H, T, PROGRAMS_PER_SM * count_sms(keys.device))
     stride = aligned(T)
     ranks = torch.empty(H, stride, dtype=torch.int16, device=keys.device)
     counts = torch.zeros(H, RANKS + 2**HALF_BITS, dtype=torch.int32, device=keys.device)
@@ -192,11 +200,11 @@ def nearest_keys_triton(some: torch.Tensor, keys: torch.Tensor, count: int, firs
     _ranks_kernel[(parts, H)](
         some.contiguous(), keys, ranks, counts, T, *keys.stride()[:2], first, T - last, Q, stride,
         ROWS=group_rows(Q), D=D, BLOCK_D=power_of_two(D), TILE=tile_rows(D, keys.dtype, TILE_BYTES), STAGES=STAGES,
-        HALF_BITS=HALF_BITS, ALWAYS=ALWAYS, num_warps=WARPS, **following(keys.device),
+        HALF_BITS=HALF_BITS, ALWAYS=ALWAYS, num_warps=WARPS, **dependent_launch(keys.device),
     )  # fmt: skip
     part_rows = triton.cdiv(triton.cdiv(T, PARTS), CHUNK) * CHUNK
     _rows_kernel[(triton.cdiv(T, part_rows), H)](
         ranks, counts, rows, T, stride, count, part_rows, CHUNK=CHUNK, HALF_BITS=HALF_BITS, num_warps=8,
-        **following(keys.device),
+        **dependent_launch(keys.device),
     )  # fmt: skip
     return rows

@@ -11,8 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following, multiprocessors
-from sparsekv.kernels.common.tiles_triton import capped, dot, group_rows, power_of_two, share, start, tile_rows
+from sparsekv.kernels.common.launch import count_sms, dependent_launch
+from sparsekv.kernels.common.tiles_triton import (
+    capped,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
 from sparsekv.kernels.tables.list_codes import HIGHEST, TILE_TOKENS, TILE_WORDS, ListCodes
 from sparsekv.kernels.tables.packed_triton import (
     TO_BYTES,
@@ -34,8 +42,8 @@ EXACT_PROGRAMS, TILE_BYTES, LOOK_UP_STAGES = 4, 8192, 1
 LOOK_UP_WARPS, LOGIT_WARPS = 4, 4
 # Many programs are bound by instructions, of which one warp has fewer: what all threads of a program do, it does once.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
-TILES_OF_A_PROGRAM = 2  # where there are enough for all multiprocessors: what a query's sums begin with is paid once
-MANY = 16  # programs of a multiprocessor
+TILES_OF_A_PROGRAM = 2  # where there are enough for all SMs: what a query's sums begin with is paid once
+MANY = 16  # programs of an SM
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -81,7 +89,7 @@ def _look_up_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A subspace of a head: of each query the nearest centroid's list, and what a code of it is worth."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part >= PARTS:
         _add_exact(
@@ -190,7 +198,7 @@ def _weights_kernel(
 ):  # fmt: skip
     """One query's exponents of logits over the largest of their tile, as bytes, for some tiles of keys; and of each
     tile that largest, over the logarithm of 2, and their sum."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     query = tl.program_id(1).to(tl.int64)
     w = tl.arange(0, WORDS)
     place = query * PARTS
@@ -236,7 +244,7 @@ def _rank_kernel(
     WORDS: tl.constexpr, SUMS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a tile of keys, and how many there are of each 16."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     # What was written last is still in the cache.
     head = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
@@ -276,8 +284,8 @@ def _rank_kernel(
 
 
 def many(programs: int, device: torch.device) -> bool:
-    """Whether so many programs leave no multiprocessor idle."""
-    return programs >= MANY * multiprocessors(device)
+    """Whether so many programs leave no SM idle."""
+    return programs >= MANY * count_sms(device)
 
 
 def rank_tokens_triton(
@@ -290,7 +298,7 @@ def rank_tokens_triton(
 ) -> TokenRanks:
     """`rank_tokens` on a GPU; reads the lists' codes once, and a byte of each logit once more."""
     (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
-    query, early, tiles = query.contiguous(), following(device), lists.codes.shape[3] // TILE_WORDS
+    query, early, tiles = query.contiguous(), dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
     sums = tiles + EXACT_PROGRAMS
     found = torch.empty(H, G, m, dtype=torch.int32, device=device)
     slopes, floors = torch.empty(2, H, G, m, device=device)

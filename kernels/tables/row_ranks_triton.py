@@ -1,17 +1,25 @@
-"""`rank_rows` in Triton: logits of scattered rows and their sums over all multiprocessors, then ranks and counts."""
+"""`rank_rows` in Triton: logits of scattered rows and their sums over all SMs, then ranks and counts."""
 
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following, multiprocessors, programs_per_head
-from sparsekv.kernels.common.tiles_triton import capped, dot, group_rows, power_of_two, share, start, tile_rows
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.tiles_triton import (
+    capped,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.tables.list_ranks_triton import LOG2_E
 from sparsekv.kernels.tables.packed_triton import exp2
 from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_SM = 4
 TILE_BYTES, STAGES, WARPS, RANK_WARPS = 16_384, 3, 4, 8
 
 
@@ -22,7 +30,7 @@ def _row_logits_kernel(
     TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's rows, their peak and sum, all over the logarithm of 2."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -53,7 +61,7 @@ def _row_rank_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a tile of slots, laid out as `TokenRanks`, and how many there are of each 16."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     i, s = tl.arange(0, SLOTS), tl.arange(0, PARTS)
     slot = tile * SLOTS + i
@@ -90,8 +98,8 @@ def rank_rows_triton(
 ) -> TokenRanks:
     """`rank_rows` on a GPU; reads the rows' keys once."""
     (H, G, D), S, device = query.shape, rows.shape[1], query.device
-    tiles, early = -(-S // TILE_TOKENS), following(device)
-    parts = programs_per_head(H, S, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device))
+    tiles, early = -(-S // TILE_TOKENS), dependent_launch(device)
+    parts = num_splits(H, S, PROGRAMS_PER_SM * count_sms(device))
     logits = torch.empty(H, G, tiles * TILE_TOKENS, device=device)
     peaks, totals = torch.empty(2, H, G, parts, device=device)
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import following
-from sparsekv.kernels.common.tiles_triton import start
+from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
 from sparsekv.kernels.tables.list_ranks_triton import WARPS_OF_FEW, WARPS_OF_MANY, many
 from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
@@ -45,7 +45,7 @@ def _count_kernel(
     ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
 ):
     """How many of a tile have each rank of the coarse bin that is taken in part."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
@@ -102,7 +102,7 @@ def _place_kernel(
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each chosen key of a tile in its place, after those of the tiles before."""
-    start(EARLY)
+    wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
@@ -139,7 +139,7 @@ def _place_kernel(
 
 def top_ranked_triton(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
     """`top_ranked` on a GPU; reads the ranks twice."""
-    (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, following(ranked.ranks.device)
+    (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     fine = torch.empty(H, tiles, BINS, dtype=torch.int32, device=ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
     sizes, plenty = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": ROWS}, many(tiles * H, ranks.device)

@@ -13,7 +13,7 @@ from support.reference import assert_close, relative_error
 from sparsekv.kernels.attention.decode_attention import decode_attention_reference
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
-from sparsekv.kernels.common.launch import programs_per_head
+from sparsekv.kernels.common.launch import num_splits
 from sparsekv.kernels.common.runs import fill_budget
 
 pytestmark = compiled_or_interpreted
@@ -248,7 +248,7 @@ def test_the_last_wave_is_as_full_as_one_wave_could_be(heads: int, rows: int, at
     def full(programs: int) -> float:
         return programs / (-(-programs // at_once) * at_once)
 
-    number = programs_per_head(heads, rows, at_once)
+    number = num_splits(heads, rows, at_once)
     assert number >= 1
     assert full(heads * number) >= full(heads * max(1, at_once // heads)) - 0.05
 
