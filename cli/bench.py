@@ -10,8 +10,6 @@ import typer
 
 from sparsekv.cli.benchmarking.end_to_end import EndToEnd, time_models
 from sparsekv.cli.benchmarking.output import print_rows
-from sparsekv.cli.benchmarking.run import Timer, check_runs, configured, machine
-from sparsekv.cli.benchmarking.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
@@ -25,6 +23,8 @@ from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.configs import CONFIGS
+from sparsekv.runtime.benchmark.layer_timer import Timer, check_runs, configured, machine
+from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import methods

@@ -12,15 +12,15 @@ from sparsekv.cli.common.method_options import configure, refuse_unused, with_me
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.inputs import Inputs, read_contexts, work_folder
 from sparsekv.cli.evaluating.output import print_rows
-from sparsekv.cli.evaluating.run import Comparison, check_room, evaluate
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.evaluation.engine import Comparison, check_room, evaluate
+from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.table import DENSE, cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks

@@ -10,7 +10,6 @@ import torch
 import typer
 
 from sparsekv.cli.answering.batch import encode_questions
-from sparsekv.cli.answering.defaults import choose_setting
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
@@ -42,6 +41,7 @@ from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.generate import generate as answer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.registry import methods
 

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from sparsekv.cli.benchmarking.layers import index_mixture
-from sparsekv.cli.benchmarking.run import check_runs, configured, machine
-from sparsekv.cli.benchmarking.sources import Mixtures, Wanted, check_dtype
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.method_options import refuse_unused
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -20,8 +17,11 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.models.load import DTYPES, choose_device
 from sparsekv.runtime.benchmark.configs import head_dim, model_config, random_model
 from sparsekv.runtime.benchmark.end_to_end import Distinct, ModelBench, ModelRow
+from sparsekv.runtime.benchmark.indexed_layers import index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
 from sparsekv.runtime.benchmark.rows import RefusedError
+from sparsekv.runtime.benchmark.sources import Mixtures, Wanted, check_dtype
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method

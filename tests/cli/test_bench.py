@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.command import run_here
 
-from sparsekv.cli.benchmarking import layers as bench_layers
-from sparsekv.cli.benchmarking.layers import index_mixture
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.benchmark import indexed_layers as bench_layers
+from sparsekv.runtime.benchmark.indexed_layers import index_mixture
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
 from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.methods.oracle import OracleSelector

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.reference import assert_close, reference_attention
 
-from sparsekv.cli.benchmarking.layers import index_mixture
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
 from sparsekv.runtime.benchmark.dense import dense_steps
+from sparsekv.runtime.benchmark.indexed_layers import index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData, exact_output, relative_error
 from sparsekv.runtime.benchmark.mixture import SINKS, TAIL, Shape, mixture
 from sparsekv.runtime.benchmark.rows import OWN, Bench, Form, RefusedError, Row

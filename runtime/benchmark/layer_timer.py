@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from sparsekv.cli.benchmarking.output import named
-from sparsekv.cli.benchmarking.sources import Source
 from sparsekv.cli.common.method_options import configure
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -16,6 +15,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.benchmark.clock import Clock
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.rows import Bench, Form, RefusedError, Row
+from sparsekv.runtime.benchmark.sources import Source
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
