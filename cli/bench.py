@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.benchmarking.end_to_end import EndToEnd, time_models
+from sparsekv.cli.benchmarking.end_to_end import time_models
 from sparsekv.cli.benchmarking.output import print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.method_options import refuse_unused, with_method_options
+from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -24,8 +24,10 @@ from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.configs import CONFIGS
 from sparsekv.runtime.benchmark.layer_timer import Timer, check_runs, configured, machine
+from sparsekv.runtime.benchmark.model_timer import EndToEnd
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource, Wanted, check_dtype
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import refuse_unused
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import methods
 

@@ -9,7 +9,7 @@ import typer
 from sparsekv.cli.common.console import note, note_plain, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
-from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import read_manifest
@@ -20,6 +20,7 @@ from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
+from sparsekv.runtime.selection.configure import configure, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

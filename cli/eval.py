@@ -8,7 +8,7 @@ import typer
 from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
-from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -19,12 +19,14 @@ from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
-from sparsekv.runtime.evaluation.engine import Comparison, check_room, evaluate
+from sparsekv.runtime.evaluation.comparison import Comparison, check_room
+from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.table import DENSE, cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configure, refuse_unused
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
 

@@ -12,7 +12,7 @@ from sparsekv.cli.common.console import note, progress, say, say_csv, show
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
-from sparsekv.cli.common.method_options import configured_form, refuse_unused, with_method_options
+from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
@@ -33,6 +33,7 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configured_form, refuse_unused
 from sparsekv.runtime.selection.registry import choose_methods, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

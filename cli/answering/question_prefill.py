@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sparsekv.cli.common.method_options import configure
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
 

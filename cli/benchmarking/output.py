@@ -26,11 +26,6 @@ def print_rows(rows: Sequence[Row], about: dict[str, Any], *, as_json: bool, as_
             _print_group(group, about)
 
 
-def named(row: Row) -> str:
-    """A row's method and variant."""
-    return f"{row.method} {row.variant}".strip()
-
-
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
     table = Table(
@@ -45,7 +40,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            named(row),
+            row.name,
             "" if row.budget is None else str(Budget(row.budget)),
             f"{row.median_ms:.4f} [{row.lower_ms:.4f}, {row.upper_ms:.4f}]",
             f"{row.speedup:.2f}",

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from sparsekv.cli.benchmarking.output import named
 from sparsekv.cli.common.plots import MARKERS, save
 from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.selection.budget import Budget
@@ -62,4 +61,4 @@ def _roofline(axis: Axes, rows: Sequence[Row], copy_bandwidth: float) -> None:
 
 def _label(row: Row, *, several_batches: bool) -> str:
     budget = "" if row.budget is None else f" {Budget(row.budget)}"
-    return named(row) + budget + (f", batch {row.batch}" if several_batches else "")
+    return row.name + budget + (f", batch {row.batch}" if several_batches else "")

@@ -2,16 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from types import UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from sparsekv.cli.common.help_panels import METHODS_OF
 from sparsekv.formats.errors import UsageError
-
-T = TypeVar("T")
+from sparsekv.runtime.selection.configure import show_default
 
 
 def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -29,28 +28,6 @@ def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., 
         return command
 
     return extend
-
-
-def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """A method with those of the given parameters that it has and that a person set."""
-    known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
-    given = {name: value for name, value in parameters.items() if name in known and value is not None}
-    return method(**{name: _parse(known[name], value) for name, value in given.items()})
-
-
-def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """A method with the parameters that a person set for it, and a name of these; None where none is set."""
-    names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
-    given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
-    return (" ".join(given), configure(method, parameters)) if given else None
-
-
-def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
-    used = {field.name for method in chosen.values() for field in fields(method)}
-    for name, value in parameters.items():
-        if value is not None and name not in used:
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
@@ -97,8 +74,8 @@ def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Paramete
     field = owners[0][1]
     kind = field.type if field.type in (int, float, str, bool) else str
     help_text = field.metadata.get("help", "")
-    names, defaults = ", ".join(owner for owner, _ in owners), {_show(owned) for _, owned in owners}
-    by_owner = ", ".join(f"{_show(owned)} for {owner}" for owner, owned in owners)
+    names, defaults = ", ".join(owner for owner, _ in owners), {show_default(owned) for _, owned in owners}
+    by_owner = ", ".join(f"{show_default(owned)} for {owner}" for owner, owned in owners)
     of = f"[default: {by_owner if len(defaults) > 1 else defaults.pop()}]"
     return inspect.Parameter(
         name,
@@ -109,20 +86,3 @@ def _option(name: str, owners: list[tuple[str, Field[Any]]]) -> inspect.Paramete
             typer.Option(help=f"{help_text} {of}".strip(), show_default=False, rich_help_panel=METHODS_OF + names),
         ],
     )
-
-
-def _show(field: Field[Any]) -> str:
-    value = field.default if field.default is not MISSING else ""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _parse(field: Field[Any], value: Any) -> Any:
-    """A field that is a tuple of numbers comes as text with commas."""
-    if not isinstance(field.default, tuple) or not isinstance(value, str):
-        return value
-    kind = type(field.default[0])
-    try:
-        return tuple(kind(part) for part in value.split(","))
-    except ValueError:
-        option = f"--{field.name.replace('_', '-')}"
-        raise UsageError(f"{option} {value}: give numbers with commas, such as {_show(field)}") from None

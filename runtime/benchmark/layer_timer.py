@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from sparsekv.cli.benchmarking.output import named
-from sparsekv.cli.common.method_options import configure
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import Indexer
@@ -17,6 +15,7 @@ from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.rows import Bench, Form, RefusedError, Row
 from sparsekv.runtime.benchmark.sources import Source
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
 
 Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
@@ -81,7 +80,7 @@ class Timer:
             timed.rows.append(row)
             budget = "" if row.budget is None else f" at {Budget(row.budget)}"
             self.tell(
-                f"{row.context:,} tokens, batch {row.batch}: {named(row)}{budget}: {row.median_ms:.4f} ms, {row.timed}"
+                f"{row.context:,} tokens, batch {row.batch}: {row.name}{budget}: {row.median_ms:.4f} ms, {row.timed}"
             )
 
 
@@ -92,7 +91,7 @@ def check_runs(runs: int) -> int:
     return runs
 
 
-def configured(parameters: dict[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
+def configured(parameters: Mapping[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
     """A method as a person set it; what was set is its variant."""
     names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
     variant = ", ".join(f"{name} {parameters[name]}" for name in names)

@@ -62,6 +62,11 @@ class Row:
     floor_share: float
     output_error: float
 
+    @property
+    def name(self) -> str:
+        """The method and its variant."""
+        return f"{self.method} {self.variant}".strip()
+
 
 @dataclass(frozen=True)
 class Form:

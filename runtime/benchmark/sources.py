@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sparsekv.cli.common.method_options import configure
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.interface import Indexer
@@ -17,6 +16,7 @@ from sparsekv.indexing.models.load import DTYPES
 from sparsekv.runtime.benchmark.indexed_layers import Indexed, index_mixture, stored_index, stored_layer
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.registry import choose_methods
 
 DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")

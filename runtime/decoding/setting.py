@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sparsekv.cli.common.method_options import configure, refuse_unused
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configure, refuse_unused
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
 

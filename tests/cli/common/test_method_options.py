@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from sparsekv.cli.common.method_options import configure, refuse_unused, with_method_options
+from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.selection.configure import configure, refuse_unused
 
 
 @dataclass(frozen=True)

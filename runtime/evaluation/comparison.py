@@ -1,0 +1,107 @@
+"""What the questions of an evaluation are answered with: a model, methods at budgets, and prefills."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.plain_text import Trusted, encode_text
+from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.indexing.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.table import DENSE, Way
+from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
+
+    `indexers` build what the methods need; with `residual`, each method is run once more with it; `keep` keeps the
+    indices.
+    """
+
+    loaded: LoadedModel
+    identity: tuple[ModelIdentity, TokenizerIdentity]
+    methods: dict[str, Method]
+    indexers: dict[str, Indexer]
+    budgets: list[Budget]
+    prefills: dict[str, Prefill]
+    question: QuestionPrefill | None = None
+    residual: bool = False
+    raw: bool = False
+    keep: bool = False
+    max_new_tokens: int | None = None
+    sinks: int = 10
+    tail: int = 128
+    chunk_size: int = 512
+
+    def count(self, text: str) -> int:
+        """Tokens of a document as it is indexed."""
+        return len(self.prompt(text, bare=False).input_ids)
+
+    def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
+        """A document as it is indexed."""
+        return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
+
+    def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
+        """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
+        beginning; of a continuation its first tokens."""
+        parts = [f"\n{question.text} {question.prefix}".rstrip()]
+        if METRICS[question.metric].continuation:
+            parts = [question.answers[0]]
+        elif prompt.chat is not None:
+            parts = [Trusted(prompt.chat.between), question.text, Trusted(prompt.chat.after), question.prefix]
+        elif context.length is None:
+            parts = [question.text, question.prefix]
+        ids = encode_text(self.loaded.tokenizer, *parts).ids
+        return torch.tensor(ids[: question.max_new_tokens] if METRICS[question.metric].continuation else ids)
+
+    def longest(self, question: Question) -> int:
+        """Tokens that an answer may have."""
+        if METRICS[question.metric].continuation or self.max_new_tokens is None:
+            return question.max_new_tokens
+        return self.max_new_tokens
+
+    def room(self, context: Context) -> int | None:
+        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any."""
+        positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is None:
+            return None
+        empty = self.prompt("", bare=context.bare)
+        asked = (len(self.question_ids(context, one, empty)) + self.longest(one) for one in context.questions)
+        return int(positions) - max(asked)
+
+    def ways(self) -> list[tuple[Way, Budget | None]]:
+        """Every way in which a question is answered, dense attention first."""
+        variants = ["", "residual"] if self.residual else [""]
+        return [
+            one
+            for prefill in self.prefills
+            for one in [
+                (Way(prefill, DENSE), None),
+                *(
+                    (Way(prefill, name, variant, budget.value), budget)
+                    for name in self.methods
+                    for variant in variants
+                    for budget in self.budgets
+                ),
+            ]
+        ]
+
+
+def check_room(comparison: Comparison, contexts: list[Context]) -> None:
+    """Raise UsageError where a document, its question and the answer are more than the model has positions."""
+    for context in contexts:
+        tokens, room = len(comparison.prompt(context.text, bare=context.bare).input_ids), comparison.room(context)
+        if room is not None and tokens > room:
+            raise UsageError(
+                f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "
+                "beside the question and the answer; give a smaller --length"
+            )

@@ -1,0 +1,49 @@
+"""Methods, indexers and prefills with the parameters that a user set, by name."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
+
+from sparsekv.formats.errors import UsageError
+
+T = TypeVar("T")
+
+
+def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
+    """A method with those of the given parameters that it has and that a person set."""
+    known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = {name: value for name, value in parameters.items() if name in known and value is not None}
+    return method(**{name: _parse(known[name], value) for name, value in given.items()})
+
+
+def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
+    """A method with the parameters that a person set for it, and a name of these; None where none is set."""
+    names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
+    given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
+    return (" ".join(given), configure(method, parameters)) if given else None
+
+
+def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
+    used = {field.name for method in chosen.values() for field in fields(method)}
+    for name, value in parameters.items():
+        if value is not None and name not in used:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
+
+
+def _parse(field: Field[Any], value: Any) -> Any:
+    """A field that is a tuple of numbers comes as text with commas."""
+    if not isinstance(field.default, tuple) or not isinstance(value, str):
+        return value
+    kind = type(field.default[0])
+    try:
+        return tuple(kind(part) for part in value.split(","))
+    except ValueError:
+        option = f"--{field.name.replace('_', '-')}"
+        raise UsageError(f"{option} {value}: give numbers with commas, such as {show_default(field)}") from None
+
+
+def show_default(field: Field[Any]) -> str:
+    """A field's default as it is given on the command line."""
+    value = field.default if field.default is not MISSING else ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
