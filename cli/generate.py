@@ -1,12 +1,11 @@
 """`sparsekv generate`: answer questions over an index."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from sparsekv.cli.answering.batch import encode_questions
@@ -35,14 +34,11 @@ from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
-from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
+from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
-from sparsekv.runtime.decoding.generate import generate as answer
-from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import residual_source
-from sparsekv.runtime.decoding.setting import choose_setting
-from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.decoding.setting import Setting, choose_setting
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -167,7 +163,6 @@ def generate(
     artifact = open_artifact(index)
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
-    name, configured, wanted, residual = setting.name, setting.method, setting.budget, setting.residual
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if save_to is not None and batch_file is not None:
         raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
@@ -177,39 +172,34 @@ def generate(
     check_placement(placement)
     guarded = None if guard is None else Guard(guard)
     if guarded is not None:
-        guarded.check(name, configured, residual=residual)
-    if residual:
+        guarded.check(setting.form.name, setting.form.method, residual=setting.form.residual)
+    if setting.form.residual:
         residual_source(artifact)
     questions = _questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
-    cache = opened.sparse_cache(
-        name,
-        configured,
-        wanted,
-        residual=residual,
-        measure_missed=stats,
-        guard=guarded,
-        placement=placement,
-        prefetch=ahead,
-        question=asking,
-        budgets=setting.layer_budgets,
+    asker = Asker.open(
+        opened, setting, measure_missed=stats, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
-    note_small_budgets([wanted], quiet=quiet)
-    note(setting.told, quiet=quiet or not stats or not setting.told)
+    note_small_budgets([setting.budget], quiet=quiet)
+    note(setting.origin, quiet=quiet or not stats or not setting.origin)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    asked = _Asked(opened, cache, name, wanted, sampling, measured=stats or guarded is not None)
+    measured = stats or guarded is not None
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
+    streamed = not (batch_file or as_json)
+    on_text = partial(say, end="") if streamed else lambda text: None
     for question in batch:
-        result = asked.stream(question) if not (batch_file or as_json) else asked.answer(question)
-        if as_json:
-            say(json_text(asked.record(result)))
-        elif batch_file:
+        result = NO_ANSWER if question is None else asker.ask(question, sampling, on_text)
+        if streamed:
+            say("")
+        elif as_json:
+            say(json_text(_record(result, setting, measured=measured)))
+        else:
             say(" ".join(result.text.split()))
         if question is not None and stats and not quiet:
             print_stats(result)
     if save_to is not None and batch[0] is not None:
-        del asked, cache  # the prefill of what is new needs the room
+        del asker  # the prefill of what is new needs the room
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
 
 
@@ -221,27 +211,8 @@ def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | No
     return read_lines(batch_file, "--batch-file")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """One index, one method, one budget: what all questions of a call share."""
-
-    index: OpenIndex
-    cache: IndexCache
-    method: str
-    budget: Budget
-    sampling: Sampling
-    measured: bool
-
-    def answer(self, question: torch.Tensor | None, on_text: Callable[[str], None] = lambda text: None) -> Answer:
-        return NO_ANSWER if question is None else answer(self.index, self.cache, question, self.sampling, on_text)
-
-    def stream(self, question: torch.Tensor | None) -> Answer:
-        result = self.answer(question, lambda text: say(text, end=""))
-        say("")
-        return result
-
-    def record(self, result: Answer) -> dict[str, Any]:
-        """The same keys for every question of a call."""
-        left_out = {"ids"} if self.measured else {"ids", "layers"}
-        told = {name: value for name, value in asdict(result).items() if name not in left_out}
-        return {**told, "method": self.method, "budget": self.budget.value}
+def _record(answer: Answer, setting: Setting, *, measured: bool) -> dict[str, Any]:
+    """An answer for --json: the same keys for every question of a call."""
+    left_out = {"ids"} if measured else {"ids", "layers"}
+    kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
+    return {**kept, "method": setting.form.name, "budget": setting.budget.value}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ import typer
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.named_models import named_by_index
 from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
@@ -18,6 +18,7 @@ from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models.load import load_tokenizer
+from sparsekv.indexing.models.named import named_by_index
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import choose_methods
@@ -113,7 +114,7 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 def _words(artifact: Artifact, model: str | None, *, quiet: bool) -> list[str]:
     """The word of each token of the prompt; none where the model's tokenizer is not on this machine or not trusted."""
     try:
-        name = named_by_index(artifact.manifest.model.id, quiet=quiet) if model is None else model
+        name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)

@@ -91,7 +91,7 @@ def tune(
         )
     if not dry_run:
         write_defaults(artifact.folder, artifact.manifest, defaults)
-        note(f"{artifact.folder}: {_named(best)} at {_budget(best)} is the default now", quiet=quiet)
+        note(f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now", quiet=quiet)
 
 
 def _defaults(best: Tuned, goal: Goal) -> Defaults:
@@ -130,10 +130,6 @@ def _record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaul
     }
 
 
-def _named(one: Tuned) -> str:
-    return f"{one.form.name} {one.form.variant}".strip()
-
-
 def _budget(one: Tuned) -> str:
     return f"{100 * one.budget:.3g}%" + (" by layer" if one.layer_budgets else "")
 
@@ -149,7 +145,7 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for one in tuned:
         table.add_row(
-            _named(one),
+            one.form.title,
             _budget(one),
             f"{one.calibration:.4f}",
             f"{one.held_out:.4f}",

@@ -1,45 +1,34 @@
-"""Loading models for a command: quietly, and as an index says it was built."""
+"""Loading models for a command: transformers' own advice stays off the user's screen, progress goes to stderr."""
+
+from functools import partial
 
 import transformers
 
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.named_models import named_by_index, remember
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models.embedded import EMBEDDED
-from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.models.load import LoadedModel, load_model
-from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.indexing.models.named import remember
+from sparsekv.runtime.decoding.load import load_and_open
+from sparsekv.runtime.decoding.open import OpenIndex
 
 
 def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool) -> LoadedModel:
-    """A model and its tokenizer, the embedded one where none is named; keeps transformers' advice off a person's
-    screen. What was named may be loaded again because an index names it."""
-    loaded = _load(EMBEDDED if name is None else name, device, dtype, rope_scaling, quiet=quiet)
+    """A model and its tokenizer, the embedded one where none is named; raises what `load_model` raises.
+
+    A model that is named here may be loaded again later because an index names it.
+    """
+    transformers.logging.set_verbosity_error()
+    progress = partial(note, quiet=quiet)
+    loaded = load_model(
+        EMBEDDED if name is None else name, device=device, dtype=dtype, rope_scaling=rope_scaling, progress=progress
+    )
     if name is not None:
         remember(loaded.name)
     return loaded
 
 
 def load_for(artifact: Artifact, name: str | None, device: str, dtype: str, *, quiet: bool) -> OpenIndex:
-    """Open an index with a model: by default the one that built it, in the dtype and with the RoPE it had then.
-
-    Raises:
-        SparsekvError: nobody has named a model, but the index one that was never named here.
-        UsageError: no such model, device or dtype.
-        IdentityError: the index does not belong to this model.
-    """
-    manifest = artifact.manifest
-    dtype = manifest.dtype if dtype == "auto" else dtype
-    scaling = manifest.rope.scaling
-    if name is None:
-        loaded = _load(named_by_index(manifest.model.id, quiet=quiet), device, dtype, scaling, quiet=quiet)
-    else:
-        loaded = load(name, device, dtype, scaling, quiet=quiet)
-    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded))
-
-
-def _load(name: str, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool) -> LoadedModel:
+    """An index, opened with a model; raises what `load_and_open` raises."""
     transformers.logging.set_verbosity_error()
-    return load_model(
-        name, device=device, dtype=dtype, rope_scaling=rope_scaling, progress=lambda text: note(text, quiet=quiet)
-    )
+    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet))

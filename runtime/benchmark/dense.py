@@ -18,7 +18,7 @@ CUDA_BACKENDS = {
 }
 
 
-Form = Callable[[torch.Tensor], torch.Tensor]
+DenseForm = Callable[[torch.Tensor], torch.Tensor]
 """Attention of queries [batch Hq, 1, D] to one layer's keys and values; gives the same shape."""
 
 
@@ -28,7 +28,7 @@ def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
         yield name, partial(form, data.query)
 
 
-def dense_forms(data: LayerData) -> Iterator[tuple[str, Form]]:
+def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
     """Forms of one step of dense attention, by name, that torch can run here.
 
     `gqa` leaves the groups to torch; `folded` has the query heads of a group as so many queries of their KV head, which
@@ -50,7 +50,7 @@ def _by_sequence(rows: torch.Tensor, batch: int) -> torch.Tensor:
     return apart
 
 
-def _grouped(data: LayerData) -> Form:
+def _grouped(data: LayerData) -> DenseForm:
     keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
     scale = data.facts.softmax_scale
 
@@ -61,7 +61,7 @@ def _grouped(data: LayerData) -> Form:
     return attend
 
 
-def _folded(data: LayerData) -> Form:
+def _folded(data: LayerData) -> DenseForm:
     keys, values = _by_sequence(data.keys, data.batch), _by_sequence(data.values, data.batch)
     scale = data.facts.softmax_scale
 
@@ -72,7 +72,7 @@ def _folded(data: LayerData) -> Form:
     return attend
 
 
-def _with_backend(form: Form, backend: SDPBackend) -> Form:
+def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
     def attend(query: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
             return form(query)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.dense import Form, dense_forms
+from sparsekv.runtime.benchmark.dense import DenseForm, dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -26,6 +26,7 @@ from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 
 NOTHING = "no attention"
@@ -57,20 +58,10 @@ class ModelRow:
     kv_fraction: float
 
 
-@dataclass(frozen=True)
-class Distinct:
-    """A method, and what it chooses from in each of the layers that the model's take turns with."""
-
-    name: str
-    variant: str
-    method: Method
-    contexts: list[MiddleContext]
-
-
-class FormLayer(StoredLayer):
+class DenseFormLayer(StoredLayer):
     """Keeps new rows as any layer, and attends by a function of the queries to what was there before."""
 
-    def __init__(self, data: LayerData, form: Form):
+    def __init__(self, data: LayerData, form: DenseForm):
         super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
         self.form = form
 
@@ -92,34 +83,38 @@ class ModelBench:
         with; with dense attention of ours; without attention."""
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
-        torchs = self._time(IndexCache(self._each(lambda data, turn: FormLayer(data, forms[turn]))))
+        torchs = self._time(IndexCache(self._each(lambda data, turn: DenseFormLayer(data, forms[turn]))))
         self.dense_rate = torchs.rate
         yield self._row(DENSE, name, None, torchs, 1.0)
         own = self._each(lambda data, turn: DenseLayer(data.keys, data.values))
         yield self._row(DENSE, OWN, None, self._time(IndexCache(own)), 1.0)
-        none = self._each(lambda data, turn: FormLayer(data, lambda query: query))
+        none = self._each(lambda data, turn: DenseFormLayer(data, lambda query: query))
         yield self._row(NOTHING, "", None, self._time(IndexCache(none)), 0.0)
 
     @torch.inference_mode()
-    def sparse(self, form: Distinct, budgets: list[Budget]) -> Iterator[ModelRow]:
-        """A method at each budget, after `dense`. Allocates the middles once more, laid out as the method wants it.
+    def sparse(self, form: Form, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
+        """A form at each budget, choosing from one context for each distinct layer; after `dense`.
+
+        Allocates the middles once more, in the method's layout.
 
         Raises:
             RefusedError: its logits are not finite.
         """
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
-            cache = IndexCache(self._sparse_layers(form, budget, laid_out))
+            cache = IndexCache(self._sparse_layers(form.method, contexts, budget, laid_out))
             timed = self._time(cache)
             yield self._row(form.name, form.variant, budget, timed, cache.kv_fraction())
 
-    def _sparse_layers(self, form: Distinct, budget: Budget, laid_out: dict[int, MiddleRows]) -> list[StoredLayer]:
+    def _sparse_layers(
+        self, method: Method, contexts: list[MiddleContext], budget: Budget, laid_out: dict[int, MiddleRows]
+    ) -> list[StoredLayer]:
         layers: list[StoredLayer] = []
         shared: dict[str, object] = {}
         for number in range(self.layers):
             turn = number % len(self.data)
-            context = replace(form.contexts[turn], position=LayerPosition(number, self.layers, shared))
-            selector = form.method.prepare(context)
+            context = replace(contexts[turn], position=LayerPosition(number, self.layers, shared))
+            selector = method.prepare(context)
             if turn not in laid_out:
                 laid_out[turn] = lay_out(self.data[turn], selector)
             layers.append(sparse_layer(self.data[turn], laid_out[turn], selector, budget))

@@ -11,11 +11,11 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.benchmark.clock import Clock
-from sparsekv.runtime.benchmark.layer import LayerData
-from sparsekv.runtime.benchmark.rows import Bench, Form, RefusedError, Row
+from sparsekv.runtime.benchmark.rows import Bench, RefusedError, Row
 from sparsekv.runtime.benchmark.sources import Source
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 
 Forms = Callable[[type[Method], MethodRecord | None], dict[str, Method]]
@@ -63,17 +63,13 @@ class Timer:
         self._add(timed, bench.dense())
         for name in self.methods:
             try:
-                for form in self._forms(bench.data, name):
-                    self._add(timed, bench.sparse(form, self.budgets))
+                indexed = self.source.index(bench.data, name, self.built.get(name))
+                for variant, method in self.forms(self.methods[name], indexed.record).items():
+                    self._add(timed, bench.sparse(Form(name, variant, method), indexed.context, self.budgets))
             except RefusedError as error:
                 timed.refused.append(str(error))
             except torch.OutOfMemoryError:
                 timed.refused.append(f"{bench.named(name)} does not fit the memory of {bench.data.keys.device}")
-
-    def _forms(self, data: LayerData, name: str) -> Iterator[Form]:
-        indexed = self.source.index(data, name, self.built.get(name))
-        for variant, method in self.forms(self.methods[name], indexed.record).items():
-            yield Form(name, variant, method, indexed.context)
 
     def _add(self, timed: Timed, rows: Iterator[Row] | list[Row]) -> None:
         for row in rows:

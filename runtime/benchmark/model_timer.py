@@ -11,7 +11,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.models.load import DTYPES, choose_device
 from sparsekv.runtime.benchmark.configs import head_dim, model_config, random_model
-from sparsekv.runtime.benchmark.end_to_end import Distinct, ModelBench, ModelRow
+from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
 from sparsekv.runtime.benchmark.indexed_layers import index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
@@ -20,7 +20,7 @@ from sparsekv.runtime.benchmark.sources import Mixtures, Wanted, check_dtype
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import refuse_unused
 from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods
 
 DEFAULT_METHODS, DISTINCT = ["multipole"], 2
@@ -109,13 +109,11 @@ class ModelTimer:
         for name, method in self.chosen.items():
             for variant, one in self.forms(method, None).items():
                 try:
-                    rows += bench.sparse(self._distinct(bench.data, name, variant, one), self.budgets)
+                    contexts = [_context(data, self.built.get(name)) for data in bench.data]
+                    rows += bench.sparse(Form(name, variant, one), contexts, self.budgets)
                 except RefusedError as error:
                     self.refused.append(str(error))
         return rows
-
-    def _distinct(self, data: list[LayerData], name: str, variant: str, method: Method) -> Distinct:
-        return Distinct(name, variant, method, [_context(one, self.built.get(name)) for one in data])
 
     def about(self) -> dict[str, Any]:
         """What a reader of the figures has to know."""

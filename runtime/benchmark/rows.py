@@ -25,7 +25,7 @@ from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.stored_layer import DenseLayer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.form import Form
 
 DENSE, OWN = "dense", "sparsekv"
 
@@ -68,16 +68,6 @@ class Row:
         return f"{self.method} {self.variant}".strip()
 
 
-@dataclass(frozen=True)
-class Form:
-    """A method with its parameters, under the name of one of its variants, and what it chooses from in one layer."""
-
-    name: str
-    variant: str
-    method: Method
-    context: MiddleContext
-
-
 class Bench:
     """One layer's measurements; `copy` is the bandwidth that floors are of, in bytes a second."""
 
@@ -101,21 +91,23 @@ class Bench:
         return [self._row(DENSE, name, None, middle, timings[name], read, 1.0) for name in (*order, OWN)]
 
     @torch.inference_mode()
-    def sparse(self, form: Form, budgets: list[Budget]) -> Iterator[Row]:
-        """A method at each budget, after `dense`. Allocates the middle once more, laid out as the method wants it.
+    def sparse(self, form: Form, context: MiddleContext, budgets: list[Budget]) -> Iterator[Row]:
+        """A form at each budget, choosing from `context`; after `dense`.
+
+        Allocates the middle once more, in the method's layout.
 
         Raises:
             RefusedError: its output is not finite.
         """
         data = self.data
-        selector = form.method.prepare(form.context)
+        selector = form.method.prepare(context)
         rows = lay_out(data, selector)
         # One that searches every so many steps is timed over that many.
         cycle = int(getattr(form.method, "step", 1))
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
             layer = sparse_layer(data, rows, selector, budget)
-            step, named = layer_step(data, layer), f"{form.name} {form.variant}".strip()
+            step, named = layer_step(data, layer), form.title
             for _ in range(cycle):
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense

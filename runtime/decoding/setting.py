@@ -9,20 +9,19 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure, refuse_unused
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method with its parameters and budget; `told` says where they are from, if a person did not choose."""
+    """A form of a method with its budgets; `origin` says where they are from, where the user did not choose."""
 
-    name: str
-    method: Method
+    form: Form
     budget: Budget
-    residual: bool
     layer_budgets: dict[int, Budget] | None = None
-    told: str = ""
+    origin: str = ""
 
 
 def choose_setting(
@@ -54,7 +53,7 @@ def choose_setting(
     indexed = list(artifact.manifest.methods)
     name = choose_methods([method] if method else indexed, indexed)[0]
     refuse_unused({name: methods()[name]} | dict(prefilling), parameters)
-    return Setting(name, configure(methods()[name], parameters), wanted or Budget(0.1), residual)
+    return Setting(Form(name, "", configure(methods()[name], parameters), residual), wanted or Budget(0.1))
 
 
 def _default(artifact: Artifact, defaults: Defaults) -> Setting:
@@ -66,14 +65,13 @@ def _default(artifact: Artifact, defaults: Defaults) -> Setting:
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run `sparsekv tune` "
             "again, or choose with --method"
         ) from None
+    form = Form(defaults.method, defaults.variant, configured, defaults.residual)
     layers = defaults.layer_budgets
     return Setting(
-        defaults.method,
-        configured,
+        form,
         Budget(defaults.budget),
-        defaults.residual,
         None if layers is None else {layer: Budget(share) for layer, share in layers.items()},
-        f"the index's default: {defaults.method} {defaults.variant}".rstrip() + f" at {100 * defaults.budget:.3g}%",
+        f"the index's default: {form.title} at {100 * defaults.budget:.3g}%",
     )
 
 

@@ -24,7 +24,8 @@ from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Covers
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
 
@@ -36,18 +37,15 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 
 @dataclass(frozen=True)
 class Measured:
-    """A method at a budget; `variant` is empty for a method that has one form only.
+    """A form of a method at a budget.
 
-    With `residual` centroids stand for what the method does not choose; a `guard` lets no head leave too much. Recall
-    and `list_coverage` are of the oracle's tokens at the `reference` budget; at the method's own without one. Without
-    `outputs` neither these nor their error are computed: it is NaN.
+    A `guard` limits the mass that a head may miss. Recall and `list_coverage` are of the oracle's tokens at the
+    `reference` budget; at the form's own without one. Without `outputs` attention's outputs are not computed and their
+    error is NaN.
     """
 
-    name: str
-    variant: str
-    method: Method
+    form: Form
     budget: Budget
-    residual: bool = False
     guard: Guard | None = None
     reference: Budget | None = None
     outputs: bool = True
@@ -119,18 +117,17 @@ def measure_layer(
     """
     results = {one: Measures() for one in measured}
     states = {} if states is None else states
-    selectors: dict[tuple[str, str], Selector] = {}
-    for one in measured:
-        if (one.name, one.variant) not in selectors:
-            shared = states.setdefault((one.name, one.variant), {})
-            prepared = prepare_layer(artifact, layer, one.name, one.method, "cpu", residual=one.residual, shared=shared)
-            selectors[one.name, one.variant] = prepared.selector
+    selectors: dict[Form, Selector] = {}
+    for form in dict.fromkeys(one.form for one in measured):
+        shared = states.setdefault((form.name, form.variant), {})
+        prepared = prepare_layer(artifact, layer, form.name, form.method, "cpu", residual=form.residual, shared=shared)
+        selectors[form] = prepared.selector
     batches = count()
     for block in blocks:
         for batch, queries in zip(batches, _pieces(block, artifact.manifest.split.tokens), strict=False):
             truth = _truth(artifact, layer, block, queries, batch)
             for one in measured:
-                _measure(one, selectors[one.name, one.variant], truth, results[one])
+                _measure(one, selectors[one.form], truth, results[one])
     return results
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparsekv.runtime.attention.guard import Guard, tells_missed
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
 from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import methods
 
@@ -122,7 +124,9 @@ def recall_report(
         UsageError: a residual is asked for and the index has no value centroids.
     """
     manifest = artifact.manifest
-    compared = {name: forms(artifact, name, (configured or {}).get(name), residual=residual) for name in names}
+    compared = [
+        form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
+    ]
     measured = _measured(compared, budgets, guard)
     rows: list[RecallRow] = []
     states: SharedStates = {}
@@ -144,43 +148,36 @@ def recall_report(
     )
 
 
-Form = tuple[str, Method, bool]
-"""A method's parameters under a name, and whether centroids stand for what it leaves."""
-
-
 def forms(artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool) -> list[Form]:
     """The forms of a method that are compared: one that is configured, or its variants; with `residual` also each with
     centroids for what it leaves, where the method has nothing of its own that stands for it."""
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
-    found: list[Form] = [(variant, method, False) for variant, method in variants.items()]
-    if residual and not any(form.replaces() for form in variants.values()):
-        found += [(f"{variant} + residual".strip(), method, True) for variant, method in variants.items()]
+    found = [Form(name, variant, method) for variant, method in variants.items()]
+    if residual and not any(method.replaces() for method in variants.values()):
+        found += [replace(form, variant=f"{form.variant} + residual".strip(), residual=True) for form in found]
     return found
 
 
-def _measured(compared: dict[str, list[Form]], budgets: list[Budget], guard: Guard | None) -> list[Measured]:
-    """Each form at each budget, and then under the guard where it tells what it leaves."""
-    measured = []
-    for name, plain in compared.items():
-        guarded: list[tuple[str, Method, bool, Guard | None]] = [(*form, None) for form in plain]
+def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) -> list[Measured]:
+    """Each form at each budget; after a method's forms those under the guard, where a form tells what it misses."""
+    measured: list[Measured] = []
+    for _, of_method in groupby(compared, lambda form: form.name):
+        plain = list(of_method)
+        guarded: list[tuple[Form, Guard | None]] = [(form, None) for form in plain]
         if guard is not None:
             guarded += [
-                (f"{variant} + guard".strip(), method, replaced, guard)
-                for variant, method, replaced in plain
-                if tells_missed(method, residual=replaced)
+                (replace(form, variant=f"{form.variant} + guard".strip()), guard)
+                for form in plain
+                if tells_missed(form.method, residual=form.residual)
             ]
-        measured += [
-            Measured(name, variant, method, budget, replaced, by)
-            for variant, method, replaced, by in guarded
-            for budget in budgets
-        ]
+        measured += [Measured(form, budget, by) for form, by in guarded for budget in budgets]
     return measured
 
 
 def _recall_seen(artifact: Artifact, layer: int, measured: list[Measured]) -> dict[Measured, torch.Tensor]:
     """Recall [Hk] on the queries of the document that methods learned from, for those that did."""
-    learned = [one for one in measured if one.method.learns_queries]
+    learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(artifact, layer) if learned else None
     if block is None:
         return {}
@@ -195,8 +192,8 @@ def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]
     ]
     return [
         RecallRow(
-            method=one.name,
-            variant=one.variant,
+            method=one.form.name,
+            variant=one.form.variant,
             budget=one.budget.value,
             budget_tokens=one.budget.tokens(middle),
             layer=layer,

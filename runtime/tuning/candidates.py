@@ -4,8 +4,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.report import forms
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import choose_methods, methods
-from sparsekv.runtime.tuning.meter import Form
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:
@@ -23,7 +23,7 @@ def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[
             raise UsageError(f"--method {name}: it bounds what a choice can do and is none itself; choose another")
     chosen = [name for name in choose_methods(names, list(artifact.manifest.methods)) if not known[name].is_bound]
     residual = residual and _has_centroids(artifact)
-    return [Form(name, *form) for name in chosen for form in forms(artifact, name, residual=residual)]
+    return [form for name in chosen for form in forms(artifact, name, residual=residual)]
 
 
 def _has_centroids(artifact: Artifact) -> bool:

@@ -10,17 +10,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
 from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
-
-
-@dataclass(frozen=True)
-class Form:
-    """A method with its parameters: a setting but for its budget. `variant` is the form's name among the method's."""
-
-    name: str
-    variant: str
-    method: Method
-    residual: bool
+from sparsekv.runtime.selection.form import Form
 
 
 @dataclass(frozen=True)
@@ -117,15 +107,7 @@ class AttentionMeter(Meter):
             self._known[*measured[one], layer] = point
 
     def _measured(self, form: Form, share: float) -> Measured:
-        return Measured(
-            form.name,
-            form.variant,
-            form.method,
-            Budget(share),
-            form.residual,
-            reference=self.reference,
-            outputs=self.outputs,
-        )
+        return Measured(form, Budget(share), reference=self.reference, outputs=self.outputs)
 
     def _block(self, layer: int) -> QueryBlock:
         block = tail_block(self.artifact, layer, calibration=self.calibration)

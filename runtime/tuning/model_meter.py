@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.tuning.meter import Form, Meter, Point, Progress, Shares
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.tuning.meter import Meter, Point, Progress, Shares
 
 
 class ModelMeter(Meter):

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from sparsekv.runtime.tuning.meter import Form, Shares
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.tuning.meter import Shares
 
 
 @dataclass(frozen=True)

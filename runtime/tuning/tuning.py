@@ -17,11 +17,12 @@ from statistics import fmean
 import torch
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.allocation import Option, allocate
 from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded
 from sparsekv.runtime.tuning.candidates import candidates
 from sparsekv.runtime.tuning.goals import Goal
-from sparsekv.runtime.tuning.meter import AttentionMeter, Form, Meter, Point, Shares
+from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, Point, Shares
 from sparsekv.runtime.tuning.tuned import Tuned
 
 LAYER_STRIDE, QUERY_STRIDE = 3, 2

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.benchmark.dense import dense_forms
-from sparsekv.runtime.benchmark.end_to_end import FormLayer
+from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -32,7 +32,7 @@ def _quest(data: LayerData) -> StoredLayer:
 MAKERS: dict[str, Callable[[LayerData], StoredLayer]] = {
     "dense": lambda data: DenseLayer(data.keys, data.values),
     "quest": _quest,
-    "torch": lambda data: FormLayer(data, next(dense_forms(data))[1]),
+    "torch": lambda data: DenseFormLayer(data, next(dense_forms(data))[1]),
 }
 
 

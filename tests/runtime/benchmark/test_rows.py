@@ -12,12 +12,13 @@ from sparsekv.runtime.benchmark.dense import dense_steps
 from sparsekv.runtime.benchmark.indexed_layers import index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData, exact_output, relative_error
 from sparsekv.runtime.benchmark.mixture import SINKS, TAIL, Shape, mixture
-from sparsekv.runtime.benchmark.rows import OWN, Bench, Form, RefusedError, Row
+from sparsekv.runtime.benchmark.rows import OWN, Bench, RefusedError, Row
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 
 CPU = torch.device("cpu")
@@ -36,14 +37,15 @@ def bench(data: LayerData) -> Bench:
     return Bench(data, WallClock(CPU, 3, cold=False), COPY)
 
 
-def form(data: LayerData, name: str, method: Method) -> Form:
-    return Form(name, "", method, data.context({}))
+def rows_of(at: Bench, name: str, method: Method, *budgets: Budget) -> list[Row]:
+    """A method that has no index, at budgets."""
+    return list(at.sparse(Form(name, "", method), at.data.context({}), list(budgets)))
 
 
 def by_hand(data: LayerData, name: str, method: Method, budget: Budget) -> Row:
     at = bench(data)
     at.dense()
-    return next(at.sparse(form(data, name, method), [budget]))
+    return rows_of(at, name, method, budget)[0]
 
 
 def test_a_window_reads_sinks_and_tail(data: LayerData) -> None:
@@ -66,7 +68,7 @@ def test_dense_attention_reads_everything_and_is_the_measure_of_all(data: LayerD
     *rows, own = at.dense()
     assert [row.median_ms for row in rows] == sorted(row.median_ms for row in rows)
     assert (rows[0].speedup, own.variant) == (1, OWN)
-    rows += [own, *at.sparse(form(data, "oracle", Oracle()), [Budget(0.1), Budget(1.0)])]
+    rows += [own, *rows_of(at, "oracle", Oracle(), Budget(0.1), Budget(1.0))]
     for row in rows:
         assert row.speedup == rows[0].median_ms / row.median_ms
         assert row.floor_ms == 1000 * row.bytes / COPY
@@ -105,8 +107,8 @@ def test_a_gpu_replays_a_step_unless_it_waits(method: Squeezed, timed: str) -> N
     data = mixture(Shape(2048, 8, 2, 64), BATCH, 0, cuda, torch.bfloat16)
     at = Bench(data, CudaClock(cuda, 3, cold=True), COPY)
     assert {row.timed for row in at.dense()} == {"graph"}
-    squeezed = Form("squeezed", "", method, index_mixture(data, SqueezedIndexer()).context)
-    some, everything = at.sparse(squeezed, [Budget(0.2), Budget(1.0)])
+    context = index_mixture(data, SqueezedIndexer()).context
+    some, everything = at.sparse(Form("squeezed", "", method), context, [Budget(0.2), Budget(1.0)])
     # A budget of everything goes without the levels.
     assert (some.timed, everything.timed) == (timed, "graph")
     assert everything.output_error < 1e-2
@@ -126,4 +128,4 @@ def test_what_is_no_number_has_no_time(data: LayerData) -> None:
     with pytest.raises(RefusedError, match=r"dense sdpa.* over 600 tokens, batch 2, gave an output that is not finite"):
         broken.dense()
     with pytest.raises(RefusedError, match=r"oracle at 100% .*not finite"):
-        next(broken.sparse(form(broken.data, "oracle", Oracle()), [Budget(1.0)]))
+        rows_of(broken, "oracle", Oracle(), Budget(1.0))

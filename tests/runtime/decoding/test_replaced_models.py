@@ -23,6 +23,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import Measured, measure_layer
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 
 METHODS: dict[str, tuple[Method, str]] = {
@@ -87,7 +88,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
         for level in (stands, torch.full_like(stands, EXACT))
     )
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean((1, 2))
-    one = Measured(name, "", method, FEW, residual=True)
+    one = Measured(Form(name, "", method, residual=True), FEW)
     measured = measure_layer(artifact, number, [one], [tail_block(artifact, number)])[one].means()
     assert measured["output_error"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     rows_of_index = READ.get(name, 2) * tensors["level0.counts"].shape[1]

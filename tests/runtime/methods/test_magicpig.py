@@ -24,6 +24,7 @@ from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import Measured, measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.selection import Selection
 
 properties = settings(max_examples=10, deadline=None)
@@ -153,7 +154,7 @@ def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
 
 def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> None:
     artifact, split = index.artifact, index.split
-    one = Measured("magicpig", "", FEW, Budget(0.5))
+    one = Measured(Form("magicpig", "", FEW), Budget(0.5))
     means = measure_layer(artifact, 0, [one], [tail_block(artifact, 0)])[one].means()
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)

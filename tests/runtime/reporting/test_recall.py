@@ -29,6 +29,7 @@ from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import Measured, Measures, measure_layer
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.selection import Selection
 
@@ -153,7 +154,7 @@ def _by_definition(
 
 def _measured(artifact: Artifact, layer: int, method: str, budget: Budget) -> dict[str, torch.Tensor]:
     name, parameters = METHODS[method]
-    one = Measured(name, method, parameters, budget)
+    one = Measured(Form(name, method, parameters), budget)
     return measure_layer(artifact, layer, [one], iter([tail_block(artifact, layer)]))[one].means()
 
 
@@ -174,7 +175,7 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
     layer, reference = artifact.manifest.indexed_layers[-1], Budget(0.15)
     expected = _by_definition(artifact, layer, method, budget, reference)
     name, parameters = METHODS[method]
-    one = Measured(name, method, parameters, budget, reference=reference, outputs=False)
+    one = Measured(Form(name, method, parameters), budget, reference=reference, outputs=False)
     measured = measure_layer(artifact, layer, [one], [tail_block(artifact, layer)])[one].means()
     for measure in ("selected_tokens", "recall", "attention_mass", "kv_fraction", "missed_mass"):
         assert measured[measure].tolist() == pytest.approx(expected[measure].tolist(), abs=2e-5), measure
@@ -186,7 +187,7 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
 def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: int, reference: int) -> None:
     layer, middle = artifact.manifest.indexed_layers[0], artifact.manifest.split.middle
     wanted = [
-        Measured(name, name, METHODS[name][1], Budget(tokens), reference=Budget(reference), outputs=False)
+        Measured(Form(name, name, METHODS[name][1]), Budget(tokens), reference=Budget(reference), outputs=False)
         for name in ("oracle", "quest")
     ]
     oracle, quest = measure_layer(artifact, layer, wanted, [tail_block(artifact, layer)]).values()

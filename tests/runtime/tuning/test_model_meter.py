@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.goals import PerplexityGoal
-from sparsekv.runtime.tuning.meter import Form
 from sparsekv.runtime.tuning.model_meter import ModelMeter
 from sparsekv.runtime.tuning.tuning import tune
 

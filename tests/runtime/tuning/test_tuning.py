@@ -21,11 +21,12 @@ from sparsekv.runtime.reporting.recall import Measured, measure_layer
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.budget_search import LEAST, MOST, BudgetSearch, rounded
 from sparsekv.runtime.tuning.candidates import candidates
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal
-from sparsekv.runtime.tuning.meter import AttentionMeter, Form
+from sparsekv.runtime.tuning.meter import AttentionMeter
 from sparsekv.runtime.tuning.tuned import Tuned
 from sparsekv.runtime.tuning.tuning import tune
 
@@ -98,7 +99,7 @@ def test_shares_are_rounded_up_to_three_digits(share: float) -> None:
 def _half(artifact: Artifact, one: Tuned, share: float, *, calibration: bool) -> tuple[float, float]:
     """Recall and KV fraction of a tuned form at one share, on one half of the tail, mean over layers and heads."""
     form = one.form
-    measured = Measured(form.name, form.variant, form.method, Budget(share), form.residual, reference=REFERENCE)
+    measured = Measured(form, Budget(share), reference=REFERENCE)
     means = [
         measure_layer(artifact, layer, [measured], [tail_block(artifact, layer, calibration=calibration)])[
             measured

@@ -1,10 +1,10 @@
-"""Models that a person has named with --model: these alone an index may name after them."""
+"""Models that the user has named before: only these may be loaded because an index names them."""
 
 import json
 import os
 import shlex
+from collections.abc import Callable
 
-from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.indexing.models.embedded import EMBEDDED, damaged_files, embedded_path
 from sparsekv.indexing.models.user_cache import cache_root, read_small, replace_small
@@ -13,16 +13,18 @@ _FILE = "named_models.json"
 
 
 def remember(name: str) -> None:
-    """Keep the whole name of a model that was named with --model and loaded; a cache that cannot be written keeps
-    none."""
+    """Keep the whole name of a model that the user named and that loaded; a cache that cannot be written keeps none."""
     known = _known()
     if name == EMBEDDED or name in known:
         return
     replace_small(cache_root() / _FILE, json.dumps(sorted({*known, name}), indent=1) + "\n")
 
 
-def named_by_index(name: str, *, quiet: bool) -> str:
-    """The model that an index names, if it is the embedded one or a person has named it before; a note says so.
+def named_by_index(name: str, progress: Callable[[str], None]) -> str:
+    """The model that an index names, if it is the embedded one or the user has named it before.
+
+    Args:
+        progress: gets a line that says so.
 
     Raises:
         SparsekvError: nobody has named it here, it is a folder that is gone, or the embedded one and not in the cache.
@@ -39,7 +41,7 @@ def named_by_index(name: str, *, quiet: bool) -> str:
             f"the index was built with {name}, which you have not named on this machine: add --model "
             f"{shlex.quote(name)} if you trust it"
         )
-    note(f"loading {name}, which the index names and you have named before", quiet=quiet)
+    progress(f"loading {name}, which the index names and you have named before")
     return name
 
 

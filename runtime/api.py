@@ -1,0 +1,115 @@
+"""Python API, for notebooks: open an index, ask it, and report what methods keep and read.
+
+    from sparsekv.runtime import api
+
+    index = api.open_index("manual.skv")
+    print(index.ask("How is it installed?").text)
+    rows = index.recall_report(["multipole", "quest"], budgets=["5%", "10%"])
+    pandas.DataFrame(rows)
+
+The commands `generate` and `recall-report` run the same code. Everything raises `SparsekvError` with one line for the
+user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an index that cannot be used).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import Answer, Sampling
+from sparsekv.runtime.decoding.load import load_and_open
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import choose_setting
+from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.report import recall_report
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configured_form, refuse_unused
+from sparsekv.runtime.selection.registry import choose_methods, methods
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index that is open with its model."""
+
+    opened: OpenIndex
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods that can run on this index."""
+        return choose_methods(["all"], list(self.opened.artifact.manifest.methods))
+
+    def asker(
+        self,
+        method: str | None = None,
+        budget: str | float | None = None,
+        *,
+        residual: bool = False,
+        placement: str = "device",
+        **parameters: Any,
+    ) -> Asker:
+        """What answers many questions with one setting: `asker.ask(question).text`.
+
+        Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
+
+        Args:
+            method: by name; by default what `sparsekv tune` found for the index, or its first method.
+            budget: tokens of the document that a step attends to, as on the command line: "5%", 0.05 or 512.
+            residual: centroids represent the tokens that the method does not choose.
+            parameters: of the method, named as its options: `rerank=4`.
+        """
+        artifact, text = self.opened.artifact, None if budget is None else str(budget)
+        setting = choose_setting(artifact, method, text, parameters, {}, residual=residual)
+        return Asker.open(self.opened, setting, placement=placement)
+
+    def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
+        """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew."""
+        return self.asker(**setting).ask(question, sampling)
+
+    def recall_report(
+        self,
+        names: Sequence[str] = (),
+        budgets: Sequence[str | float] = ("2%", "5%", "10%"),
+        *,
+        by: Sequence[str] = (),
+        questions: Sequence[str] = (),
+        residual: bool = False,
+        **parameters: Any,
+    ) -> list[dict[str, Any]]:
+        """What methods keep of dense attention and what they read: one flat dict a row, as `recall-report --json`.
+
+        Args:
+            names: methods; by default all that can run.
+            by: rows for each value of `layer`, of `kv_head`, or of both; without it one row averages over all.
+            questions: measure on the queries of these, in place of the document's held-out tail.
+            residual: measure each form also with centroids for the tokens that it does not choose.
+            parameters: of the methods; one that has any is measured so, in place of its usual forms.
+        """
+        artifact = self.opened.artifact
+        chosen = {name: methods()[name] for name in choose_methods(list(names), list(artifact.manifest.methods))}
+        refuse_unused(chosen, parameters)
+        report = recall_report(
+            artifact,
+            list(chosen),
+            [Budget.parse(str(budget)) for budget in budgets],
+            MeasuredQueries(artifact, self.opened, list(questions)) if questions else MeasuredQueries(artifact),
+            residual=residual,
+            configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
+        )
+        return [asdict(row) for row in report.by(*by)]
+
+
+def open_index(
+    folder: str | Path,
+    model: str | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Index:
+    """Open an index with the model that built it, or with the `model` named: a local folder or a hub id.
+
+    Loads the model's weights; arguments and errors are those of `load_and_open`.
+    """
+    return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress))

@@ -1,0 +1,64 @@
+"""Questions over one open index with one setting: the cache is made once and rewound for each question."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import Setting
+
+
+@dataclass(frozen=True)
+class Asker:
+    """An open index, a setting and its cache, which holds the document's keys and values."""
+
+    index: OpenIndex
+    setting: Setting
+    cache: IndexCache
+
+    @classmethod
+    def open(
+        cls,
+        index: OpenIndex,
+        setting: Setting,
+        *,
+        measure_missed: bool = False,
+        guard: Guard | None = None,
+        placement: str = "device",
+        prefetch: bool = False,
+        question: QuestionPrefill | None = None,
+    ) -> "Asker":
+        """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`."""
+        cache = index.sparse_cache(
+            setting.form.name,
+            setting.form.method,
+            setting.budget,
+            residual=setting.form.residual,
+            measure_missed=measure_missed,
+            guard=guard,
+            placement=placement,
+            prefetch=prefetch,
+            question=question,
+            budgets=setting.layer_budgets,
+        )
+        return cls(index, setting, cache)
+
+    def ask(
+        self,
+        question: str | torch.Tensor,
+        sampling: Sampling | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
+    ) -> Answer:
+        """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
+
+        Args:
+            question: text, for the index's chat template, or token ids [Q] as `question_ids` gives them.
+            on_text: called with each piece of text as it is decoded.
+        """
+        ids = question_ids(self.index, question) if isinstance(question, str) else question
+        return generate(self.index, self.cache, ids, sampling or Sampling(), on_text)

@@ -1,0 +1,69 @@
+"""The Python API gives what the commands print."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import run_here
+from support.tiny_models import save_tiny
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime import api
+from sparsekv.runtime.decoding.generate import Sampling
+
+QUESTION, SHORT = "Which word?", Sampling(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an index of a tiny model that the user has named."""
+    folder = tmp_path_factory.mktemp("api")
+    save_tiny(folder / "model")
+    (folder / "doc.txt").write_text("A word and another. " * 40)
+    built = run_here("build-index", folder / "doc.txt", "--model", folder / "model", "-q")
+    assert built.code == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def index(folder: Path) -> api.Index:
+    return api.open_index(folder / "doc.skv")
+
+
+def test_an_answer_is_the_commands(folder: Path, index: api.Index) -> None:
+    ours = index.ask(QUESTION, SHORT, method="quest", budget="20%", page_size=8)
+    options = ("--method", "quest", "--budget", "20%", "--page-size", "8", "--max-new-tokens", "5")
+    printed = json.loads(run_here("generate", QUESTION, "-i", folder / "doc.skv", *options, "--json").stdout)
+    assert (ours.text, ours.kv_fraction) == (printed["text"], printed["kv_fraction"])
+    assert ours.generated_tokens == printed["generated_tokens"]
+
+
+def test_one_asker_answers_many_questions_alike(index: api.Index) -> None:
+    asker = index.asker("multipole", 0.2)
+    first, other, again = (asker.ask(question, SHORT) for question in (QUESTION, "What else?", QUESTION))
+    assert first.ids == again.ids
+    assert first.prompt_tokens != other.prompt_tokens
+
+
+def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
+    ours = index.recall_report(["squeezed", "window"], ["10%", 30], by=["layer"])
+    options = ("--method", "squeezed", "--method", "window", "--budget", "10%", "--budget", "30")
+    printed = run_here("recall-report", "-i", folder / "doc.skv", *options, "--by", "layer", "--json")
+    by_layer = [row for row in json.loads(printed.stdout)["rows"] if row["layer"] is not None]
+    assert ours == by_layer
+
+
+def test_a_report_of_a_configured_method_on_questions(index: api.Index) -> None:
+    (row,) = index.recall_report(["quest"], ["50%"], questions=[QUESTION, "What else?"], page_size=8)
+    assert (row["method"], row["variant"], row["layer"]) == ("quest", "page_size=8", None)
+
+
+def test_methods_are_those_that_can_run(index: api.Index) -> None:
+    assert {"squeezed", "multipole", "quest", "oracle"} <= set(index.methods)
+
+
+def test_a_wrong_argument_is_named(index: api.Index) -> None:
+    with pytest.raises(UsageError, match="--page-size means nothing to squeezed"):
+        index.asker("squeezed", page_size=8)
+    with pytest.raises(UsageError, match="no method 'nonsense'"):
+        index.recall_report(["nonsense"])
