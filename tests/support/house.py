@@ -1,0 +1,138 @@
+"""How the code is laid out: rooms (folders), what imports what, files and functions that are long.
+
+Run as a program it prints the table of docs/explanation/architecture.md.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("formats", "kernels", "indexing", "runtime", "cli")
+LONG_FILE, LONG_FUNCTION = 250, 40
+
+ROOMS = (
+    "formats",
+    "kernels/common",
+    "kernels/scores",
+    "kernels/kmeans",
+    "kernels/clusters",
+    "kernels/tables",
+    "kernels/attention",
+    "indexing/models",
+    "indexing/documents",
+    "indexing/indexers",
+    "indexing/prefill",
+    "indexing/capture",
+    "indexing/methods",
+    "indexing",
+    "runtime/cache",
+    "runtime/selection",
+    "runtime/selection/clusters",
+    "runtime/selection/tables",
+    "runtime/methods",
+    "runtime/attention",
+    "runtime/decoding",
+    "runtime/reporting",
+    "runtime/tuning",
+    "runtime/evaluation",
+    "runtime/benchmark",
+    "runtime",
+    "cli/common",
+    "cli/answering",
+    "cli/inspecting",
+    "cli/evaluating",
+    "cli/benchmarking",
+    "cli",
+)
+"""Every room, lowest first: a file imports from its own room and from lower ones."""
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every file of the packages, by its path without the ending."""
+    found = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {str(path.relative_to(ROOT).with_suffix("")): path for path in found}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(files()[name].read_text(encoding="utf-8"))
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The files of ours that each file imports, within functions too."""
+    return {name: set(_imported(name)) for name in files()}
+
+
+def _imported(name: str) -> Iterator[str]:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sparsekv."):
+            module = node.module.removeprefix("sparsekv.").replace(".", "/")
+            for alias in node.names:
+                full = f"{module}/{alias.name}"
+                yield full if full in files() else module if module in files() else f"{module}/__init__"
+
+
+def room(name: str) -> str:
+    """The folder that a file lies in."""
+    return name.rpartition("/")[0]
+
+
+def upward() -> list[tuple[str, str]]:
+    """Imports from a higher room, or between rooms side by side the other way round: (importing file, imported)."""
+    floor = {name: number for number, name in enumerate(ROOMS)}
+    return [(name, other) for name, of in imports().items() for other in of if floor[room(other)] > floor[room(name)]]
+
+
+def file_order() -> list[str]:
+    """Files so that each comes after what it imports; raises graphlib.CycleError where there is none."""
+    return list(TopologicalSorter(imports()).static_order())
+
+
+def floors(package: str) -> int:
+    """Rooms above each other in a package: the longest chain of imports between its rooms."""
+    above: dict[str, set[str]] = {}
+    for name, of in imports().items():
+        above.setdefault(room(name), set()).update(room(other) for other in of if room(other) != room(name))
+
+    @cache
+    def floor(name: str) -> int:
+        return 1 + max((floor(other) for other in above.get(name, ()) if other.startswith(package)), default=0)
+
+    return max(floor(name) for name in above if name.startswith(package))
+
+
+def long_files() -> dict[str, int]:
+    """Lines of each file that has more than `LONG_FILE`."""
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files().items()}
+    return {name: count for name, count in lines.items() if count > LONG_FILE}
+
+
+def long_functions() -> dict[str, int]:
+    """Lines of each function that has more than `LONG_FUNCTION`, by its file and name."""
+    return {
+        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name in files()
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > LONG_FUNCTION
+    }
+
+
+def _print() -> None:
+    print("| folder | files | rooms | floors |\n|---|---:|---:|---:|")
+    for package in PACKAGES:
+        inside = [name for name in files() if name.startswith(f"{package}/") and not name.endswith("__init__")]
+        print(f"| `{package}/` | {len(inside)} | {len({room(name) for name in inside})} | {floors(package)} |")
+    arrows = sum(len(of) for of in imports().values())
+    file_order()
+    print(f"\nimports {arrows}, upward {len(upward())}, cycles 0")
+    print(f"files over {LONG_FILE} lines: {len(long_files())}, functions over {LONG_FUNCTION}: {len(long_functions())}")
+
+
+if __name__ == "__main__":
+    _print()
