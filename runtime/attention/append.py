@@ -31,7 +31,7 @@ class Appender:
         self.device, self.prefetcher = device, prefetcher
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice that many are left."""
+        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
         size, start = self.selector.append_size, self.sinks
         if layer.used - start < 2 * size:
             return

@@ -28,7 +28,7 @@ class ListShape:
 def describe_lists(
     tensors: dict[str, torch.Tensor], keys: torch.Tensor, queries: torch.Tensor, first_token: int
 ) -> ListShape:
-    """Describe a layer from the artifact's tensors; reads all its posting lists and keys, one head at a time.
+    """Describe a layer from the artifact's tensors; reads all posting lists and keys, one head and subspace at a time.
 
     Args:
         keys: [Hk, M, D] of the middle, as attended, in order of position.
