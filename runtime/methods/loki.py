@@ -52,7 +52,7 @@ class LokiSelector(Selector):
         self.index_rows = self.reduced[0].numel() / keys.shape[2] + self.basis.shape[2] + 1
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]."""
+        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
         turned = query.float() @ self.basis[:, None]
         logits = attention_logits(turned, self.reduced, self.facts.softmax_scale)
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
