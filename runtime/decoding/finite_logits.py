@@ -1,4 +1,4 @@
-"""Rejects logits that are not finite before a token is sampled: on a GPU, sampling from them breaks the CUDA context."""
+"""Rejects logits that are not finite before a token is sampled: on a GPU, sampling from them breaks CUDA for good."""
 
 import torch
 from transformers import LogitsProcessor

@@ -21,7 +21,7 @@ from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import DecodeStep
 
-LEAST_TEMPERATURE = 1e-5  # logits are divided by it in float32, and must not overflow
+LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class RecallRow:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report: `rows` has one row per method, variant, budget, layer and KV head; `prefill` is the method that
-    prefilled the index's context."""
+    """A whole report: `rows` has one row per method, variant, budget, layer and KV head; `prefill` is how the index's
+    context was prefilled."""
 
     index: str
     model: str
