@@ -45,7 +45,7 @@ class BudgetSearch:
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """The share that probably just meets the target, by interpolation; the best measured one if none brackets it."""
+        """The share that probably just meets the target, by interpolation; `best` if the target is not bracketed."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
