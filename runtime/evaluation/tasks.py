@@ -54,11 +54,10 @@ class Context:
 
 @dataclass(frozen=True)
 class Request:
-    """The contexts to make: `contexts` of `length` tokens with up to `questions` questions each, by default five, or all
-    of the user's `pairs`.
+    """The contexts to make: `contexts` of `length` tokens with up to `questions` questions each.
 
-    Needles are placed at `depths`, from 0 to 1, in turn; evenly without any. `pairs` are questions and answers about
-    the text, for tasks that need them.
+    The default is five questions, or all of the user's `pairs`: questions and answers about the text, for tasks that
+    need them. Needles are placed at `depths`, from 0 to 1, in turn; evenly without any.
     """
 
     text: str
