@@ -6,7 +6,7 @@ LEAST_ROOM = 1024
 
 
 class GrowingRows:
-    """Rows [Hk, used, ...] at the front of a buffer with free space for twice the rows added since the start.
+    """Rows [Hk, used, ...] at the front of a buffer, with free space for twice the rows added since the start.
 
     The free space does not depend on the length of the initial rows. A write copies only what is written, except for
     the few times when the buffer grows.

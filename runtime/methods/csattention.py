@@ -64,9 +64,9 @@ class CSAttention(Method):
     def prepare(self, context: MiddleContext) -> TableSelector:
         """Keeps the middle's keys (a second copy if they are on another device) and the centroids.
 
-        Tables are not copied; at the first append they and the keys are copied once. On a GPU, posting lists over
-        16,384 keys or more are also laid out by token, half a byte for each key of the middle in each list, unless
-        appending or backoff is on.
+        Tables are not copied; each append allocates new ones, and the first also copies the keys. On a GPU, posting
+        lists over 16,384 keys or more are also laid out by token, half a byte for each key of the middle in each list,
+        unless appending or backoff is on.
         """
         return TableSelector(
             context,

@@ -1,4 +1,4 @@
-"""One fixed ranking of the middle's tokens, whose best every step attends to: shared by the eviction methods."""
+"""Selection by one fixed ranking of the middle's tokens, for all steps: shared by the eviction methods."""
 
 import torch
 

@@ -38,7 +38,8 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    It has the inner selector's capabilities except `Appendable`, because new tokens are in no cluster.
+    It forwards graph state, question observation and coverage. It cannot append, because new tokens are in no cluster,
+    and has no fused kernel.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):

@@ -177,7 +177,7 @@ class TableSelector(Selector):
         """Insert new keys into each list where they beat the lowest score, and add lists for the queries since.
 
         Without new lists, queries at new positions match only centroids of older ones: on a real document recall then
-        falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates a copy of the tables.
+        falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
