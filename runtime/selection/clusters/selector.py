@@ -103,7 +103,10 @@ class ClusterSelector(Selector):
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Number of children and first child per coarse cluster, for kernels; None unless there are two levels."""
+        """Children and first child of each coarse cluster, for kernels that go down two levels.
+
+        None for any other number of levels, and with windowed RoPE.
+        """
         if len(self.parents) != 1 or self.windowed_rope is not None:
             return None
         return self.tree.children[0].int(), self.tree.first_child[0].int()
@@ -157,8 +160,8 @@ class ClusterSelector(Selector):
         return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
 
     def _is_flat(self, budget: Budget) -> bool:
-        """Whether all finest clusters are scored: in a flat lookup, or for a budget of more than half per level, which
-        is more than a hierarchical lookup scores."""
+        """Whether all finest clusters are scored. A hierarchical lookup scores at most 0.5 ** (levels - 1) of them; for
+        a budget of more than half of that it gains nothing."""
         return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
 
     def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
