@@ -1,1 +1,1 @@
-"""Online: opening an index, the attention hook, one file per method that selects, decoding, recall."""
+"""The online half: opening an index, sparse attention, one file per selection method, decoding, reports, tuning."""

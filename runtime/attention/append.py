@@ -1,4 +1,4 @@
-"""Handing the oldest exact tokens of an answer to a selector that takes them into its index."""
+"""Moves the oldest exact tokens into a selector's index while a model answers."""
 
 import torch
 
@@ -10,12 +10,12 @@ from sparsekv.runtime.selection.capabilities import Appendable
 
 
 class Appender:
-    """One layer's tokens on their way from the exact rows to the middle.
+    """Moves one layer's tokens from its exact rows to the middle and the selector's index.
 
     Args:
-        sinks: the first exact rows, which always stay.
-        device: where the selector is.
-        prefetcher: what it has found is of no use once the index has changed.
+        sinks: how many of the first exact rows are sinks, which never move.
+        device: the selector's.
+        prefetcher: its pending search is discarded at each append, because the index changes.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Appender:
         self.device, self.prefetcher = device, prefetcher
 
     def append_due(self, layer: StoredLayer) -> None:
-        """Leave the newest rows exact, fewer than twice what is appended at a time, and append those before."""
+        """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
         size, start = self.selector.append_size, self.sinks
         if layer.used - start < 2 * size:
             return
@@ -54,8 +54,8 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self) -> bool:
-        """Back to the stored index; whether anything had been appended."""
-        # In inference mode, because rows that grew while a model decoded may be written in no other.
+        """Restore the stored index; returns whether anything had been appended."""
+        # In inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
         order = self.selector.remove_appended()
         if order is None:
             return False

@@ -1,4 +1,4 @@
-"""How a layer attends to what is chosen: to gathered rows, to rows where they lie, or in one kernel with the choice."""
+"""Executors: a layer attends to its selection through gathered rows, rows read in place, or one fused CPU kernel."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from sparsekv.runtime.selection.selection import CentroidSegment, RowSet, Select
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention's output [Hk, G, Q, D], and the D-sized rows that were read of the middle and its index for each KV
-    head, a number or [Hk, Q or 1]; `per_count` more for each that kernels counted."""
+    """Attention's output [Hk, G, Q, D], and how many D-sized rows of the middle and its index each KV head read: a
+    number or [Hk, Q or 1], plus `per_count` for each count that kernels added to their counter."""
 
     output: torch.Tensor
     rows_read: torch.Tensor | float
@@ -32,8 +32,11 @@ class Attended:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Chosen rows where the model is: keys, values [Hk, R, D], which of them count, valid [Hk, 1, R], None: all, their
-    log_weights [Hk, G, Q or 1, R], and centroids of the rest, which are attended too or only tell what was left."""
+    """Chosen rows on the model's device: keys, values [Hk, R, D] and their log_weights [Hk, G, Q or 1, R].
+
+    valid [Hk, 1, R]: False for padding; None: all rows count. `rest` are centroids of the tokens that were not chosen:
+    they are attended too (`rest_attended`), or only serve to estimate the missed attention.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -44,7 +47,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """All that a step attends to: chosen rows, exact ones, centroids in the place of others."""
+        """All that a step attends to: chosen rows, exact rows, and centroids of the rest if those are attended."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [
@@ -55,20 +58,22 @@ class Fetched:
 
 
 class Executor(ABC):
-    """Lets a selector choose for a step, and attends."""
+    """Selects rows for a step and attends to them."""
 
     @abstractmethod
     def attend(self, step: Step, budget: Budget) -> Attended:
-        """The step's attention, the choice included."""
+        """Select within the budget, then attend."""
 
 
 class GatherExecutor(Executor):
-    """Gathers the chosen rows, wherever the middle lies. Allocates them, and the logits.
+    """Copies the chosen rows to the model's device and attends to the copy. Works for every placement and selection.
+
+    Allocates the rows and the logits.
 
     Args:
-        search_device: where the selector is.
-        let_go: views of the index's files that the selector has looked at, to keep no page of in memory.
-        tells_rest: fetch the centroids of the rest also where they are not attended.
+        search_device: the selector's.
+        let_go: views of the index's files that the selector reads; their pages are released after each search.
+        tells_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
     """
 
     def __init__(
@@ -88,11 +93,11 @@ class GatherExecutor(Executor):
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
     def find(self, queries: Queries, budget: Budget) -> Fetched:
-        """Choose, and bring the chosen rows to the queries' device."""
+        """Select rows and copy them to the queries' device."""
         return self.fetch(self.selector.select(queries.to(self.search_device), budget), queries.query.device)
 
     def fetch(self, selection: Selection, device: torch.device) -> Fetched:
-        """Bring what was chosen to a device."""
+        """Copy a selection's rows and centroids to a device."""
         rows, valid = selection.rows.expand()
         weights, rest = selection.rows.log_weights, selection.rest
         attended = rest is not None and rest.attended
@@ -111,11 +116,11 @@ class GatherExecutor(Executor):
 
 
 class InPlaceExecutor(Executor):
-    """One query's attention by kernels, which read chosen rows where they lie; copies none of them.
+    """Attends for one query with kernels that read the chosen rows in place; copies none of them.
 
     Args:
-        counter: [Hk] int64, which kernels add to.
-        gather: attends to what was drawn with weights.
+        counter: [Hk] int64, to which kernels add the counts that only the device knows.
+        gather: the fallback for sampled rows, which carry weights, and for rows that are not on the model's device.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):
@@ -136,7 +141,7 @@ class InPlaceExecutor(Executor):
 
 
 class FusedExecutor(Executor):
-    """One query's attention on a CPU, in one kernel with its choice or in as few operations as that takes."""
+    """Attends for one query on a CPU: in one kernel that also selects, or else to gathered rows in few operations."""
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):
         self.selector, self.middle, self.gather = selector, middle, gather
@@ -157,9 +162,9 @@ class FusedExecutor(Executor):
 
 
 def _runs(rows: Pair, chosen: RowSet) -> RunRows:
-    """Of the rows where they lie, keys and values [Hk, M, D], those that were chosen for one query."""
+    """One query's chosen rows, as references into keys and values [Hk, M, D] in place."""
     if chosen.indices is not None:
-        # What is known here is not waited for on the device.
+        # None where every slot is used: kernels then need not read the count.
         used = None if chosen.total == chosen.capacity else chosen.indices.used
         return RunRows(*rows, chosen.indices.rows, None, chosen.capacity, used, chosen.indices.queue)
     lengths = chosen.run_lengths
@@ -168,7 +173,7 @@ def _runs(rows: Pair, chosen: RowSet) -> RunRows:
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:
-    """The centroids that are attended in the place of the rest, with the logits of one query."""
+    """The centroids that are attended for the rest, with their logits for one query."""
     if selection.rest is not None and selection.rest.in_place is not None:
         return selection.rest.in_place
     return tuple(part.scored or _score(part, step) for part in selection.attended_segments())

@@ -1,8 +1,8 @@
-"""The share of attention that a step leaves to centroids or drops, and what to do when that is too much.
+"""Missed share: the attention mass of tokens that a step does not attend one by one; and a guard that limits it.
 
-The denominators of a step tell it: N_i exp(q C_i) of every cluster that is not attended token by token, against the sum
-of everything (Multipole Attention, equation 1). It is an estimate, and mostly a low one: by Jensen's inequality a
-cluster's tokens have at least the weight of as many centroids.
+It is estimated from softmax denominators: the sum of N_i exp(q C_i) over clusters that are not attended token by token,
+divided by the sum over everything (Multipole Attention, equation 1). The estimate is usually low: by Jensen's
+inequality a cluster's N_i tokens weigh at least N_i times their centroid.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,13 @@ RAISES = 2  # times that a budget is doubled before a head reads everything
 def missed_share(
     rest: Sequence[CentroidSegment], query: torch.Tensor, total: torch.Tensor, facts: LayerFacts, *, attended: bool
 ) -> torch.Tensor:
-    """[Hk, Q]: the share of the whole softmax that a choice leaves, mean over the group; NaN where no one can tell.
+    """[Hk, Q]: the share of the softmax on tokens that were not chosen, mean over the group; NaN without centroids.
 
     Args:
-        rest: centroids of what was not chosen; `attended`: in its place, else they only estimate what was dropped.
+        rest: centroids of the tokens that were not chosen.
         query: [Hk, G, Q, D].
         total: [Hk, G, Q], the log-sum-exp of all that is attended.
+        attended: whether the step attends to these centroids, so that `total` includes them.
     """
     if not rest:
         return torch.full_like(total[:, 0], torch.nan)
@@ -38,7 +39,7 @@ def missed_share(
 
 
 def rest_logsumexp(rest: Sequence[CentroidSegment], query: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """[Hk, G, Q] float32: the log-sum-exp that centroids give to the tokens they stand for."""
+    """[Hk, G, Q] float32: the log-sum-exp of centroids, each weighted by the number of tokens it represents."""
     logits = [
         attention_logits(query, part.keys, facts.softmax_scale, facts.softcap) + part.log_counts[:, None]
         for part in rest
@@ -47,21 +48,21 @@ def rest_logsumexp(rest: Sequence[CentroidSegment], query: torch.Tensor, facts: 
 
 
 def tells_missed(method: Method, *, residual: bool) -> bool:
-    """Whether each choice tells what it leaves: by the method itself, or by the residual that stands for it."""
+    """Whether the missed share can be estimated: from the method's own centroids, or from the residual's."""
     return method.tells_missed or (residual and not method.replaces())
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A step at one budget: its estimated missed share and the D-sized rows that it read for the middle [Hk, Q], and
-    what it gave, each [Hk, Q, ...]."""
+    """A step at one budget: estimated missed share [Hk, Q], D-sized rows read for the middle [Hk, Q], and result
+    tensors, each [Hk, Q, ...]."""
 
     missed: torch.Tensor
     rows: torch.Tensor
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """Another attempt's results where `over` [Hk, Q], which has then read both."""
+        """This attempt with another's results where `over` [Hk, Q]; rows read there are the sum of both."""
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
             for old, new in zip(self.results, other.results, strict=True)
@@ -71,7 +72,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a guard made of a step: the attempt, and where [Hk, Q] it raised the budget and where it read everything."""
+    """A step's final attempt, and where [Hk, Q] the guard raised the budget and where it fell back to dense."""
 
     attempt: Attempt
     raised: torch.Tensor
@@ -80,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Guard:
-    """The largest share of its attention that a head of a step may leave to centroids or drop."""
+    """A limit on the missed share, for each KV head and query of a step."""
 
     share: float
 
@@ -89,7 +90,7 @@ class Guard:
             raise UsageError(f"--guard {self.share:g}: give a share between 0 and 1, such as 0.2")
 
     def check(self, name: str, method: Method, *, residual: bool) -> None:
-        """Raise UsageError for a method that cannot tell what it leaves."""
+        """Raise UsageError for a method whose missed share cannot be estimated."""
         if not tells_missed(method, residual=residual):
             raise UsageError(
                 f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
@@ -102,12 +103,15 @@ class Guard:
         budget: Budget,
         middle: int,
     ) -> Outcome:
-        """Double the budget for the heads that miss too much, then let those read everything that still do.
+        """Double the budget for heads over the limit, up to RAISES times; heads still over it attend to everything.
 
-        One sync for each attempt: what is read next depends on it.
+        One sync for each attempt, because the next step depends on its result.
 
         Args:
-            dense: gives the whole attention of the heads where its argument [Hk] is True; anything for the others.
+            attempt: runs the step at a budget.
+            dense: dense attention for the heads where its argument [Hk] is True; anything for the others.
+            budget: of the first attempt.
+            middle: M.
         """
         best, tokens = attempt(budget), budget.tokens(middle)
         raised = over = best.missed > self.share
@@ -124,8 +128,8 @@ class Guard:
 
 @dataclass
 class MissedMeter:
-    """What one layer's queries left, summed since `reset`: heads of a query, their missed share, and how many of them a
-    guard gave more, or everything."""
+    """One layer's missed-mass meter. Sums over heads and queries since `reset`: missed share, heads whose budget the
+    guard raised, and heads that fell back to dense; `heads` counts the head-query pairs."""
 
     guard: Guard | None
     heads: int = 0
@@ -140,6 +144,6 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Mean missed share, and shares of the heads that were given more and everything; one sync."""
+        """Mean missed share, and the shares of heads with a raised budget and with dense attention; one sync."""
         missed, raised, dense = (self.sums / max(1, self.heads)).tolist()
         return missed, raised, dense

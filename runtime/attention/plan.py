@@ -1,4 +1,4 @@
-"""How one layer of an open index attends: decided once, from what its selector can do and what the user asked for."""
+"""Picks one layer's executors and policies, once, from its selector's capabilities and the user's options."""
 
 from dataclasses import dataclass
 
@@ -20,14 +20,14 @@ from sparsekv.runtime.selection.interface import Selector
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What a user asked for, for one layer.
+    """The user's options for one layer.
 
     Args:
-        prefetch: search for the next decode step's rows while this one is attended to.
-        meter: keeps account of how much attention a choice leaves; its guard, if it has one, sets a limit.
-        search_device: where the selector is; None: where the model is.
-        let_go: views of the index's files that the selector looks at, to keep no page of in memory.
-        question: what a question's tokens attend to, where the selector does not choose for these.
+        prefetch: search for the next decode step's rows during this one's attention.
+        meter: the missed-mass meter; its guard, if it has one, sets a limit.
+        search_device: the selector's; None: the model's.
+        let_go: views of the index's files that the selector reads; their pages are released after each search.
+        question: selects for a question's tokens in place of the layer's selector.
     """
 
     prefetch: bool = False
@@ -39,8 +39,11 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What attends to a decode step (`decode`; `captured`, where its row lies in a slot) and to a question's tokens
-    (`prefill`), what takes tokens in, and what they share."""
+    """One layer's policies and the objects they share.
+
+    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a slot), and
+    `prefill` a question's tokens. `steps_alike`: whether policies and placement allow one captured step to be replayed.
+    """
 
     selector: Selector
     middle: MiddleRows
@@ -56,7 +59,7 @@ class LayerPlan:
     graph: GraphState | None
 
     def graph_state(self) -> int | None:
-        """None: a decode step, captured, stands for no other; else another number when steps read other tensors."""
+        """A number that changes when a captured step must be captured again; None: steps cannot be replayed."""
         if not self.steps_alike:
             return None
         return 0 if self.graph is None else self.graph.graph_state()
@@ -72,7 +75,7 @@ def plan_layer(
     device: torch.device,
     options: LayerOptions,
 ) -> LayerPlan:
-    """Pick executors and policies.
+    """One layer's plan.
 
     Args:
         sinks: how many of the exact rows come before the middle.

@@ -1,4 +1,4 @@
-"""When a layer chooses, and for what: at once, a step ahead, within a limit on what is missed, or chunk by chunk."""
+"""Policies: a layer selects in the same step, one step earlier, under a missed-mass limit, or per question chunk."""
 
 from abc import ABC, abstractmethod
 
@@ -18,7 +18,7 @@ from sparsekv.runtime.selection.capabilities import ObservesQuestion
 
 
 class Policy(ABC):
-    """Attends to one step of a layer, and counts what was read where it is a decode step."""
+    """Attends to one step of a layer; counts the rows read in decode steps."""
 
     def __init__(self, middle: MiddleRows, read: ReadRows):
         self.middle, self.read = middle, read
@@ -28,13 +28,13 @@ class Policy(ABC):
         """[Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Count D-sized rows of each KV head, a number or [Hk, Q or 1]."""
+        """Add a decode step's D-sized rows of each KV head, a number or [Hk, Q or 1], to the count of rows read."""
         if not step.joint:
             self.read.add(rows, self.middle.used)
 
 
 class Direct(Policy):
-    """Chooses and attends at once."""
+    """Selects and attends in the same step."""
 
     def __init__(self, executor: Executor, budget: Budget, middle: MiddleRows, read: ReadRows):
         super().__init__(middle, read)
@@ -49,7 +49,7 @@ class Direct(Policy):
 
 
 class Prefetching(Policy):
-    """Attends to what the step before chose, and searches for the next step's rows meanwhile."""
+    """Attends to the rows found with the previous step's query, while it searches with this one's for the next step."""
 
     def __init__(self, prefetcher: Prefetcher, middle: MiddleRows, read: ReadRows):
         super().__init__(middle, read)
@@ -62,10 +62,10 @@ class Prefetching(Policy):
 
 
 class Measured(Policy):
-    """Keeps account of the attention that each choice leaves; a guard lets no head leave too much.
+    """Records the missed share of each step; a guard, if there is one, limits it.
 
     Args:
-        prefetcher: finds a decode step's rows at its own budget; None: they are found when they are asked for.
+        prefetcher: finds a decode step's rows at the layer's own budget; None: the search runs in the step itself.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Measured(Policy):
         return self.gather.find(step.queries, budget)
 
     def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
-        """Dense attention of some heads [Hk]; copies their rows of the middle."""
+        """Dense attention for the heads that are True in `heads` [Hk]; copies their rows of the middle."""
         some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
         middle = Segment(*(rows[some] for rows in self.middle.from_row(0)))
         segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
@@ -123,10 +123,10 @@ class Measured(Policy):
 
 
 class ChunkedPrefill(Policy):
-    """A question's tokens, chunk by chunk, by a search of their own; the decoding selector may observe them.
+    """Attends to a question's tokens chunk by chunk, with a search of its own; the decoding selector may observe them.
 
     Args:
-        gather: brings rows of the decoding selector's layout.
+        gather: fetches rows by the decoding selector's layout.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

@@ -1,7 +1,7 @@
-"""Prefetching: searching for the next step's tokens while this step is attended to (CSAttention, section 3.4).
+"""Prefetching: the search for the next step's rows runs during this step's attention (CSAttention, section 3.4).
 
-What a step attends to was searched for with the query of the step before: new tokens are exact anyway, and neighbouring
-steps mostly want the same old ones. On a GPU the search and the transfer of the chosen rows have their own stream.
+Each step attends to rows found with the previous step's query: new tokens are exact anyway, and neighbouring steps
+mostly choose the same rows. On a GPU the search and the transfer of the chosen rows run on a stream of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ def _worker() -> ThreadPoolExecutor:
 
 
 class Prefetcher:
-    """One layer's searches, each a step ahead of its use.
+    """One layer's searches, each run one step before its result is used.
 
     Args:
-        search: what finds and fetches rows for one decode step's queries.
+        search: finds and fetches rows for one decode step's queries.
     """
 
     def __init__(self, search: Search):
@@ -38,13 +38,13 @@ class Prefetcher:
         self.stream: torch.cuda.Stream | None = None
 
     def next(self, queries: Queries) -> Fetched:
-        """What was searched for with the step before's query, or, at first, with this one's; starts the next search."""
+        """Rows found with the previous step's query (in the first step, with this one's); starts the next search."""
         found = self.search(queries) if self.pending is None else self._arrived(self.pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
 
     def forget(self) -> None:
-        """Let the search that is under way come to nothing: what it looks at is about to change."""
+        """Wait for the pending search and discard its result: the index is about to change."""
         if self.pending is not None:
             self._arrived(self.pending)
         self.pending = None
@@ -64,7 +64,7 @@ class Prefetcher:
                 return self.search(queries)
             self.stream.wait_event(ready)
             found = self.search(queries)
-            # What was asked is let go of here, and its memory given to others, so nothing may still be reading it.
+            # The queries are freed on return and their memory reused, so this stream must have finished reading them.
             self.stream.synchronize()
             return found
 
@@ -77,7 +77,7 @@ class Prefetcher:
 
 
 def tensors_in(found: object) -> Iterator[torch.Tensor]:
-    """Every tensor in the fields of a dataclass, and of those and the tuples in it."""
+    """Every tensor in a dataclass's fields, nested dataclasses and tuples included."""
     if isinstance(found, torch.Tensor):
         yield found
     elif isinstance(found, tuple):

@@ -1,4 +1,4 @@
-"""How a question's tokens attend to the document, where that is not as the answer's tokens do."""
+"""Selection for a question's tokens by a method other than the one that decodes the answer."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ QUESTION_BUDGET = "1024"
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """One choice for each chunk of a question, by a method of its own; `method` is None for dense attention."""
+    """A question's prefill: one selection per chunk, by `method`; None for dense attention."""
 
     name: str
     method: Method | None
@@ -29,12 +29,12 @@ class QuestionPrefill:
 
 
 class QuestionSearch:
-    """Finds one layer's rows for a chunk of a question, in the layout of the method that decodes.
+    """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
         selector: None for all rows.
-        device: where the selector is.
-        layout: [Hk, M] int64, the middle positions in the order in which rows lie; None for order of position.
+        device: the selector's.
+        layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
         middle: M.
     """
 
@@ -50,7 +50,7 @@ class QuestionSearch:
         self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
 
     def select(self, queries: Queries) -> Selection:
-        """Rows for all queries [Hk, G, Q, D] of a chunk together."""
+        """One selection for all queries [Hk, G, Q, D] of a chunk."""
         if self.selector is None:
             starts = torch.zeros(len(queries.query), 1, 1, dtype=torch.int64, device=queries.query.device)
             return Selection(RowSet(starts, torch.full_like(starts, self.middle), self.middle), Cost(0.0))

@@ -1,4 +1,4 @@
-"""A layer that attends to what a selector chooses of a stored context, and to all that came after it."""
+"""A cache layer that attends to selected rows of a stored context, and to every token after it."""
 
 import torch
 
@@ -15,7 +15,7 @@ class SparseLayer(StoredLayer):
     """Attends to sinks, tail and new tokens exactly, and to the rows of the middle that a selector chooses.
 
     Args:
-        exact: keys and values [Hk, sinks + tail, D] of what is always attended.
+        exact: keys and values [Hk, sinks + tail, D] of the sinks and the tail.
     """
 
     def __init__(self, exact: Pair, split: Split, plan: LayerPlan):
@@ -29,7 +29,7 @@ class SparseLayer(StoredLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         plan, decodes = self.plan, call.query.shape[1] == 1
-        # Not within a question: its first tokens must not see what its last ones did to the index.
+        # Never during a question: its first tokens must not see an index that contains its last ones.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.slot is None else plan.captured

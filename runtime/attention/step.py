@@ -1,4 +1,4 @@
-"""Some queries of one layer, the rows that all of them attend to, and how."""
+"""A step: queries of one layer, and the rows that they attend to exactly."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ How = tuple[float, float | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Step:
-    """query [Hk, G, Q, D], of the tokens that a layer has appended last; `first` is the position of the first of them.
+    """query [Hk, G, Q, D] of the tokens that a layer appended last; `first` is the position of the first of them.
 
     keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
-    each query sees; None: all that there are. With a `slot` only the device knows how many these are, and the position.
-    `unstored`: the position of a token less its row, for those after the stored ones.
+    each query sees; None: all valid rows. With a `slot`, the number of valid rows and the token's position are known
+    on the device only. `unstored`: a new token's position minus its row. `joint`: one selection for all Q queries.
     """
 
     query: torch.Tensor
@@ -37,16 +37,16 @@ class Step:
 
     @cached_property
     def queries(self) -> Queries:
-        """What a selector is asked."""
+        """The selector's input for this step."""
         return Queries(self.query, self._positions, self._exact_logsumexp, self.joint)
 
     @cached_property
     def exact(self) -> Segment:
-        """The rows that are attended whatever is chosen."""
+        """Sinks, tail and new tokens, which are attended in every step."""
         return Segment(self.keys, self.values, self._seen())
 
     def pieces(self, size: int) -> Iterator["Step"]:
-        """The same, so many queries at a time; each piece has one choice."""
+        """The step cut into pieces of `size` queries; each piece gets one selection."""
         for start in range(0, self.query.shape[2], size):
             piece = slice(start, start + size)
             mask = None if self.mask is None else self.mask[piece]
@@ -68,7 +68,7 @@ class Step:
 
 
 def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
-    """A call to a layer, whose queries [Hq, Q, D] it has appended already."""
+    """The step for an attention call, after the layer has appended the keys and values of its Q tokens."""
     keys, values = layer.exact_rows()
     Hk, queries = keys.shape[0], call.query.shape[1]
     return Step(

@@ -1,1 +1,1 @@
-"""Timing one decode step of one layer: data that looks like a model's, clocks, and dense attention to compare with."""
+"""Benchmarks of decode steps, of one layer or a whole model: synthetic data, clocks, and dense attention to compare."""

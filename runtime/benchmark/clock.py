@@ -1,7 +1,7 @@
-"""Timing a step, and how fast memory is: by the wall clock on a CPU, by events around a CUDA graph's replays on a GPU.
+"""Times steps and memory copies: by the wall clock on a CPU, by events around CUDA graph replays on a GPU.
 
-A step finds the caches cold, as in a model, whose other layers came between: before each run more memory is read than
-a cache holds. With `cold=False` it finds what the run before it left there.
+Caches are cold, as in a model, where other layers run in between: before each run more memory is read than the cache
+holds. With `cold=False` the caches keep what the previous run left.
 """
 
 import statistics
@@ -15,13 +15,13 @@ import torch
 from sparsekv.runtime.cache.graphs import Step, captured, waits
 
 WARM_UPS = 3
-CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to have the caches cold; on a GPU at least four times its L2
-CPU_COPIED, CUDA_COPIED = 2**27, 2**30
+CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to make the caches cold; on a GPU at least four times its L2
+CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step: median and quartiles of so many runs, how it was timed, and what the last run gave."""
+    """Milliseconds of a step: median and quartiles over the runs, how it was timed, and the last run's output."""
 
     median: float
     lower: float
@@ -40,12 +40,13 @@ class Clock(ABC):
 
     Args:
         runs: how often a step is timed, at least 2.
-        cold: have the caches cold before each run.
+        cold: make the caches cold before each run.
+        evicted: bytes read for that.
     """
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool, evicted: int):
         self.device, self.runs, self.cold = device, runs, cold
-        # Ones, for zeros may all be one page of memory; read, not written, for what is written has still to be stored.
+        # Ones, because zeros may all map to one page. Read, because written lines would still have to be stored.
         self.scrap = torch.ones(evicted // 4 if cold else 1, device=device)
 
     def _evict(self) -> None:
@@ -54,14 +55,14 @@ class Clock(ABC):
 
     @abstractmethod
     def time(self, step: Step, cycle: int = 1) -> Timing:
-        """Time a step; one that searches only every `cycle` times is timed over so many, and is their mean."""
+        """Time a step. One that searches only every `cycle` calls is timed over `cycle` calls; the mean is reported."""
 
     @abstractmethod
     def _milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """Of each of `self.runs` runs."""
+        """Milliseconds of each of `self.runs` runs."""
 
     def bandwidth(self) -> float:
-        """Bytes a second of a large copy within the device's memory, read and written: the most that can be reached."""
+        """Bytes per second, read and written, of a large copy within the device's memory: the reachable bandwidth."""
         size = CUDA_COPIED if self.device.type == "cuda" else CPU_COPIED
         source = torch.arange(size // 8, device=self.device)
         target = torch.empty_like(source)
@@ -72,12 +73,12 @@ class Clock(ABC):
 
 
 def clock_for(device: torch.device, runs: int, *, cold: bool) -> Clock:
-    """The clock of a device."""
+    """The clock for a device."""
     return CudaClock(device, runs, cold=cold) if device.type == "cuda" else WallClock(device, runs, cold=cold)
 
 
 class WallClock(Clock):
-    """Times by the host's clock."""
+    """Times by the host's wall clock."""
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
@@ -99,8 +100,8 @@ class WallClock(Clock):
 
 
 class CudaClock(Clock):
-    """Times replays of a CUDA graph by events; steps that cannot be captured, because they wait for the GPU, are
-    launched one by one, and say so."""
+    """Times replays of a CUDA graph by events. Steps that cannot be captured, because they sync with the GPU, are run
+    eagerly, and `Timing.how` says so."""
 
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         if device.index is not None:
@@ -118,7 +119,7 @@ class CudaClock(Clock):
             return Timing.of([ms / cycle for ms in taken], how, run())
         graph, output = found
         taken = self._milliseconds(graph.replay)
-        # What a replay does not write must not be mistaken for what it gave.
+        # Overwritten first, so that the output is surely the replay's.
         output.fill_(torch.nan)
         graph.replay()
         return Timing.of([ms / cycle for ms in taken], "graph", output.clone())

@@ -1,4 +1,4 @@
-"""Shapes of models that decoding is measured with end to end: a few by name, or any folder's config.json."""
+"""Model shapes for end-to-end benchmarks: a few by name, or any folder's config.json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +38,15 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=True,
     ),
 }
-"""What decides how long a step takes; how positions turn into angles does not."""
+"""Only the fields that determine a step's time; RoPE's parameters do not."""
 
 
 def model_config(name: str) -> PreTrainedConfig:
     """A config by its name, or from a folder.
 
     Raises:
-        UsageError: there is none, or its attention is not that of torch's own dense form over the whole context.
+        UsageError: there is none, or its attention has sliding windows or a soft cap, which torch's dense attention
+            lacks.
     """
     if name in CONFIGS:
         return CONFIGS[name]()
@@ -65,12 +66,12 @@ def model_config(name: str) -> PreTrainedConfig:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Channels of a head."""
+    """Channels per head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model with random weights, made where it is used; allocates these once."""
+    """A model with random weights, created on the device; allocates the weights once."""
     torch.manual_seed(seed)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Dense attention by torch's own kernels: its strongest form on this machine is what all else is compared with."""
+"""Dense attention by torch's own kernels: the fastest form on this machine is the baseline of all comparisons."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ CUDA_BACKENDS = {
 
 
 DenseForm = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of queries [batch Hq, 1, D] to one layer's keys and values; gives the same shape."""
+"""Attention of queries [batch Hq, 1, D] to one layer's keys and values; returns the same shape."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
@@ -29,11 +29,11 @@ def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
 
 
 def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
-    """Forms of one step of dense attention, by name, that torch can run here.
+    """The forms of one step of dense attention that torch can run here, by name.
 
-    `gqa` leaves the groups to torch; `folded` has the query heads of a group as so many queries of their KV head, which
-    without a mask is the same. On a GPU each is tried with each of torch's fused kernels. Allocates nothing beside what
-    torch does.
+    `gqa` passes grouped heads to torch; `folded` passes a group's query heads as several queries of one KV head, which
+    is the same without a mask. On a GPU each is tried with each of torch's fused kernels. Allocates only what torch
+    does.
     """
     backends: dict[str, SDPBackend | None] = {"": None}
     if data.keys.is_cuda:
@@ -81,10 +81,10 @@ def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
 
 
 def _runs(step: Step) -> bool:
-    """Whether torch has this form for these tensors."""
+    """Whether torch can run this form with these tensors."""
     try:
         with warnings.catch_warnings():
-            # Of a kernel that is not there torch also tells why each other one was not tried.
+            # When a kernel is unavailable, torch also warns about every other one that was not tried.
             warnings.simplefilter("ignore")
             step()
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Timing the decode steps of a whole model, dense and sparse, over contexts that nothing computed.
+"""Times the decode steps of a whole model, dense and sparse, over synthetic contexts.
 
-The layers of the model take turns with a few layers' keys and values, for all of them would not fit a device's memory;
-what a step reads is gone from the caches anyway when it comes round again, for the weights came between. Dense
-attention by torch is that to the context alone: in its favour, it does not read the rows that were generated.
+The model's layers share a few layers' keys and values in turn, because those of all layers would not fit into device
+memory. Reuse does not make the caches warm, because the weights are read in between. torch's dense attention covers the
+context alone: it does not read generated rows, which is in its favour.
 """
 
 import statistics
@@ -37,10 +37,10 @@ ModelStep = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One way to decode: milliseconds a step, median and quartiles, and tokens a second, of all sequences together.
+    """One way to decode: milliseconds per step (median and quartiles) and tokens per second of all sequences together.
 
-    `timed` is graph, eager or wall clock; `speedup` the tokens a second over those of torch's dense attention;
-    `kv_fraction` of the middle's keys and values, the index included. Without attention it is what remains of a step.
+    `timed` is graph, eager or wall clock; `speedup` is the ratio of tokens per second to torch's dense attention;
+    `kv_fraction` is of the middle's keys and values, index included. The row without attention times everything else.
     """
 
     method: str
@@ -59,7 +59,7 @@ class ModelRow:
 
 
 class DenseFormLayer(StoredLayer):
-    """Keeps new rows as any layer, and attends by a function of the queries to what was there before."""
+    """Stores new rows like any layer, but attends to the context alone, by a given function of the queries."""
 
     def __init__(self, data: LayerData, form: DenseForm):
         super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
@@ -70,7 +70,7 @@ class DenseFormLayer(StoredLayer):
 
 
 class ModelBench:
-    """Measurements of a model over a few layers' data of one context and batch; `tell` is told of each row."""
+    """Measures a model over a few layers' data of one context and batch; `tell` is called with a line per row."""
 
     def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
         self.model, self.data, self.runs, self.tell = model, data, runs, tell
@@ -79,8 +79,8 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """With the form of torch's dense attention that is fastest here, which from now on is what others are compared
-        with; with dense attention of ours; without attention."""
+        """Three rows: the fastest form of torch's dense attention, which becomes the baseline of the others; our dense
+        attention; no attention."""
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
         torchs = self._time(IndexCache(self._each(lambda data, turn: DenseFormLayer(data, forms[turn]))))
@@ -93,9 +93,9 @@ class ModelBench:
 
     @torch.inference_mode()
     def sparse(self, form: Form, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
-        """A form at each budget, choosing from one context for each distinct layer; after `dense`.
+        """A form at each budget, with one context for each distinct layer; call `dense` first.
 
-        Allocates the middles once more, in the method's layout.
+        Allocates a copy of the middles in the method's layout.
 
         Raises:
             RefusedError: its logits are not finite.
@@ -121,7 +121,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """A layer for each of the model's, of the data whose turn it is."""
+        """A cache layer for each of the model's layers, over the data in turn."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 
@@ -134,7 +134,7 @@ class ModelBench:
         return min(taken, key=lambda name: taken[name])
 
     def _time(self, cache: IndexCache) -> "_Timed":
-        """Each step is fed with what the one before found likeliest."""
+        """Time greedy decode steps."""
         device, batch = self.model.device, self.data[0].batch
         with route_attention(self.model, cache.attend):
             step = _step(self.model, cache, batch, WARM_UPS + self.runs)
@@ -176,7 +176,7 @@ class ModelBench:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Milliseconds of each step, how it was timed, tokens a second over all of them, whether the last gave numbers."""
+    """Milliseconds per step, how they were timed, tokens per second, whether the last logits are finite."""
 
     milliseconds: list[float]
     how: str
@@ -185,7 +185,7 @@ class _Timed:
 
 
 def _step(model: PreTrainedModel, cache: IndexCache, batch: int, steps: int) -> ModelStep:
-    """A step as `generate` runs it: as a graph where that can be, else as transformers calls the model."""
+    """A step as `generate` runs it: as a CUDA graph where possible, else as transformers calls the model."""
     if model.device.type == "cuda" and cache.capturable:
         step = DecodeStep(model, cache, batch=batch)
         step.begin(steps)
@@ -201,11 +201,11 @@ def _step(model: PreTrainedModel, cache: IndexCache, batch: int, steps: int) -> 
 class _Laps(ABC):
     @abstractmethod
     def lap(self) -> None:
-        """A step was asked for; the first began when this was made."""
+        """Mark the end of a step; the first step begins when the stopwatch is created."""
 
     @abstractmethod
     def milliseconds(self) -> list[float]:
-        """Of each lap, after the last."""
+        """Milliseconds of each lap; call it after the last."""
 
 
 class _Stopwatch(_Laps):
@@ -222,7 +222,7 @@ class _Stopwatch(_Laps):
 
 
 class _CudaStopwatch(_Laps):
-    """By events between the steps, which are asked for ahead: what the GPU waits for the host counts too."""
+    """By CUDA events between the steps, which are launched without a sync; time the GPU waits for the host counts."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

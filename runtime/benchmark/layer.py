@@ -1,4 +1,4 @@
-"""One layer's tensors for a batch of sequences, and the step over them that `generate` runs."""
+"""One layer's tensors for a batch of sequences, and the decode step over them as `generate` runs it."""
 
 from dataclasses import dataclass, field
 
@@ -18,12 +18,11 @@ from sparsekv.runtime.selection.interface import Selector
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer over a batch of contexts, which lie one after another along the heads: all downstream treats heads
-    alike.
+    """One layer over a batch of contexts, which are concatenated along the heads, because heads are independent.
 
-    keys, values [batch Hk, N, D]; query [batch Hq, 1, D], the step's; tail [batch Hq, R, D], earlier queries that no
-    method builds from, to calibrate on or to observe; sampled [batch Hq, P, D], the contexts' own queries at positions
-    [P], for indexers that want some.
+    keys, values [batch Hk, N, D]; query [batch Hq, 1, D] of the step; tail [batch Hq, R, D], held-out queries, which
+    methods may calibrate on or observe; sampled [batch Hq, P, D], the contexts' own queries at positions [P], for
+    indexers that are built from queries.
     """
 
     keys: torch.Tensor
@@ -35,16 +34,16 @@ class LayerData:
     batch: int
     split: Split
     facts: LayerFacts
-    # Where choices are shared between layers this one finds none before it, and makes its own.
+    # Layer 31 of 32, alone: with methods that share selections between layers it finds none and makes its own.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
 
     @property
     def middle(self) -> slice:
-        """The tokens that are chosen from."""
+        """The middle tokens."""
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
 
     def row_bytes(self) -> int:
-        """Bytes of a key or value of one head."""
+        """Bytes of one key or value of one head."""
         return self.keys.shape[2] * self.keys.element_size()
 
     def context(
@@ -53,7 +52,7 @@ class LayerData:
         calibration: dict[str, object] | None = None,
         parameters: dict[str, object] | None = None,
     ) -> MiddleContext:
-        """What a method selects from, given what its indexer built, whose token order counts from the first token."""
+        """A method's input, from its indexer's tensors, whose token order counts from the prompt's first token."""
         tensors = dict(tensors)
         if "token_order" in tensors:
             tensors["token_order"] = tensors["token_order"] - self.split.sinks
@@ -71,13 +70,13 @@ class LayerData:
 
 
 def lay_out(data: LayerData, selector: Selector) -> MemoryRows:
-    """The middle in a selector's layout; allocates its keys and values once more."""
+    """The middle in a selector's layout; allocates a copy of its keys and values."""
     keys, values = data.keys[:, data.middle], data.values[:, data.middle]
     return MemoryRows(keys, values, selector.layout, data.keys.device)
 
 
 def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: Budget) -> SparseLayer:
-    """A cache's layer, as decoding makes it; allocates sinks and tail once more."""
+    """A sparse cache layer, as decoding makes it; allocates a copy of sinks and tail."""
     exact = tuple(
         torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
         for tokens in (data.keys, data.values)
@@ -88,16 +87,16 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: 
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:
-    """From the query to the output [batch Hq, 1, D], the choice included, as a model calls it."""
+    """A step from the query to the output [batch Hq, 1, D], selection included, as a model calls it."""
     nothing = data.keys[:, :0]
     call = AttentionCall(0, data.query, nothing, nothing, data.facts.softmax_scale, data.facts.softcap, None, None)
     return lambda: layer.attend(call)
 
 
 def exact_output(data: LayerData) -> torch.Tensor:
-    """Dense attention in float32, [batch Hq, 1, D], one head's keys and values in float32 at a time.
+    """Dense attention in float32, [batch Hq, 1, D]; converts one head's keys and values at a time.
 
-    Written out, so that it is none of the kernels that are timed.
+    In plain torch, so that it is independent of the kernels that are timed.
     """
     grouped, scale = data.query.float().unflatten(0, (len(data.keys), -1)), data.facts.softmax_scale
     parts = [
@@ -108,5 +107,5 @@ def exact_output(data: LayerData) -> torch.Tensor:
 
 
 def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    """|output - exact| / |exact| of each query head, on average; both [batch Hq, 1, D]."""
+    """Mean over query heads of |output - exact| / |exact|; both [batch Hq, 1, D]."""
     return float(((output.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())

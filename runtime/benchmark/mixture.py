@@ -1,14 +1,14 @@
-"""Keys, values and queries of one layer that nothing computed, with the statistics that a choice of rows lives on.
+"""Synthetic keys, values and queries of one layer, with the statistics that matter for selecting rows.
 
-What is like in a model, and decides how fast and how well a choice works:
+As in a real model:
 
-- keys lie around centres (topics) whose sizes are log-normal, sigma 1: a few hold many times the tokens of most; topics
-  share themes, so that a hierarchy has something to find, and have radii of their own, log-normal too;
+- keys are clustered around centres (topics). Topic sizes are log-normal with sigma 1, so that a few topics are many
+  times larger than most; topics belong to themes, which a hierarchy can find, and have log-normal radii;
 - neighbours in position tend to share a topic: runs of 16 tokens on average;
-- queries point at a few topics, one of which a group of query heads shares, and partly where all queries of their head
-  do; they are so long that the best 5% of the tokens hold 65 to 90% of the attention, each query head its own share;
-- the first token, a sink, draws about half of the attention;
-- values of a topic have something in common, less than its keys.
+- a query points at a few topics, one of them common to its group, and partly in a direction common to all queries of
+  its KV head. Its norm is such that the best 5% of the tokens have 65 to 90% of the attention, a share drawn per head;
+- the first token, a sink, gets about half of the attention;
+- values of a topic are similar, but less so than its keys.
 """
 
 import math
@@ -24,15 +24,15 @@ SINKS, TAIL = 10, 128
 TOKENS_A_TOPIC, TOPICS_A_THEME, RUN = 64, 16, 16
 SIZE_SIGMA, RADIUS, RADIUS_SIGMA = 1.0, 0.6, 0.4
 FOCUS = (1.0, 0.5, 0.25)  # how strongly a query points at each of its topics
-ASTRAY, COMMON = 0.4, 0.5  # of a query: noise, and where all queries of a KV head point
-BEST, MASS = 0.05, (0.65, 0.9)  # the best share of the tokens, and what it holds of the attention
-VALUE_SHARE = 0.6  # of a value that its topic decides
+ASTRAY, COMMON = 0.4, 0.5  # of a query: noise, and the part along its KV head's common direction
+BEST, MASS = 0.05, (0.65, 0.9)  # this share of the tokens, the best, has between these shares of the attention
+VALUE_SHARE = 0.6  # weight of a value's topic; the rest is noise, with unit variance in all
 HELD_OUT = 64  # queries of the tail
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer: tokens of a context, query heads, KV heads, channels of a head."""
+    """Sizes of a layer: tokens per context, query heads, KV heads, channels per head."""
 
     context: int
     heads: int
@@ -40,11 +40,11 @@ class Shape:
     head_dim: int
 
     def split(self) -> Split:
-        """As an index is split by default."""
+        """The default split of an index."""
         return Split(sinks=SINKS, middle=self.context - SINKS - TAIL, tail=TAIL)
 
     def facts(self) -> LayerFacts:
-        """As of a Llama; the data themselves know nothing of positions."""
+        """Facts like a Llama's; no RoPE is applied to the data."""
         frequencies = [10_000.0 ** (-pair / (self.head_dim // 2)) for pair in range(self.head_dim // 2)]
         rope = RopeFacts(frequencies=frequencies, interleaved=False)
         return LayerFacts(
@@ -57,10 +57,10 @@ def mixture(
 ) -> LayerData:
     """A batch of contexts, each from a seed of its own.
 
-    Memory: keys and values of all in `dtype`, and beside them one context's keys four times over in float32.
+    Allocates keys and values of all contexts in `dtype`, and temporarily four times one context's keys in float32.
 
     Args:
-        sampled: the contexts' own queries that indexers want, per KV head.
+        sampled: how many of the contexts' own queries to make for indexers, per KV head.
     """
     rows = batch * shape.kv_heads, shape.context, shape.head_dim
     keys, values = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
@@ -97,11 +97,11 @@ class _Sequence:
         )
 
     def _uniform(self, *shape: int) -> torch.Tensor:
-        """[Hk, ...] from 0 to 1."""
+        """[Hk, ...] uniform from 0 to 1."""
         return torch.rand(self.shape.kv_heads, *shape, generator=self.generator, device=self.generator.device)
 
     def _labels(self) -> torch.Tensor:
-        """[Hk, N]: the topic of each token, drawn by its size, run after run."""
+        """[Hk, N]: the topic of each token; each run of tokens draws a topic with probability by size."""
         begins = self._uniform(self.shape.context) < 1 / RUN
         begins[:, 0] = True
         sizes = (SIZE_SIGMA * self._normal(self.topics)).exp()
@@ -110,14 +110,14 @@ class _Sequence:
         return drawn.gather(1, runs)
 
     def _centres(self) -> torch.Tensor:
-        """[Hk, topics, D], each half its theme's."""
+        """[Hk, topics, D]: centres, half of whose variance is their theme's."""
         themes = max(2, self.topics // TOPICS_A_THEME)
         theme = torch.arange(self.topics, device=self.labels.device) % themes
         of_themes, own = self._normal(themes, self.shape.head_dim), self._normal(self.topics, self.shape.head_dim)
         return (of_themes[:, theme] + own) * math.sqrt(0.5)
 
     def _of_topics(self, rows: torch.Tensor) -> torch.Tensor:
-        """[Hk, N, D]: the rows [Hk, topics, D] of each token's topic."""
+        """[Hk, N, D]: for each token its topic's row of rows [Hk, topics, D]."""
         return rows.gather(1, self.labels[..., None].expand(-1, -1, rows.shape[2]))
 
     def _keys(self) -> torch.Tensor:
@@ -126,7 +126,7 @@ class _Sequence:
         return noise.add_(self._of_topics(self.centres))
 
     def queries(self, count: int) -> torch.Tensor:
-        """[Hq, count, D]; the first of each head decides how long they are, and how big the sink."""
+        """[Hq, count, D]; the first query of each head determines their norm, and the norm of the sink's key."""
         Hk, group, D = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads, self.shape.head_dim
         tokens = (self._uniform(group, count, len(FOCUS)) * self.shape.context).long()
         tokens[..., 0] = tokens[:, :1, :, 0]
@@ -140,7 +140,7 @@ class _Sequence:
         return self._sized(queries).flatten(0, 1)
 
     def _sized(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [Hk, G, count, D], longer or shorter; allocates the first ones' logits four times over."""
+        """Queries [Hk, G, count, D], rescaled per head; allocates four times the logits of each head's first query."""
         scale = self.shape.head_dim**-0.5
         logits = attention_logits(queries[:, :, :1], self.middle_keys, scale)[:, :, 0]
         low, high = MASS
@@ -166,8 +166,10 @@ class _Sequence:
 
 
 def _sharpen(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """By how much logits [Hk, G, N] have to be multiplied for the best of them to hold a share [Hk, G]: the share
-    rises with the factor, so it is found by bisection."""
+    """Factors [Hk, G] for logits [Hk, G, N] that give the best of them a share `wanted` [Hk, G] of the softmax.
+
+    Found by bisection, because the share rises with the factor.
+    """
     best = max(1, round(BEST * logits.shape[-1]))
     ordered = logits.sort(-1, descending=True).values
     low, high = torch.full_like(wanted, -8.0), torch.full_like(wanted, 8.0)

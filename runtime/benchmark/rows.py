@@ -1,8 +1,8 @@
-"""Measured rows: dense attention's forms, then methods at budgets, each against the fastest dense form of the same run.
+"""Benchmark rows of one layer: forms of dense attention, then methods at budgets, relative to the fastest dense form.
 
-Bytes are those that a step must read: of dense attention all keys and values; of a method sinks, tail, the chosen rows
-and what it reads to choose them, the account that the KV fraction of a report is of. The floor is the time that so many
-bytes take at the bandwidth of a copy.
+Bytes are those that a step must read. Dense attention reads all keys and values; a method reads sinks, tail, the chosen
+rows and its index, counted as for the KV fraction of a report. The floor is the time that these bytes take at the
+bandwidth of a copy.
 """
 
 from collections.abc import Iterator
@@ -31,16 +31,16 @@ DENSE, OWN = "dense", "sparsekv"
 
 
 class RefusedError(SparsekvError):
-    """A step gave something that is no number, so that its time would mean nothing."""
+    """A step's output is not finite, so that its time would mean nothing."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One step's time: median and quartiles in milliseconds; `timed` is graph, eager or wall clock.
 
-    `output_error` is against dense attention in float32; `kv_fraction` of the middle's keys and values, the index
-    included; `bandwidth` in bytes a second; `floor_share` the floor over the median; `speedup` the fastest dense form's
-    median over this one's. Dense attention has no budget.
+    `output_error` is relative to dense attention in float32; `kv_fraction` is of the middle's keys and values, index
+    included; `bandwidth` is in bytes per second; `floor_share` is the floor over the median; `speedup` is the fastest
+    dense form's median over this one's. Dense attention has no budget.
     """
 
     method: str
@@ -69,7 +69,7 @@ class Row:
 
 
 class Bench:
-    """One layer's measurements; `copy` is the bandwidth that floors are of, in bytes a second."""
+    """Measures one layer; `copy` is the copy bandwidth for the floors, in bytes per second."""
 
     @torch.inference_mode()
     def __init__(self, data: LayerData, clock: Clock, copy: float):
@@ -79,8 +79,8 @@ class Bench:
 
     @torch.inference_mode()
     def dense(self) -> list[Row]:
-        """All of torch's forms of dense attention, the fastest first, which from now on is what others are compared
-        with; then the one that decodes here where nothing is indexed."""
+        """Rows of all of torch's forms of dense attention, fastest first, which becomes the baseline of the others;
+        then our own dense attention, which decodes the layers that are not indexed."""
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
         timings = {name: self._timed(f"{DENSE} {name}", step) for name, step in dense_steps(self.data)}
@@ -92,9 +92,9 @@ class Bench:
 
     @torch.inference_mode()
     def sparse(self, form: Form, context: MiddleContext, budgets: list[Budget]) -> Iterator[Row]:
-        """A form at each budget, choosing from `context`; after `dense`.
+        """A form at each budget, which chooses from `context`; call `dense` first.
 
-        Allocates the middle once more, in the method's layout.
+        Allocates a copy of the middle in the method's layout.
 
         Raises:
             RefusedError: its output is not finite.
@@ -102,7 +102,7 @@ class Bench:
         data = self.data
         selector = form.method.prepare(context)
         rows = lay_out(data, selector)
-        # One that searches every so many steps is timed over that many.
+        # A method that searches only every `step` steps is timed over that many.
         cycle = int(getattr(form.method, "step", 1))
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
@@ -117,7 +117,7 @@ class Bench:
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
 
     def named(self, what: str) -> str:
-        """What is measured, with the layer that it is measured on."""
+        """The name of a measurement, with context length and batch."""
         return f"{what} over {self.data.split.tokens:,} tokens, batch {self.data.batch},"
 
     def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:

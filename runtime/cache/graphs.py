@@ -1,4 +1,4 @@
-"""CUDA graphs: whether a step can be captured, and one that has been."""
+"""CUDA graphs: testing whether a step can be captured, capturing it, and the captured decode step of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def waits(run: Step, device: torch.device) -> bool:
-    """Whether a step, which runs once for it, waits for the GPU."""
+    """Whether a step synchronises with the GPU; runs it once to find out."""
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -26,10 +26,10 @@ def waits(run: Step, device: torch.device) -> bool:
 def captured(
     run: Step, device: torch.device, warm_up: Step | None = None
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-    """A graph of a step, and what the graph writes to; None where it cannot be captured.
+    """A CUDA graph of a step, and its output tensor; None if the step cannot be captured.
 
     Args:
-        warm_up: runs once before; None: the step itself does.
+        warm_up: run once before the capture; None: the step itself.
     """
     side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
@@ -38,7 +38,7 @@ def captured(
     here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # Another thread may be searching ahead, and wait for what it found.
+        # thread_local, because a prefetch thread may synchronise during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = run()
     except RuntimeError as error:
@@ -50,8 +50,8 @@ def captured(
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A captured decode step of a model: logits [batch, V] that it writes, tokens [batch, 1] and their position [1, 1]
-    that it reads, and which buffers it was captured with."""
+    """A captured decode step of a model: its output logits [batch, V], its inputs tokens [batch, 1] and position
+    [1, 1], and the cache's `buffers()` at the time of capture."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor

@@ -1,4 +1,4 @@
-"""Rows with room behind them, whose end can be written anew without copying what comes before."""
+"""Growable rows: the end can be rewritten or extended without copying the rows before it."""
 
 import torch
 
@@ -6,9 +6,10 @@ LEAST_ROOM = 1024
 
 
 class GrowingRows:
-    """Rows [Hk, used, ...] at the front of a buffer that grows by twice the rows that came after the first ones.
+    """Rows [Hk, used, ...] at the front of a buffer, with free space for twice the rows added since the start.
 
-    So a long context costs little room, and writing costs what is written, but for a few copies of the whole.
+    The free space does not depend on the length of the initial rows. A write copies only what is written, except for
+    the few times when the buffer grows.
 
     Args:
         rows: [Hk, T, ...], not copied before the first write.
@@ -23,7 +24,7 @@ class GrowingRows:
         return self.buffer[:, : self.used]
 
     def write(self, start: int, rows: torch.Tensor) -> None:
-        """Let rows [Hk, T, ...] be the last ones, from row `start` on."""
+        """Replace all rows from `start` on by rows [Hk, T, ...]."""
         end = start + rows.shape[1]
         if end > self.buffer.shape[1] or self.buffer.shape[1] == self.first:
             room = max(LEAST_ROOM, 2 * (end - self.first))

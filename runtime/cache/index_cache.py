@@ -1,4 +1,4 @@
-"""The cache of a model that decodes over a stored context: dense layers, sparse layers, and what comes after."""
+"""The KV cache of a model that decodes over a stored context, made of dense and sparse layers."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's queries since `rewind`: the share of attention that they left by estimate, mean over heads, and the
-    shares of heads that a guard gave a higher budget, or everything."""
+    """One layer's missed-mass figures since `rewind`: the estimated missed share, mean over heads and queries, and the
+    shares of heads for which a guard raised the budget or fell back to dense attention."""
 
     layer: int
     missed: float
@@ -24,8 +24,9 @@ class LayerStats:
 class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
-    Between `reserve` and `release` each layer takes one row a step, in a slot that is told on the device, so that the
-    step can be captured: `graph` is the one that was captured last. `captures` is False once it was tried in vain.
+    Between `reserve` and `release` each layer appends one row per step, to a slot whose position is kept on the device,
+    so that the step can be captured as a CUDA graph. `graph` is the last one captured; `captures` is False once a
+    capture has failed.
     """
 
     def __init__(self, layers: list[StoredLayer]):
@@ -43,11 +44,11 @@ class IndexCache(Cache):
 
     @property
     def capturable(self) -> bool:
-        """Whether one decode step, captured, may stand for all."""
+        """Whether a captured decode step can be replayed for all that follow."""
         return self.captures and all(layer.capturable for layer in self.stored_layers)
 
     def reserve(self, tokens: int) -> None:
-        """From now on rows come one at a time; there is room for so many, in buffers that may be new for it."""
+        """Switch to one row per step, with capacity for `tokens` of them; may reallocate the buffers."""
         for number, layer in enumerate(self.stored_layers):
             one = slice(number, number + 1)
             layer.reserve(Slot(self.rows[one], self.counts[one]), tokens)
@@ -56,35 +57,35 @@ class IndexCache(Cache):
         self.counts.copy_(used + 1)
 
     def room_left(self) -> int:
-        """How many more rows the buffers hold."""
+        """How many more rows fit into the buffers."""
         return min(layer.room_left() for layer in self.stored_layers)
 
     def advance_on_device(self) -> None:
-        """The end of a step, as a part of it."""
+        """Move the slots on by one row: the device part of a step's end, captured with the step."""
         self.rows += 1
         self.counts += 1
 
     def advance(self) -> None:
-        """What the host has to know of a step that is done, or replayed."""
+        """Count one row more in each layer: the host part of a step's end, also after a replay."""
         for layer in self.stored_layers:
             layer.advance()
 
     def release(self) -> None:
-        """Rows come as they like again."""
+        """Switch back to appending any number of rows per step."""
         for layer in self.stored_layers:
             layer.release()
 
     def counters(self) -> list[torch.Tensor]:
-        """All that a step changes on the device, beside the row that it writes."""
+        """The device tensors that a step changes, besides the row that it writes."""
         read = [one for layer in self.stored_layers if layer.read is not None for one in layer.read.counters()]
         return [self.rows, self.counts, *read]
 
     def buffers(self) -> tuple[int, ...]:
-        """What tells whether a captured step still knows where rows lie."""
+        """A fingerprint of all buffers; a captured step is valid while it stays the same."""
         return tuple(number for layer in self.stored_layers for number in layer.buffers())
 
     def rewind(self) -> None:
-        """Back to the stored context, ready for the next question."""
+        """Restore the stored context for the next question."""
         for layer in self.stored_layers:
             layer.rewind()
 
@@ -95,6 +96,6 @@ class IndexCache(Cache):
         return (sum(count.total() for count in counts)) / dense if dense else 0.0
 
     def stats(self) -> list[LayerStats]:
-        """What each layer missed that measures it; one sync a layer."""
+        """Missed-mass figures of each layer that has a meter; one sync per layer."""
         measured = ((number, layer.missed()) for number, layer in enumerate(self.stored_layers))
         return [LayerStats(number, *shares) for number, shares in measured if shares is not None]

@@ -1,4 +1,4 @@
-"""Where the middle's keys and values lie while a model decodes: on its device, on the host, or in the index's files."""
+"""Storage of the middle's keys and values during decoding: on the device, in host memory, or in the index's files."""
 
 from abc import ABC, abstractmethod
 from typing import TypeAlias
@@ -18,42 +18,44 @@ PLACEMENTS = ("device", "host", "disk")
 
 
 def check_placement(placement: str) -> None:
-    """Raise UsageError for a place that there is not."""
+    """Raise UsageError for an unknown placement."""
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
 
 
 class MiddleRows(ABC):
-    """Keys and values of one layer's middle, `used` rows a head in a selector's layout."""
+    """Keys and values of one layer's middle: `used` rows per head, in a selector's layout."""
 
     used: int
 
     @abstractmethod
     def gather(self, rows: torch.Tensor) -> Pair:
-        """Keys and values [Hk, R, D], on the model's device, of rows [Hk, R]."""
+        """Keys and values [Hk, R, D] of rows [Hk, R], copied to the model's device."""
 
     def in_place(self) -> Pair | None:
-        """Keys and values [Hk, used or more, D] where they lie, if that is on the model's device."""
+        """The buffers of keys and values [Hk, used or more, D], without a copy; None unless on the model's device."""
         return None
 
     @abstractmethod
     def from_row(self, start: int) -> Pair:
-        """All rows from one on, [Hk, used - start, D], on the model's device."""
+        """Keys and values of all rows from `start` on, [Hk, used - start, D], on the model's device."""
 
     @abstractmethod
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
-        """Rows from `start` on, then new ones, lie from now on in an order [Hk, T], by their numbers among those.
+        """Append new rows and put all rows from `start` on into another order.
 
         Args:
-            new: keys and values; None: all that ever were new are forgotten, and the order names none of them.
+            new: keys and values to append; None: drop all rows that were ever appended.
+            order: [Hk, T], indices into the rows from `start` on followed by the new ones; without `new` it contains
+                no appended row.
         """
 
 
 class MemoryRows(MiddleRows):
-    """Rows in memory, laid out so that runs are runs.
+    """Rows in device or host memory, in a selector's layout.
 
-    Allocates nothing where they lie already as they should; else keys and values once more, in page-locked memory where
-    they are on the host and the model on a GPU, so that chosen rows go there beside other work.
+    Allocates nothing if the given tensors are already in that layout; else a copy of keys and values. Rows on the host
+    for a model on a GPU are in page-locked memory, so that chosen rows are transferred asynchronously.
 
     Args:
         keys, values: [Hk, M, D] in order of position.
@@ -102,13 +104,13 @@ class MemoryRows(MiddleRows):
 
 
 class DiskRows(MiddleRows):
-    """Rows in the index's own files, of which only those that are asked for are read.
+    """Rows in the index's own files; only chosen rows are read.
 
-    The file is mapped anew each time and let go of, so that pages once read count as the system's cache, not as this
-    process's memory. Keeps the layout, 8 bytes a token and head, and the rows that are new.
+    The file is mapped again for each read and unmapped after it, so that pages count as the system's page cache and not
+    as this process's memory. Keeps the layout, 8 bytes per token and head, and appended rows in memory.
 
     Args:
-        order: [Hk, M], the layout; None for order of position, to which new rows may only be added.
+        order: [Hk, M], the layout; None for order of position, in which rows can be appended but not permuted.
     """
 
     def __init__(
@@ -157,6 +159,9 @@ class DiskRows(MiddleRows):
 
 
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Rows [Hk, M, D] in an order [Hk, M or fewer], such as the one that makes each cluster a run; contiguous."""
+    """Rows [Hk, M, D] in an order [Hk, M or fewer], such as one that makes each cluster's rows consecutive.
+
+    Contiguous; copies unless the rows are so already and `order` is None.
+    """
     order = None if order is None else order[..., None].expand(-1, -1, rows.shape[2])
     return (rows if order is None else rows.gather(1, order)).contiguous()

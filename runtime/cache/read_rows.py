@@ -1,14 +1,14 @@
-"""How much of the middle decode steps have read, counted where it is known without waiting for a device."""
+"""Counts the rows that decode steps read, on the host or on the device, without a sync per step."""
 
 import torch
 
 
 class ReadRows:
-    """Rows of size D that decode steps have read for the middle, summed over KV heads, and those dense would read.
+    """D-sized rows that decode steps read for the middle, summed over KV heads, and rows dense attention would read.
 
-    What depends on data is added on the device; what the host knows costs it nothing. Kernels add to `by_kernels` [Hk]
-    int64, and each that they added counts as `per_count` rows. A captured step does not come by here when it is
-    replayed: what it `add`ed while `deferred` counts once for each `advance`.
+    Counts that depend on data are summed on the device, the others on the host. Kernels add to `by_kernels` [Hk]
+    int64, where each count stands for `per_count` rows. A replayed CUDA graph does not run `add`: while `deferred`,
+    `add` only records the host's part of a step, and each `advance` counts it once.
     """
 
     def __init__(self, heads: int, device: torch.device):
@@ -22,8 +22,8 @@ class ReadRows:
         """Count one decode step.
 
         Args:
-            rows: of each KV head, a number or [Hk, Q or 1].
-            middle: rows that dense attention would read keys and values of.
+            rows: rows read per KV head, a number or [Hk, Q or 1].
+            middle: number of middle tokens, whose keys and values dense attention would read.
         """
         heads, known = len(self.by_kernels), 0.0
         if isinstance(rows, int | float):
@@ -35,21 +35,21 @@ class ReadRows:
             self.advance()
 
     def advance(self) -> None:
-        """Count what the last step read that the host knows of."""
+        """Add the host's part of the last step."""
         self.known += self._step[0]
         self.dense += self._step[1]
 
     def counters(self) -> tuple[torch.Tensor, ...]:
-        """What a step changes on the device."""
+        """The device tensors that a step changes."""
         return self.counted, self.by_kernels
 
     def total(self) -> float:
-        """Rows that were read; two syncs."""
+        """All rows read so far; two syncs."""
         return float(self.counted) + self.known + self.per_count * int(self.by_kernels.sum())
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Count from nothing again, in the same place: a captured step adds to it."""
+        """Set all counts to zero, in place, because captured steps add to these tensors."""
         self.counted.zero_()
         self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0

@@ -1,4 +1,4 @@
-"""Layers of a cache over a stored context: rows that come after it, and dense attention over all of them."""
+"""Cache layers over a stored context: the base class, which keeps the new rows, and dense layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,53 +14,53 @@ from sparsekv.runtime.cache.read_rows import ReadRows
 
 FIRST_NEW_ROWS = 256
 MissedShares = tuple[float, float, float]
-"""Mean share of attention that was missed, and shares of heads that a guard gave more budget, and everything."""
+"""Mean missed share, and the shares of heads with a budget raised by a guard and with dense attention."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a decode step puts its row, told on the device, so that a step that is captured finds another place at each
-    replay: `row` [1] int64, and `count` [1] int32, how many rows there are with it."""
+    """Where a decode step writes its row: `row` [1] int64, and `count` [1] int32, the number of rows including it. Both
+    are on the device, so that each replay of a captured step writes to another row."""
 
     row: torch.Tensor
     count: torch.Tensor
 
 
 class StoredLayer(CacheLayerMixin):
-    """One layer whose first tokens are stored: `stored` of them, then the new ones in a buffer that doubles.
+    """One layer with `stored` stored tokens, and a buffer for new ones that doubles when it is full.
 
-    The buffer's first rows may be stored ones that are attended like new ones (`first_keys`, `first_values`
-    [Hk, E, D]: sinks and tail of a sparse layer); `rewind` forgets everything after them. A batch of sequences lies one
-    after another along the heads.
+    The buffer may begin with stored rows that are attended like new ones (`first_keys`, `first_values` [Hk, E, D]:
+    sinks and tail of a sparse layer); `rewind` drops everything after these. The sequences of a batch are concatenated
+    along the heads.
     """
 
     is_sliding = False
     capturable = True
-    """Whether one decode step, captured, stands for all."""
+    """Whether a captured decode step can be replayed for all that follow."""
 
     read: ReadRows | None = None
-    """What decode steps have read, where that is less than everything."""
+    """Counts the rows read by decode steps; None for a dense layer, which reads all."""
 
     def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
         self.slot: Slot | None = None
         rows = self.first + FIRST_NEW_ROWS
-        # Zeros, for what is masked must yet be a number.
+        # Zeros, because masked rows must still be finite numbers.
         self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
         self.values = first_values.new_zeros(first_values.shape[0], rows, first_values.shape[2])
         self.keys[:, : self.first], self.values[:, : self.first] = first_keys, first_values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the rows were allocated with the stored ones."""
+        """Nothing to do: the buffers are allocated in the constructor."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not what is returned.
+        """Append new rows [batch, Hk, Q, D]; the attention function reads the layer itself, not the returned tensors.
 
-        Between `reserve` and `release` one row, which counts from `advance` on.
+        Between `reserve` and `release` only one row, which `advance` then counts.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -76,7 +76,7 @@ class StoredLayer(CacheLayerMixin):
         return key_states, value_states
 
     def reserve(self, slot: Slot, tokens: int) -> None:
-        """From now on rows come one at a time, where the slot says, in buffers that have room for so many tokens."""
+        """Switch to one row per step, written to the slot, with buffers that have capacity for `tokens` more rows."""
         assert self.keys is not None
         assert self.values is not None
         self.slot = slot
@@ -85,34 +85,34 @@ class StoredLayer(CacheLayerMixin):
             self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
 
     def advance(self) -> None:
-        """A step is done whose row lies where `reserve` said; those who replay it have moved the slot on."""
+        """Count the row of a finished step; the cache itself moves the slot on."""
         self.used += 1
 
     def release(self) -> None:
-        """Rows come as they like again."""
+        """Switch back to appending any number of rows per step."""
         self.slot = None
 
     def room_left(self) -> int:
-        """How many more rows the buffers hold."""
+        """How many more rows fit into the buffers."""
         assert self.keys is not None
         return self.keys.shape[1] - self.used
 
     def buffers(self) -> tuple[int, ...]:
-        """What tells whether a step would look elsewhere: rows have moved, or their room has changed."""
+        """A fingerprint of the buffers' addresses and capacity; a captured step is valid while it stays the same."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def missed(self) -> MissedShares | None:
-        """What queries missed since `rewind`, where that is measured; one sync."""
+        """Missed-mass figures since `rewind`; None where they are not measured; one sync."""
         return None
 
     def rewind(self) -> None:
-        """Forget the tokens that came after the stored ones."""
+        """Drop the tokens after the stored ones."""
         self.used = self.first
 
     def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hk, E + new, D] that are always attended; all that there is room for, after `reserve`."""
+        """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""
         assert self.keys is not None
         assert self.values is not None
         if self.slot is not None:
@@ -140,10 +140,10 @@ def _grow(rows: torch.Tensor, used: int, needed: int) -> torch.Tensor:
 
 
 class DenseLayer(StoredLayer):
-    """Attends to the whole stored context, or to what a sliding window leaves of it.
+    """Attends to the whole stored context, or to the part of it within a sliding window.
 
-    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are in no query's window any more.
-    A layer whose steps are to be captured has to know its `window`.
+    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are outside every query's window.
+    `window` must be given for a sliding layer whose steps are to be captured.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
@@ -161,7 +161,7 @@ class DenseLayer(StoredLayer):
             self._join()
 
     def _join(self) -> None:
-        """Let new rows lie right behind those of the stored ones that are in sight, so that a window is one run."""
+        """Put stored and new rows into one buffer, so that a window is one run of rows."""
         assert self.keys is not None
         assert self.values is not None
         stored = self.stored_rows()
@@ -191,11 +191,11 @@ class DenseLayer(StoredLayer):
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
 
     def _first_seen(self, call: AttentionCall) -> int:
-        """The first token that the first of the queries sees."""
+        """Position of the first token that the first query sees."""
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """One query's attention, to stored rows and a run of new ones, without a copy of any."""
+        """One query's attention to the stored rows and a run of new ones, without copying any."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
@@ -206,7 +206,7 @@ class DenseLayer(StoredLayer):
         return _attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
-        """The same, of a step that is told on the device how many new rows there are."""
+        """The same when the number of new rows is on the device, in the slot."""
         assert self.keys is not None
         assert self.values is not None
         assert call.window == self.window
@@ -222,7 +222,7 @@ class DenseLayer(StoredLayer):
 
 
 def _attend_to(call: AttentionCall, runs: RunRows, exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """One query's attention [Hq, 1, D] to a run of rows and others."""
+    """One query's attention [Hq, 1, D] to runs of rows and to the rows of `exact`."""
     Hk = len(runs.keys)
     sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
     query = call.query[:, 0].unflatten(0, (Hk, -1))
@@ -230,7 +230,7 @@ def _attend_to(call: AttentionCall, runs: RunRows, exact: tuple[torch.Tensor, to
 
 
 class MappedDenseLayer(DenseLayer):
-    """A dense layer that keeps no row: it asks for them at each call and lets go of them, one layer's at a time.
+    """A dense layer that keeps no stored rows in memory: it loads them for each call and frees them after it.
 
     Args:
         rows: gives keys and values [Hk, T, D].

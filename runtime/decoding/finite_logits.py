@@ -1,4 +1,4 @@
-"""Logits that are no numbers, told before a token is made of them: a draw from them fails, on a GPU for good."""
+"""Rejects logits that are not finite before a token is sampled: on a GPU, sampling from them breaks CUDA for good."""
 
 import torch
 from transformers import LogitsProcessor
@@ -7,7 +7,7 @@ from sparsekv.formats.errors import SparsekvError
 
 
 class NotFiniteError(SparsekvError):
-    """A model gave logits from which no token follows."""
+    """A model's logits are not finite, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -17,10 +17,10 @@ class NotFiniteError(SparsekvError):
 
 
 class FiniteLogits(LogitsProcessor):
-    """Passes logits on as they are.
+    """Returns logits unchanged.
 
     Raises:
-        NotFiniteError: the largest of them is no finite number.
+        NotFiniteError: the largest logit of a sequence is not finite.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

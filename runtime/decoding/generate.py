@@ -1,6 +1,6 @@
-"""Answering questions over an index: transformers' own `generate`, with our cache and attention underneath.
+"""Answers questions over an index by transformers' own `generate`, with our cache and attention.
 
-On a GPU its decoding loop runs a step that was captured as a CUDA graph, where the cache has one.
+On a GPU the decoding loop replays a step captured as a CUDA graph, where the cache allows it.
 """
 
 import math
@@ -26,7 +26,7 @@ LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy."""
+    """How tokens are sampled; temperature 0 is greedy."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -49,9 +49,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text, its tokens and what it took; seconds are wall time, `kv_fraction` a mean over decode steps.
+    """A generated text, its tokens and its cost; seconds are wall time, `kv_fraction` is over all decode steps.
 
-    `layers` holds what each layer left of its attention, if the cache was opened to gauge it.
+    `layers` are the missed-mass figures of each layer, if the cache was opened to measure them.
     """
 
     text: str
@@ -65,11 +65,11 @@ class Answer:
 
 
 NO_ANSWER = Answer("", [], 0, 0, 0.0, 0.0, 0.0)
-"""To a line that asks nothing."""
+"""The answer to an empty line."""
 
 
 class _Streamer(TextStreamer):
-    """Passes text on as it is decoded, and notes when the first and the last token came."""
+    """Passes text on as it is decoded, and records the times of the first and the last token."""
 
     def __init__(self, index: OpenIndex, on_text: Callable[[str], None]):
         super().__init__(index.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -88,10 +88,11 @@ class _Streamer(TextStreamer):
 
 
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
-    """Token ids [Q] that follow the stored prompt: the question in the rest of the chat template, or as it is.
+    """Token ids [Q] that follow the stored prompt: the question within the rest of the chat template, or alone.
 
     Args:
-        special_tokens: let those of the question keep their meaning; otherwise they are plain text.
+        raw: the question alone, without the chat template.
+        special_tokens: special tokens in the question keep their meaning; otherwise they are plain text.
 
     Raises:
         UsageError: the question is empty.
@@ -120,7 +121,7 @@ def generate(
 
     Raises:
         UsageError: no position of the model is left for an answer.
-        NotFiniteError: the model's logits are no finite numbers.
+        NotFiniteError: the model's logits are not finite.
     """
     cache.rewind()
     prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
@@ -152,21 +153,22 @@ def generate(
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
-    """The loop to decode with: transformers' own on a CPU and where steps differ from each other."""
+    """Arguments of `generate` that choose the decoding loop: transformers' own on a CPU or if steps cannot be replayed,
+    else `DecodeLoop`."""
     if index.model.device.type != "cuda" or not cache.capturable:
         return {"logits_processor": LogitsProcessorList([FiniteLogits()])}
     return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
-    """Tokens that an answer to a prompt of so many, the stored ones among them, may have; None for any number.
+    """The maximum number of answer tokens after `prompt_tokens`, stored ones included; None for no limit.
 
     Raises:
         UsageError: no position of the model is left for an answer.
     """
     config = index.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
-    # Phi-3 drops its cache, ours too, when a sequence grows past this: its rotary frequencies may change there.
+    # Phi-3 drops the cache, ours too, when a sequence grows past this, because its rotary frequencies may change there.
     switch = getattr(config, "original_max_position_embeddings", None)
     if switch is not None and index.split.tokens <= switch < (positions or math.inf):
         if prompt_tokens >= switch:

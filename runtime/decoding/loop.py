@@ -1,4 +1,4 @@
-"""transformers' decoding loop for one sequence, with a decode step of ours in it."""
+"""transformers' decoding loop for one sequence, with our decode step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ NO_TOKEN = -1
 
 
 class DecodeLoop:
-    """For `model.generate(custom_generate=...)`: prefills through the model, then decodes by a step.
+    """For `model.generate(custom_generate=...)`: prefills by the model, then decodes by a `DecodeStep`.
 
-    Logits are processed, tokens drawn, told and stopped at as transformers' own loop does it, from the same random
-    numbers. One sequence; `streamer` is given here, for transformers hands a loop of others none.
+    Logits processing, sampling, streaming and stopping are as in transformers' own loop, with the same random numbers.
+    One sequence only. `streamer` is passed here because transformers passes none to a custom loop.
     """
 
     def __init__(self, step: DecodeStep, streamer: BaseStreamer):
@@ -33,10 +33,10 @@ class DecodeLoop:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids [1, N] that are to be continued, and their continuation.
+        """Token ids [1, T] of the prompt and its continuation.
 
         Raises:
-            NotFiniteError: the model's logits are no finite numbers.
+            NotFiniteError: the model's logits are not finite.
         """
         logits = self._prefill(model, input_ids, model_kwargs)
         try:
@@ -60,7 +60,7 @@ class DecodeLoop:
         return input_ids
 
     def _prefill(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-        """Logits [1, V] of the last token; those before that the cache has not are prefilled."""
+        """Prefill the tokens that are not in the cache; returns the logits [1, V] of the last one."""
         known, tokens = self.step.cache.get_seq_length(), input_ids.shape[1]
         only_last = {name: value for name, value in model_kwargs.items() if name == "logits_to_keep"}
         logits: torch.Tensor = model(
@@ -74,7 +74,7 @@ class DecodeLoop:
 
 
 def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """[1, 1]: a token, by scores [1, V]; `NO_TOKEN` where these are no finite numbers, which is waited for later."""
+    """The next token [1, 1] by scores [1, V]; `NO_TOKEN` if they are not finite, so that this needs no extra sync."""
     if sample:
         probability = scores.softmax(-1)
         token = torch.multinomial(probability.nan_to_num(1.0), 1)
@@ -87,7 +87,7 @@ def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:
 
 @contextmanager
 def _experts_as_for_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """On a GPU transformers computes a mixture of experts in another way for few tokens than for many."""
+    """On a GPU, compute mixtures of experts as transformers does for few tokens: by batched_mm, not grouped_mm."""
     before = model.get_experts_implementation()
     if model.device.type == "cpu" or "grouped_mm" not in before.values():
         yield

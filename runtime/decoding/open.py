@@ -1,4 +1,4 @@
-"""Opening an index with its model: the identity checks, the probe, and the caches to decode with."""
+"""Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -25,7 +25,7 @@ from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
 
-# Largest difference of a probe's logits, relative to the largest of them, that rounding explains.
+# Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -65,25 +65,25 @@ class OpenIndex:
         budgets: Mapping[int, Budget] | None = None,
         tail: bool = True,
     ) -> IndexCache:
-        """Decode with one method; layers with a sliding window stay dense.
+        """A cache that decodes with one method; layers with a sliding window stay dense.
 
-        Allocates the context in the model's dtype where `placement` says: on its device, in host memory, page-locked
-        for a GPU, or nowhere, for rows are then read from the index's files as they are chosen.
+        Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU); with
+        placement `disk` nothing, because chosen rows are read from the index's files.
 
         Args:
-            residual: centroids stand for what the method does not choose.
-            measure_missed: keep account of how much attention is left, where the method can tell; costs a pass over
-                the logits.
-            guard: measure it, and let no head leave more.
+            residual: attend to centroids for the tokens that the method does not choose.
+            measure_missed: measure the missed share of attention, where the method allows it; costs a pass over the
+                logits.
+            guard: measure the missed share, and limit it for each head.
             placement: one of PLACEMENTS.
-            prefetch: search for a step's rows while the step before is attended to, with that step's query.
-            question: how a question's tokens attend, where they are not to choose as the answer's do.
-            budgets: of layers, by number, whose budget is not the one of all others.
-            tail: without it the stored context ends with the middle, and what comes next takes the tail's place.
+            prefetch: search for each step's rows during the previous step's attention, with that step's query.
+            question: how a question's tokens select, if not like the answer's.
+            budgets: budgets of single layers, by layer number, that replace `budget`.
+            tail: False: the stored context ends with the middle, and the tokens fed next take the tail's place.
 
         Raises:
-            UsageError: no such placement, a residual is asked for and the index has no value centroids, or a guard for
-                a method that cannot tell what it leaves.
+            UsageError: unknown placement, `residual` for an index without value centroids, or a guard for a method
+                whose missed share cannot be estimated.
         """
         check_placement(placement)
         if guard is not None:
@@ -104,12 +104,15 @@ class OpenIndex:
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
-        """Dense attention over the first `tokens` of the stored context (all by default), as views of the files."""
+        """A cache for dense attention over the first `tokens` of the stored context, all by default.
+
+        Rows are views of the index's files where device and dtype are the same, else copies.
+        """
         tokens = self.split.tokens if tokens is None else tokens
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
     def _dense_layer(self, layer: int, tokens: int, *, mapped: bool = False) -> DenseLayer:
-        """Of a layer that slides, the rows that a coming token can see, and no others."""
+        """A dense layer; with a sliding window only of the rows that the next token can see."""
         window = self.artifact.manifest.layers[layer].sliding_window
         first = 0 if window is None else max(0, tokens - window + 1)
         if mapped:
@@ -123,10 +126,10 @@ class OpenIndex:
 
     @torch.inference_mode()
     def check_probe(self) -> None:
-        """Recompute the last prompt token over the stored context.
+        """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
 
         Raises:
-            IdentityError: its logits differ beyond rounding, so the model is not the one that filled the index.
+            IdentityError: they differ beyond rounding, so the index was built with another model.
         """
         probe = self.artifact.manifest.probe
         layers = range(len(self.artifact.manifest.layers))
@@ -163,7 +166,7 @@ class _SparseLayers:
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
-        """One layer, planned; its middle lies where the placement says."""
+        """One layer with its plan; its middle is stored according to the placement."""
         artifact, device = self.index.artifact, self.index.model.device
         facts, where = artifact.manifest.layers[layer], self._search_device(self.method)
         prepared = prepare_layer(
@@ -196,14 +199,14 @@ class _SparseLayers:
         return torch.device("cpu") if on_host else self.index.model.device
 
     def _exact(self, layer: int) -> Pair:
-        """Sinks and tail."""
+        """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
         sinks, end, model = self.split.sinks, self.split.sinks + self.split.middle, self.index.model
         both = self.index.artifact.context(layer)
         keys, values = (torch.cat([rows[:, :sinks], rows[:, end : self.split.tokens]], 1) for rows in both)
         return keys.to(model.device, model.dtype), values.to(model.device, model.dtype)
 
     def _middle(self, layer: int, prepared: PreparedLayer) -> MiddleRows:
-        """Shares the keys with the selector where both want them in the same order at the same place."""
+        """The middle's rows; shares the keys with the selector if both need them in the same order on one device."""
         artifact, model, layout = self.index.artifact, self.index.model, prepared.selector.layout
         if self.placement == "disk":
             return DiskRows(artifact, layer, layout, model.device, model.dtype)
@@ -228,10 +231,10 @@ def open_index(
     tokenizer: PreTrainedTokenizerBase,
     identity: tuple[ModelIdentity, TokenizerIdentity],
 ) -> OpenIndex:
-    """Check that an index belongs to a model and tokenizer, by their hashes and then by the probe.
+    """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Raises:
-        IdentityError: names the field, both values and the way out.
+        IdentityError: names the field that differs, both values and the remedy.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])

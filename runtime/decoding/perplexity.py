@@ -1,4 +1,4 @@
-"""How well a model that decodes over an index predicts a text: what a choice of tokens costs in the end."""
+"""Perplexity of a text that follows the stored prompt, for a model that decodes over an index."""
 
 import math
 
@@ -11,16 +11,16 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex
 
-DENSE_CHUNK = 256  # tokens a forward pass where no layer chooses: their logits are [256, vocabulary]
+DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits are [256, vocabulary]
 
 
 @torch.inference_mode()
 def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tensor) -> float:
     """exp of the mean negative log-likelihood of tokens that follow the stored prompt, each given all before it.
 
-    The cache is rewound first. With sparse layers tokens are fed one by one, as they come when an answer is generated,
-    so that each one's query makes its own choice; without, many at once, which changes nothing. The first token is
-    predicted by the prompt's last one, whose attention is dense, as it was when the index was built.
+    The cache is rewound first. With sparse layers tokens are fed one by one, as in generation, so that each query makes
+    its own selection; without, in chunks, which changes nothing. The first token is predicted by the prompt's last one,
+    whose attention is dense, as it was when the index was built.
 
     Args:
         cache: one of this index's.
@@ -34,9 +34,9 @@ def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tens
 
 @torch.inference_mode()
 def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
-    """Negative log-likelihood [T], float64, of each of some tokens that follow the first ones of the stored prompt.
+    """Negative log-likelihoods [T], float64, of tokens that follow the first `after` tokens of the stored prompt.
 
-    They are fed as `perplexity` says.
+    Tokens are fed as in `perplexity`.
 
     Args:
         cache: one of this index's, over the prompt's first `after` tokens.
@@ -60,6 +60,6 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
 
 def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
-    """[T] of ids [T + 1] but the first; the cache takes in all but the last."""
+    """Negative log-likelihoods [T] of ids [T + 1] except the first; appends all but the last to the cache."""
     logits = index.model(input_ids=ids[None, :-1], past_key_values=cache, use_cache=True).logits[0]
     return cross_entropy(logits.float(), ids[1:], reduction="none").double()

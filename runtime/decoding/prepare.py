@@ -1,4 +1,4 @@
-"""Making a method ready for one layer of an index: what it selects from, and what stands for what it leaves."""
+"""Preparing a method for one layer of an index, with a residual if one is requested."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from sparsekv.runtime.selection.residual import ResidualSelector, residual_clust
 
 @dataclass(frozen=True)
 class StoredContext:
-    """What a method selects from in one layer of an index, and the views of the index's files that lie in it."""
+    """A method's input for one layer of an index, and the views of the index's files in it."""
 
     context: MiddleContext
     mapped: tuple[torch.Tensor, ...]
@@ -32,10 +32,10 @@ def stored_context(
     device: torch.device | str = "cpu",
     shared: dict[str, Any] | None = None,
 ) -> StoredContext:
-    """Read what the method called `name` built for one layer; keys and values are read when they are asked for.
+    """Read what the method called `name` built for one layer; keys and values are read at first use.
 
     Args:
-        shared: the state of all layers that are used together; a new one by default.
+        shared: the state shared by the layers of one cache or report; new by default.
     """
     manifest = artifact.manifest
     keys, values = artifact.context(layer)
@@ -64,7 +64,7 @@ def stored_context(
 
 @dataclass(frozen=True)
 class PreparedLayer:
-    """A selector, what it was made ready with, and the views of the index's files that it may look at."""
+    """A selector, the context it was prepared with, and the views of the index's files that it may read."""
 
     selector: Selector
     context: MiddleContext
@@ -81,20 +81,22 @@ def prepare_layer(
     residual: bool = False,
     shared: dict[str, Any] | None = None,
 ) -> PreparedLayer:
-    """A method made ready for one layer of an index.
+    """A method's selector for one layer of an index.
 
     Args:
-        residual: centroids stand for what the method leaves: its own, or those of another method of the index.
-        shared: the state of all layers that are used together; a new one by default.
+        residual: attend to centroids for the tokens not chosen: the method's own, or another method's of the index.
+        shared: the state shared by the layers of one cache or report; new by default.
 
     Raises:
-        UsageError: no method of the index has value centroids, or the method takes in tokens that these do not hold.
+        UsageError: `residual`, and no method of the index has value centroids, or the method appends tokens, which are
+            in no cluster.
+        ArtifactError: the method's parameters or calibration in the manifest are not valid.
     """
     stored = stored_context(artifact, layer, name, device, shared)
     try:
         selector = method.prepare(stored.context)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        # Parameters and calibration are a method's own: it alone can tell that a manifest's are not.
+        # Only the method itself can detect that its parameters or calibration in the manifest are invalid.
         raise ArtifactError(
             f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
         ) from error
@@ -111,7 +113,7 @@ def prepare_layer(
 
 
 def residual_source(artifact: Artifact) -> str:
-    """Name of the method of an index with the fewest value centroids, so that they cost least to read.
+    """Name of the index's method with the fewest value centroids, which cost least to read.
 
     Raises:
         UsageError: none has any.

@@ -1,4 +1,4 @@
-"""A decode step of a model over a cache, whose lengths lie on the device: launched as it is, or replayed as a graph."""
+"""A decode step of a model over a cache that keeps its lengths on the device, so that it can be a CUDA graph."""
 
 import torch
 from transformers import PreTrainedModel
@@ -6,18 +6,18 @@ from transformers import PreTrainedModel
 from sparsekv.runtime.cache.graphs import ModelGraph, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
 
-ROOM = 1024  # rows kept free for what comes; when they are used up, they double, and the step is captured anew
+ROOM = 1024  # rows reserved for new tokens; when they are used up, buffers grow and the step is captured again
 
 
 class DecodeStep:
-    """Takes each sequence's newest token in and gives the logits of the next.
+    """Feeds each sequence's newest token to the model and returns the logits for the next.
 
-    Within `route_attention`, and after `begin`. The graph stays with the cache, for the next question.
+    Call it within `route_attention` and after `begin`. The graph stays with the cache, for the next question.
 
     Args:
         cache: one that is `capturable`.
-        batch: how many sequences lie in it, one after another along the heads.
-        capture: replay the step as a CUDA graph, as far as it does not wait for the GPU.
+        batch: number of sequences in the cache, concatenated along the heads.
+        capture: replay the step as a CUDA graph, if it can be captured and does not sync with the GPU.
     """
 
     def __init__(self, model: PreTrainedModel, cache: IndexCache, *, batch: int = 1, capture: bool = True):
@@ -27,12 +27,12 @@ class DecodeStep:
         self.position = torch.zeros_like(self.tokens[:1]) if held is None else held.position
 
     def begin(self, steps: int) -> None:
-        """Make room for at most so many steps; from now on the cache is fed by this alone, until its `release`."""
+        """Reserve rows for up to `steps` steps; until `release` only this object may feed the cache."""
         self.cache.reserve(max(1, min(steps, ROOM)))
         self.position.fill_(self.cache.get_seq_length())
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, V] after tokens [batch, 1]; the next call overwrites them."""
+        """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
         if not self.cache.room_left():
             self.begin(ROOM)
         self.tokens.copy_(tokens)
@@ -45,7 +45,7 @@ class DecodeStep:
             return self._forward()
         cache = self.cache
         if cache.graph is not None and cache.graph.buffers != cache.buffers():
-            cache.graph = None  # its memory is free again before there is another
+            cache.graph = None  # frees its memory before another graph is captured
         if cache.graph is None:
             cache.graph = self._captured()
         if cache.graph is None:
@@ -62,7 +62,8 @@ class DecodeStep:
         return logits
 
     def _captured(self) -> ModelGraph | None:
-        """A graph; None, from now on, where a step waits or cannot be captured. Trying leaves no trace."""
+        """The captured step; None if it syncs or cannot be captured, which is then not tried again. Restores all state
+        that the trial steps change."""
         changed = [self.position, *self.cache.counters()]
         before = [tensor.clone() for tensor in changed]
 
@@ -71,7 +72,7 @@ class DecodeStep:
                 tensor.copy_(value)
             return self._forward()
 
-        again()  # what is only done once, such as compiling, may wait
+        again()  # the first run may sync for one-time work, such as compiling
         found = None if waits(again, self.model.device) else captured(self._forward, self.model.device, again)
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)

@@ -1,1 +1,1 @@
-"""Evaluation: tasks with known answers, their metrics, and what a difference between two methods is worth."""
+"""Evaluation: tasks with known answers, their metrics, and confidence intervals of differences between methods."""

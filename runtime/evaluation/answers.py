@@ -1,4 +1,4 @@
-"""Answers on disk: one line each, in a file that only grows, so that a run that was killed goes on where it stopped."""
+"""Answers on disk: one per line in an append-only file, so that a killed run continues where it stopped."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FILE = "answers.jsonl"
 
 @dataclass(frozen=True)
 class Given:
-    """What a model gave for one question: a text, or for a continuation the log-loss of a token, in nats."""
+    """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats."""
 
     text: str
     loss: float | None
@@ -26,12 +26,12 @@ class Given:
 
 
 def answer_key(decides: dict[str, Any]) -> str:
-    """Name of an answer: the hash of everything that decides it."""
+    """The key of an answer: a hash of everything that determines it."""
     return hash_json(decides)
 
 
 class Answers:
-    """The answers of a folder, by key. Used as a context manager; one process at a time."""
+    """The answers in a folder, by key. Use it as a context manager; one process at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -59,7 +59,7 @@ class Answers:
         self._lock.release()
 
     def add(self, key: str, given: Given, told: dict[str, Any]) -> None:
-        """Write an answer so that it outlives a crash; `told` is for a person who reads the file.
+        """Write an answer to disk at once (fsync); `told` are extra fields for people who read the file.
 
         Raises:
             SparsekvError: the disk is full or gone.
@@ -75,7 +75,7 @@ class Answers:
         self.known[key] = given
 
     def _load(self, file: IO[bytes]) -> None:
-        """Read what is there; a last line without its end was being written when the run died, and goes."""
+        """Read all answers; an incomplete last line, left by a killed run, is removed."""
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
@@ -87,4 +87,4 @@ class Answers:
                 raise SparsekvError(
                     f"line {number} of {self._path} is damaged; remove it, and its question is asked again"
                 ) from None
-        file.truncate(whole)  # not before all of it proved to be ours
+        file.truncate(whole)  # only after every line was valid, so that another program's file is not changed

@@ -1,4 +1,7 @@
-"""Confidence intervals by bootstrap over contexts and their questions, which are not independent of one another."""
+"""Confidence intervals by a two-level bootstrap over contexts and their questions.
+
+Both are resampled because questions about one context are not independent.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ REPLICATES = 4000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the interval that holds the true value at 95%."""
+    """An estimate and its 95% confidence interval."""
 
     value: float
     low: float
@@ -22,10 +25,10 @@ class Interval:
 
 
 def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
-    """Of the mean over all questions.
+    """The interval of the mean over all questions.
 
     Args:
-        summary: told of the mean; rising.
+        summary: an increasing function of the mean, whose value and interval are returned.
     """
     means = _means([scores], seed)[0]
     return _interval(summary(_mean(scores)), np.vectorize(summary)(means))
@@ -34,11 +37,12 @@ def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed:
 def paired_difference(
     scores: Scores, baseline: Scores, summary: Callable[[float], float] = float, *, seed: int = 0
 ) -> Interval:
-    """Of the mean of some scores less that of others on the same questions: each replicate draws both alike, so that
-    what makes a question hard for both cancels.
+    """The interval of the difference of two means (scores minus baseline) on the same questions.
+
+    Each replicate draws the same questions for both, so that a question's difficulty cancels.
 
     Raises:
-        ValueError: they are not of the same questions.
+        ValueError: the scores are not for the same questions.
     """
     if [len(one) for one in scores] != [len(one) for one in baseline]:
         raise ValueError("paired scores must be of the same questions")
@@ -57,7 +61,7 @@ def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
-    """Means [replicates] of each, over the same contexts drawn with replacement, and questions drawn within them."""
+    """Means [replicates] for each of `paired`, over the same contexts and questions drawn with replacement."""
     sizes = np.array([len(one) for one in paired[0]])
     tables = [np.zeros((len(sizes), sizes.max())) for _ in paired]
     for table, scores in zip(tables, paired, strict=True):

@@ -1,4 +1,4 @@
-"""Words to be counted (RULER): the ten common ones of a numbered list, the three most frequent of a coded text."""
+"""RULER's aggregation tasks: the ten common words of a numbered list, the three most frequent words of a coded text."""
 
 import random
 import re
@@ -16,7 +16,7 @@ COMMON_INTRODUCTION = (
 COMMON_ASK = "Question: What are the 10 most common words in the above list?"
 COMMON_BEGIN = "Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-LONG = 4096  # tokens from which RULER repeats the common words 30 times, not 6
+LONG = 4096  # tokens; from this length on RULER repeats the common words 30 times instead of 6
 
 FREQUENT_INTRODUCTION = (
     "Read the following coded text and track the frequency of each coded word. "
@@ -28,11 +28,11 @@ FREQUENT_ASK = (
 )
 FREQUENT_BEGIN = "Answer: According to the coded text above, the three most frequently appeared words are:"
 ALPHA = 2.0
-ZETA = 1.6449340668482264  # of 2
+ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(Task):
-    """Words of the text and plain ones, ten of them ten times as often as the rest (six times in a short list)."""
+    """Words of the text and of a word list; ten of them occur ten times as often as the rest (short lists: six)."""
 
     def make(self, request: Request) -> list[Context]:
         own = re.findall(r"\b[a-z]{4,10}\b", request.text)
@@ -60,7 +60,7 @@ class CommonWords(Task):
 
 
 class FrequentWords(Task):
-    """Coded words as often as Zipf's law has it, the most frequent of them dots that are to be ignored."""
+    """Coded words with frequencies by Zipf's law; the most frequent one is dots, which are to be ignored."""
 
     def make(self, request: Request) -> list[Context]:
         return [self._context(request, number) for number in range(request.contexts)]
@@ -78,7 +78,7 @@ class FrequentWords(Task):
             return FREQUENT_INTRODUCTION + " ".join(listed)
 
         size = largest(lambda some: request.count(render(some)) <= request.length, request.length)
-        # Below this, the fourth and the fifth word can be equally frequent.
+        # With fewer words the fourth and fifth ranks can be equally frequent, so that the answer is ambiguous.
         if size < 100:
             raise UsageError(f"--length {request.length} is too small for fwe; give more tokens")
         question = Question(FREQUENT_ASK, tuple(coded[1:4]), "match-all", 50, FREQUENT_BEGIN)

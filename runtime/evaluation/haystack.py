@@ -1,4 +1,4 @@
-"""Haystacks: sentences of any text, as many as fit, with others put between them."""
+"""Haystacks: sentences of any text up to a length in tokens, with needles inserted between them."""
 
 import random
 import re
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.tasks import CountTokens
 
-LONGEST_SENTENCE = 400  # characters; tables and code have no full stops
+LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, white space made one space; what is longer than 400 characters is cut between words."""
+    """Sentences of a text with white space collapsed; those longer than 400 characters are cut between words."""
     flat = " ".join(text.split())
     found = []
     for sentence in re.split(r"(?<=[.!?])\s", flat):
@@ -26,13 +26,13 @@ def sentences(text: str) -> list[str]:
 
 
 def rotated(units: list[str], random_numbers: random.Random) -> list[str]:
-    """The sentences from a random one on, and then those before it, so that contexts differ."""
+    """The sentences rotated to a random start, so that contexts differ."""
     start = random_numbers.randrange(len(units)) if units else 0
     return units[start:] + units[:start]
 
 
 def largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest number from 0 to `upper` that fits, where everything below one that fits does; -1 for none."""
+    """The largest number from 0 to `upper` that fits, by bisection; -1 if none does. `fits` must be monotone."""
     low, high = -1, upper
     while low < high:
         middle = (low + high + 1) // 2
@@ -41,12 +41,12 @@ def largest(fits: Callable[[int], bool], upper: int) -> int:
 
 
 def fill(units: list[str], render: Callable[[list[str]], str], count: CountTokens, length: int, task: str) -> list[str]:
-    """As many of the units, from the first on, as `render` turns into a text of at most `length` tokens.
+    """The longest prefix of the units that `render` turns into a text of at most `length` tokens.
 
     Raises:
-        UsageError: not even none of them fit, or all of them leave a quarter of the length empty.
+        UsageError: the text is too long even without units, or all units fill less than three quarters of the length.
     """
-    # Counting a whole book for each guess would take longer than the model does.
+    # Sizes are doubled from a small start, because tokenising a whole book for each guess is slower than the model.
     upper = min(len(units), 4 * length)
     size = min(upper, 16)
     while size < upper and count(render(units[:size])) <= length:
@@ -60,11 +60,11 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
 
 
 def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
-    """The units with needles between them, each where that share of the units' characters is before it."""
+    """The units with needles between them, each at its depth: the share of the units' characters before it."""
     total, before, placed = sum(map(len, units)), 0, []
     waiting = sorted(needles)
     for unit in units:
-        # A needle goes to the nearer end of the sentence that its place is in.
+        # A needle goes to the nearer end of the sentence at its depth.
         while waiting and waiting[0][0] * total <= before + len(unit) / 2:
             placed.append(waiting.pop(0)[1])
         placed.append(unit)
@@ -73,5 +73,5 @@ def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
 
 
 def depth_of(text: str, part: str) -> float:
-    """Where in a text a part of it begins, from 0 to 1."""
+    """Where a part begins in a text, from 0 to 1."""
     return text.index(part) / len(text)

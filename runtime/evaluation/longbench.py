@@ -1,4 +1,4 @@
-"""LongBench's English sets (arXiv 2308.14508): their prompts, longest answers and metrics, as published."""
+"""LongBench's English datasets (arXiv 2308.14508): their prompts, maximum answer tokens and metrics, as published."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,8 @@ _ARTICLE = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """One set: a prompt around {context} and {input}; sets whose prompt has examples get no chat template."""
+    """One dataset: a prompt with {context} and {input}. `bare` ones, with few-shot or code prompts, get no chat
+    template."""
 
     prompt: str
     max_new_tokens: int

@@ -1,4 +1,4 @@
-"""How an answer is scored, from 0 to 1, by the rules that the benchmarks publish."""
+"""Metrics: score an answer from 0 to 1 by the benchmarks' published rules."""
 
 import math
 import re
@@ -17,9 +17,9 @@ Score = Callable[[str, Question], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A score of one answer; a mean of scores is told as `summary` of it.
+    """A score of one answer; a mean of scores is reported as `summary` of it, in `unit`.
 
-    A `continuation` is not generated but read: its score is the negative log-likelihood of a token, in nats.
+    A `continuation` is not generated but scored as given text: by its mean negative log-likelihood per token, in nats.
     """
 
     score: Score
@@ -29,28 +29,28 @@ class Metric:
 
 
 def match_all(answer: str, question: Question) -> float:
-    """RULER's `string_match_all`: the share of the expected that the answer contains, whatever the case."""
+    """RULER's `string_match_all`: the share of the expected strings that the answer contains, ignoring case."""
     return sum(expected.lower() in answer.lower() for expected in question.answers) / len(question.answers)
 
 
 def match_part(answer: str, question: Question) -> float:
-    """RULER's `string_match_part`: whether the answer contains any of the expected."""
+    """RULER's `string_match_part`: 1 if the answer contains any of the expected strings, ignoring case."""
     return float(any(expected.lower() in answer.lower() for expected in question.answers))
 
 
 def normalise(text: str) -> str:
-    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(answer: str, question: Question) -> float:
-    """SQuAD's and LongBench's: harmonic mean of precision and recall over words, best of the expected answers."""
+    """SQuAD's and LongBench's F1: harmonic mean of precision and recall over words, best of the expected answers."""
     return max(_f1(normalise(answer).split(), normalise(expected).split()) for expected in question.answers)
 
 
 def f1_first_line(answer: str, question: Question) -> float:
-    """F1 of the first line, for prompts with examples, after which a model goes on with more of them."""
+    """F1 of the first line, for few-shot prompts, after whose answer a model continues with more examples."""
     return f1(first_line(answer), question)
 
 
@@ -75,7 +75,7 @@ def _rouge_l(answer: list[str], expected: list[str]) -> float:
 
 
 def classification(answer: str, question: Question) -> float:
-    """LongBench's: 1 over the number of labels that the first line names, if the right one is among them."""
+    """LongBench's classification score: 1 / the number of labels in the first line, if the right one is among them."""
     line = first_line(answer)
     return max(_class(line, expected, question.classes) for expected in question.answers)
 
@@ -86,13 +86,13 @@ def _class(line: str, expected: str, classes: tuple[str, ...]) -> float:
 
 
 def retrieval(answer: str, question: Question) -> float:
-    """LongBench's: the share of the numbers in the answer that are the paragraph's."""
+    """LongBench's retrieval score: the share of the numbers in the answer that are the right paragraph's."""
     numbers = [number for expected in question.answers for number in re.findall(r"\d+", expected)[:1]]
     return max((_share_of_numbers(answer, number) for number in numbers), default=0.0)
 
 
 def count(answer: str, question: Question) -> float:
-    """LongBench's: the share of the numbers in the answer that are the expected one."""
+    """LongBench's count score: the share of the numbers in the answer that are the expected one."""
     return max(_share_of_numbers(answer, expected) for expected in question.answers)
 
 
@@ -102,14 +102,14 @@ def _share_of_numbers(answer: str, expected: str) -> float:
 
 
 def code_similarity(answer: str, question: Question) -> float:
-    """LongBench's: edit similarity of the first line that is code."""
+    """LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown."""
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
     return max(fuzz.ratio(line, expected) / 100 for expected in question.answers)
 
 
 def choice(answer: str, question: Question) -> float:
-    """LongBench-v2's: whether the letter after "The correct answer is" is the right one; no letter is wrong."""
+    """LongBench-v2's score: 1 if the letter after "The correct answer is" is right; 0 without such a letter."""
     text = answer.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return float(found is not None and found.group(1) in question.answers)

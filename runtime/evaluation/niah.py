@@ -1,5 +1,7 @@
-"""Needles in a haystack, in RULER's four forms (arXiv 2404.06654): one, many keys, many values, many keys at once; and
-many keys that are unlike each other, for models that cannot tell RULER's apart."""
+"""Needles in a haystack, in RULER's four forms (arXiv 2404.06654): single, multi-key, multi-value and multi-query.
+
+A fifth form, niah-facts, has dissimilar keys, for models that cannot distinguish RULER's.
+"""
 
 import random
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from sparsekv.runtime.evaluation.words import pairs, things
 
 @dataclass(frozen=True)
 class Wording:
-    """How needles are hidden and asked for, and how so many different keys are drawn."""
+    """The sentences in which needles are hidden and asked for, and the function that draws different keys."""
 
     introduction: str
     needle: str
@@ -47,13 +49,13 @@ THINGS = replace(
 )
 
 DIGITS = 7
-TOKENS_A_VALUE = 12  # seven digits, a quote and a space of any tokenizer; RULER has 128, which lets a model go on
+TOKENS_A_VALUE = 12  # seven digits, a quote and a space in any tokenizer; RULER's 128 let a model ramble on
 
 
 @dataclass(frozen=True)
 class Needles(Task):
-    """`values` for each key; each question asks for `asked` keys. A context has at least `keys`, and enough for its
-    questions; with `alone` there is one needle and one question."""
+    """A needle task with `values` per key, whose questions ask for `asked` keys each. A context has at least `keys`
+    keys, and one for each question; with `alone` it has one needle and one question."""
 
     name: str
     keys: int

@@ -1,4 +1,4 @@
-"""Contexts and questions that others published, from their own jsonl files."""
+"""Reads contexts and questions of published benchmarks from their own jsonl files."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ RULER_ENDS = (
     ("\nWhat are all the special magic", "match-all", 128, "niah", " The special magic"),
     ("\nWhat is the special magic", "match-all", 128, "niah", " The special magic"),
 )
-"""How the question of each of RULER's tasks begins, its metric and longest answer, and how its answer begins."""
+"""For each of RULER's tasks: the start of its question, metric, maximum answer tokens, name, start of its answer."""
 
 CHOICES = (
     "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
@@ -32,10 +32,10 @@ CHOICES = (
 
 
 def read_published(file: str, form: str) -> list[Context]:
-    """Contexts of a jsonl file, each line one or, for `prefixqa`, one with many questions.
+    """Contexts of a jsonl file, one per line, each with one question or, for `prefixqa`, many.
 
     Raises:
-        UsageError: an unknown form, a file that cannot be read, or a line that is not of this form.
+        UsageError: an unknown format, an unreadable file, or a line that is not in this format.
     """
     if form not in FORMATS:
         raise UsageError(f"--format {form}: choose one of {', '.join(FORMATS)}")
@@ -43,24 +43,24 @@ def read_published(file: str, form: str) -> list[Context]:
 
 
 def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Questions and their answers, one object a line: `question`, and `answers` or `answer`.
+    """Questions and their answers, one JSON object per line: `question`, and `answers` or `answer`.
 
     Raises:
-        UsageError: a file that cannot be read, or a line that is not of this form.
+        UsageError: an unreadable file, or a line that is not in this format.
     """
     option = "--pairs"
     return tuple(_guarded(_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option))
 
 
 def shorten(text: str, count: CountTokens, limit: int) -> str:
-    """A text of at most `limit` tokens, the middle cut out where it has more, as LongBench does it."""
+    """The text, with its middle cut out if it has more than `limit` tokens, as in LongBench."""
     if count(text) <= limit:
         return text
 
     def halves(kept: int) -> str:
         return text[: kept // 2] + text[len(text) - kept // 2 :]
 
-    # A cut can change how its neighbours are tokenised, by a few tokens: look for the last that fits, roughly.
+    # The fit is not exactly monotone, because a cut can change the tokens next to it; bisection is close enough.
     return halves(max(0, largest(lambda kept: count(halves(kept)) <= limit, len(text))))
 
 
@@ -128,7 +128,7 @@ def _ruler(record: Record, name: str) -> Context:
     ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
     if not ends:
         raise ValueError("the input ends with no question of RULER's tasks")
-    # The last to begin: a prompt with an example has a question before the context too.
+    # The last match, because a prompt with an example also has a question before the context.
     at, (_, metric, longest, task, begins) = max(ends)
     asked, prefix = text[at:], str(record.get("answer_prefix", "")).strip()
     if not prefix and begins in asked:
@@ -147,7 +147,7 @@ def _longbench_v2(record: Record, name: str) -> Context:
 
 
 def _niah(record: Record, name: str) -> Context:
-    """A haystack with its needle in it: the share of the needle's words, where no `answer` says what counts."""
+    """A haystack that contains its needle; scored by F1 with the needle's words if the record has no `answer`."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if needle not in text:
         raise ValueError("the needle does not stand in the context")

@@ -1,4 +1,4 @@
-"""Tasks on a text as it is: questions that a person wrote with their answers, and how well it is continued."""
+"""Tasks on an unchanged text: the user's questions with their answers, and perplexity of its continuation."""
 
 import random
 import re
@@ -15,7 +15,7 @@ CONTINUATION_TOKENS = 64
 
 
 def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") -> Question:
-    """A question about a document, and at what depth of it an answer stands literally, if any does."""
+    """A question about a document, with the depth at which an answer occurs literally, if one does."""
     found = next((answer for answer in answers if answer and answer in text), None)
     return Question(
         text=f"{INSTRUCTION}\n\nQuestion: {question}",
@@ -28,9 +28,9 @@ def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") 
 
 
 class QuestionAnswering(Task):
-    """One context, the beginning of the text, and many questions about it (PreFixQA's form, arXiv 2411.09688).
+    """One context, the beginning of the text, with many questions about it (PreFixQA's form, arXiv 2411.09688).
 
-    A question whose answer stands in the text, but behind the context's end, is left out.
+    Questions whose answer occurs in the text only after the context's end are left out.
     """
 
     def make(self, request: Request) -> list[Context]:
@@ -56,7 +56,7 @@ def _inside(answers: tuple[str, ...], text: str, request: Request) -> bool:
 
 
 class Continuation(Task):
-    """Windows of the text, and the words that follow each: what a language model is for, with no right or wrong."""
+    """Windows of the text, each scored by the perplexity of the words that follow it."""
 
     def make(self, request: Request) -> list[Context]:
         pieces = re.findall(r"\s*\S+", request.text)
@@ -64,7 +64,7 @@ class Continuation(Task):
 
     def _context(self, request: Request, number: int, pieces: list[str]) -> Context:
         drawn = random.Random(f"{request.seed} perplexity {request.length} {number}")
-        # A word has at least one token, so windows that begin here have room; the last of them may have too little.
+        # A word has at least one token, so windows up to this start have enough words to fill their length.
         last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
         part = last / request.contexts
         start = int(number * part + drawn.random() * part)

@@ -1,4 +1,4 @@
-"""From answers to one table: a score and its distance from dense attention's, each with an interval."""
+"""Turns answers into a table: scores and differences from dense attention, each with a confidence interval."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,8 +14,8 @@ DENSE = "dense"
 
 @dataclass(frozen=True, order=True)
 class Way:
-    """How questions are answered: what prefilled the context, which method reads it, in which variant, with what
-    budget. Without a budget all of it is read: dense attention."""
+    """How questions are answered: the context's prefill, and the decoding method with variant and budget. No budget
+    means dense attention."""
 
     prefill: str
     method: str
@@ -30,7 +30,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Result:
-    """One question, answered in one way."""
+    """One question's answer in one way."""
 
     context: Context
     question: Question
@@ -39,7 +39,7 @@ class Result:
 
     @property
     def score(self) -> float:
-        """As the question's metric has it."""
+        """The score by the question's metric; for a continuation its loss in nats."""
         if self.given.loss is not None:
             return self.given.loss
         return METRICS[self.question.metric].score(self.given.text, self.question)
@@ -47,8 +47,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One task at one length, in one way: score and difference from dense attention in the metric's unit, with the
-    ends of their 95% intervals. The difference is None for dense attention itself."""
+    """One task at one length in one way: score and difference from dense attention in the metric's unit, with the
+    bounds of their 95% intervals. The difference is None for dense attention itself."""
 
     task: str
     length: int | None
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean score of needles at one length and depth, in one way; `depth` is the middle of a tenth."""
+    """Mean score of needles at one length and depth in one way; `depth` is the centre of a bin of width 0.1."""
 
     task: str
     length: int
@@ -86,9 +86,9 @@ class Cell:
 
 
 def rows(results: Iterable[Result], seed: int = 0) -> list[Row]:
-    """The table, by task, length and metric, and within these in the order in which ways were first taken.
+    """The table, grouped by task, length and metric; within a group, ways are in the order of their first result.
 
-    Questions that were not answered in every way of their group are left out, so that all ways are told of the same.
+    Questions that were not answered in every way of their group are left out, so that all ways are scored on the same.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
     for result in results:
@@ -137,7 +137,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
 
 
 def _shared(ways: list[dict[str, dict[Question, Result]]]) -> dict[str, list[Question]]:
-    """The questions of each context that every way answered."""
+    """For each context, the questions that were answered in every way."""
     shared = {}
     for name, asked in ways[0].items():
         kept = [question for question in asked if all(question in way.get(name, {}) for way in ways)]
@@ -147,7 +147,7 @@ def _shared(ways: list[dict[str, dict[Question, Result]]]) -> dict[str, list[Que
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Mean scores of questions whose answer stands in one place, by length and tenth of the depth."""
+    """Mean scores by length and depth, of the questions whose answer has a depth."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for result in results:
         depth, length = result.question.depth, result.context.length

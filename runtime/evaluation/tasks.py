@@ -1,4 +1,4 @@
-"""What an evaluation asks, and the registry of generators that make it from any text: one family a file."""
+"""The contexts and questions of an evaluation, and the registry of tasks that generate them: one family per file."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
 
 CountTokens = Callable[[str], int]
-"""How many tokens a text has for the model that is to read it."""
+"""Counts the tokens of a text with the evaluated model's tokenizer."""
 
 QUESTIONS = 5
 
@@ -18,13 +18,13 @@ class Question:
     """One question about a context, and how its answer is scored.
 
     Attributes:
-        text: what follows the document.
-        prefix: how the answer begins; the model goes on from there.
-        answers: what is expected, as the metric reads it; for a `continuation` metric the text that follows.
-        metric: a name of `metrics.METRICS`.
+        text: the text after the document.
+        answers: the expected answers, as the metric uses them; for a `continuation` metric the text that follows.
+        metric: a name in `metrics.METRICS`.
         max_new_tokens: where an answer is cut off.
-        depth: where in the document the answer stands, from 0 to 1; None where it stands in no one place.
-        classes: the labels that a classification chooses from.
+        prefix: the beginning of the answer, which the model continues.
+        depth: where the answer is in the document, from 0 to 1; None if it is in no single place.
+        classes: the labels of a classification.
     """
 
     text: str
@@ -38,10 +38,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Context:
-    """One document that is indexed once, and what is asked about it.
+    """One document, which is indexed once, and the questions about it.
 
-    `length` is the number of tokens that was asked for, None for a document of published data; `bare` ones are never
-    put into a chat template.
+    `length` is the requested number of tokens, None for a document of published data. `bare`: never use a chat
+    template.
     """
 
     task: str
@@ -54,11 +54,10 @@ class Context:
 
 @dataclass(frozen=True)
 class Request:
-    """What contexts to make: `contexts` of `length` tokens with up to `questions` questions each, by default as many
-    as there are where people wrote them, else five.
+    """The contexts to make: `contexts` of `length` tokens with up to `questions` questions each.
 
-    `depths`, from 0 to 1, are taken in turn by what is hidden; none spreads it evenly. `pairs` are questions and
-    answers about the text, for tasks that need some.
+    The default is five questions, or all of the user's `pairs`: questions and answers about the text, for tasks that
+    need them. Needles are placed at `depths`, from 0 to 1, in turn; evenly without any.
     """
 
     text: str
@@ -80,23 +79,23 @@ class Request:
                 raise UsageError(f"--depth {100 * depth:g}: give a percentage from 0 to 100")
 
     def asked(self) -> int:
-        """How many questions a task makes that can make any number."""
+        """The number of questions for a task that can generate any number."""
         return QUESTIONS if self.questions is None else self.questions
 
     def depth(self, number: int, of: int) -> float:
-        """Depth of what is hidden as the `number`-th of `of`."""
+        """Depth of the `number`-th of `of` needles."""
         return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / of
 
 
 class Task(ABC):
-    """One kind of question, which makes contexts of its own."""
+    """Generates the contexts and questions of one kind."""
 
     @abstractmethod
     def make(self, request: Request) -> list[Context]:
-        """Contexts with questions; the same request gives the same.
+        """Contexts with questions; deterministic for a request.
 
         Raises:
-            UsageError: the text is too short, or the length too small, for what is to be hidden in it.
+            UsageError: the text is too short, or the length too small for the task.
         """
 
 
@@ -104,7 +103,7 @@ tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
 
 
 def choose_task(name: str) -> Task:
-    """A task by its name; UsageError where there is none."""
+    """The task of that name; UsageError if there is none."""
     if name not in tasks():
         raise UsageError(f"no task '{name}'; there are: {', '.join(tasks())}")
     return tasks()[name]

@@ -1,4 +1,4 @@
-"""Variable tracking (RULER): chains of assignments hidden in a text; which variables have a value?"""
+"""Variable tracking (RULER): finds all variables with a given value in chains of assignments hidden in a text."""
 
 import random
 
@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 30
 
 
 class VariableTracking(Task):
-    """One chain of four hops for each question; a chain's assignments stand in their order."""
+    """One chain of four hops for each question; a chain's assignments are hidden in order."""
 
     def make(self, request: Request) -> list[Context]:
         units = sentences(request.text)

@@ -1,4 +1,4 @@
-"""Plain words that keys are made of, and random ones that mean nothing."""
+"""Word lists from which keys of needles are made, and random words without meaning."""
 
 import random
 import re
@@ -74,20 +74,20 @@ NUMBERS_OF = (
 
 
 def things(number: int, random_numbers: random.Random) -> list[str]:
-    """So many different things that have a number; UsageError where there are not so many."""
+    """`number` different things that have a number; UsageError if there are fewer."""
     if number > len(NUMBERS_OF):
         raise UsageError(f"--questions {number}: niah-facts has {len(NUMBERS_OF)} for a context; ask for fewer")
     return random_numbers.sample(NUMBERS_OF, number)
 
 
 def pairs(number: int, random_numbers: random.Random) -> list[str]:
-    """So many different keys of an adjective and a noun, as RULER makes them."""
+    """`number` different keys of an adjective and a noun, as in RULER."""
     chosen = random_numbers.sample(range(len(ADJECTIVES) * len(NOUNS)), number)
     return [f"{ADJECTIVES[one // len(NOUNS)]}-{NOUNS[one % len(NOUNS)]}" for one in chosen]
 
 
 def coined(number: int, letters: int, alphabet: str, random_numbers: random.Random) -> list[str]:
-    """So many different words of random letters."""
+    """`number` different words of random letters."""
     words: dict[str, None] = {}
     while len(words) < number:
         words["".join(random_numbers.choices(alphabet, k=letters))] = None
@@ -95,5 +95,5 @@ def coined(number: int, letters: int, alphabet: str, random_numbers: random.Rand
 
 
 def variables(number: int, random_numbers: random.Random) -> list[str]:
-    """So many different names of five capitals."""
+    """`number` different names of five capital letters."""
     return coined(number, 5, string.ascii_uppercase, random_numbers)

@@ -1,10 +1,10 @@
-"""CSAttention, online: keys are found through the tables of the prompt's queries, not by their own clusters.
+"""CSAttention, online: keys are found through posting lists of the prompt's query centroids.
 
-Each subspace of a query gives the list of its nearest centroid; the listed scores, summed by key, estimate the logits,
-and the best keys are attended. As printed the sum has a key that is not listed count as 0, more than a listed one whose
-score is negative; so by default it counts as the mean of what its list leaves out, and each subspace is weighted by how
-far the query reaches along the centroid. The best keys by the tables, more than the budget, are then read and ranked by
-their exact logits.
+In each subspace the query reads the posting list of its nearest centroid. The listed scores, summed by key, estimate
+the logits, and the best keys are attended. In the paper a key that is not in a list counts as 0, which is more than a
+listed key with a negative score. By default it therefore counts as the mean of the keys that the list leaves out, and
+each subspace's scores are multiplied by the query's projection on the centroid. The best keys by these estimates, more
+than the budget, are then read and re-ranked by exact logits.
 """
 
 import math
@@ -28,7 +28,7 @@ WEIGHTS = ("uniform", "fitted")
 @methods.register("csattention")
 @dataclass(frozen=True)
 class CSAttention(Method):
-    """Chooses tokens by the lists of the query's nearest centroids."""
+    """Selects tokens by the posting lists of the query's nearest centroids."""
 
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True
@@ -62,11 +62,11 @@ class CSAttention(Method):
                 raise UsageError(f"--{name} {getattr(self, name)}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Keeps the middle's keys, which on another device than theirs is a second copy of them, and the centroids.
+        """Keeps the middle's keys (a second copy if they are on another device) and the centroids.
 
-        Tables stay where they are; when the first new tokens join, they and the keys are copied once. On a GPU lists
-        of 16,384 keys or more are laid out once more, by token, half a byte for each key of the middle in each list,
-        unless new tokens join them or some lookups read two.
+        Tables are not copied; each append allocates new ones, and the first also copies the keys. On a GPU, posting
+        lists over 16,384 keys or more are also laid out by token, half a byte for each key of the middle in each list,
+        unless appending or backoff is on.
         """
         return TableSelector(
             context,
@@ -80,7 +80,7 @@ class CSAttention(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """The default; without a second look at the keys; so with each other scoring, and with fitted weights."""
+        """The default with re-ranking; without it, each scoring; and without it, fitted weights."""
         plain = {scoring: cls(csattention_scoring=scoring, rerank=1.0) for scoring in SCORINGS}
         return {"reranked": cls(), **plain, "mean fitted": cls(rerank=1.0, weights="fitted")}
 
@@ -90,7 +90,7 @@ class CSAttention(Method):
 
 
 def _backoff_cosine(calibration: dict[str, Any], share: float) -> float | None:
-    """The cosine below which the calibrated share of lookups lies; None for none of them."""
+    """The cosine below which this share of the calibrated lookups lies; None for a share of 0."""
     if not share:
         return None
     cosines = calibration["cosines"]

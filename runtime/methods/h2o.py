@@ -1,8 +1,8 @@
-"""H2O (arXiv 2306.14048): keeps the heavy hitters, the tokens that got most attention while the prompt was prefilled.
+"""H2O (arXiv 2306.14048): keeps the heavy hitters, the tokens with the most attention in the prompt's prefill.
 
-The paper spends half of its budget on the most recent tokens: those are the exact tail here, and the budget is all of
-heavy hitters. It evicts step by step, and adds up the attention of the answer's queries too; here nothing is evicted
-before the prompt's attention is summed, and the sums stay as they are while the model decodes.
+Differences from the paper: it spends half of its budget on the most recent tokens; here those are the exact tail, and
+the whole budget is heavy hitters. It evicts step by step and also sums the attention of the answer's queries; here
+tokens are ranked once, by the sums over the whole prompt, which do not change during decoding.
 """
 
 from dataclasses import dataclass
@@ -23,5 +23,5 @@ class H2O(Method):
     learns_queries: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Keeps one number a token and head."""
+        """Keeps one int64 per token and head."""
         return KeptTokens(ranking(context.tensors["scores"]))

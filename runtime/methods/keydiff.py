@@ -1,7 +1,7 @@
-"""KeyDiff (arXiv 2504.15364): keeps the keys that are least like the others, whatever is asked.
+"""KeyDiff (arXiv 2504.15364): keeps the keys that are least similar to the others, independently of the query.
 
-A key's score is minus its cosine with the mean of the normalised keys. The paper evicts block by block while a prompt
-is prefilled, against the mean of what is still there; here the mean is of the whole middle.
+A key's score is minus its cosine with the mean of the normalised keys. The paper evicts block by block during the
+prefill, against the mean of the remaining keys; here the mean is over the whole middle.
 """
 
 from dataclasses import dataclass
@@ -19,5 +19,5 @@ class KeyDiff(Method):
     """Keeps the tokens whose keys have the lowest cosine with the mean direction."""
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Allocates the normalised keys in float32, and keeps one number a token and head."""
+        """Allocates the normalised keys in float32, and keeps one int64 per token and head."""
         return KeptTokens(ranking(keydiff_scores(context.keys)))

@@ -1,10 +1,10 @@
-"""LessIsMore (arXiv 2508.07101): as TidalDecode, with one choice for all heads of a layer, recent tokens always in it.
+"""LessIsMore (arXiv 2508.07101): like TidalDecode, with one selection for all heads that includes recent tokens.
 
-A quarter of the budget is for the most recent tokens. The rest is filled from the rankings of all query heads in turn:
+A quarter of the budget goes to the most recent tokens. The rest is filled from the rankings of all query heads in turn:
 the best token of each head, then the second best of each, and so on, each token once.
 
-As published, but for this: the most recent tokens are those of the middle, as sinks and tail are exact anyway; they are
-left out of the rankings after these are joined and not before, so that one joint ranking serves every budget.
+Differences from the published code: the most recent tokens are the middle's last ones, because sinks and tail are exact
+anyway; they are removed after the rankings are merged and not before, so that one merged ranking serves every budget.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("lessismore")
 @dataclass(frozen=True)
 class LessIsMore(LayerSharing):
-    """Takes the tokens that the heads of a layer before agree on."""
+    """Attends to tokens that an earlier layer chose by merging the rankings of all its heads."""
 
     recent_share: float = field(
         default=0.25, metadata={"help": "Share of the budget for the document's most recent tokens."}
@@ -36,12 +36,12 @@ class LessIsMore(LayerSharing):
             raise UsageError(f"--recent-share {self.recent_share:g}: give a share from 0 to 1")
 
     def prepare(self, context: MiddleContext) -> "LessIsMoreSelector":
-        """Allocates nothing; a choice of a layer that ranks allocates the logits over the middle, three times over."""
+        """Allocates nothing; each selection of a ranking layer allocates three times the logits over the middle."""
         return LessIsMoreSelector(self, context, self.recent_share)
 
 
 class LessIsMoreSelector(SharingSelector):
-    """Ranks by the best place that a token has with any head."""
+    """Ranks tokens by their best rank with any head."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, recent_share: float):
         super().__init__(method, context, "lessismore")
@@ -52,17 +52,17 @@ class LessIsMoreSelector(SharingSelector):
         if queries.joint:
             logits = softmax_beside(logits, queries.exact_logsumexp()).mean(2, keepdim=True)
         orders = ranking(logits.flatten(0, 1))
-        # A token's turn with a head: heads in order at each rank, as if their rankings were dealt out one by one.
+        # A token's turn with a head is rank * heads + head: the order of a round robin over the heads' rankings.
         of_first = len(orders) * torch.arange(orders.shape[-1], dtype=torch.int32, device=orders.device)
         turns = torch.empty_like(orders, dtype=torch.int32).scatter_(-1, orders, of_first.expand_as(orders))
         turns += torch.arange(len(orders), dtype=torch.int32, device=orders.device)[:, None, None]
         return turns.amin(0, keepdim=True).argsort(-1)
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The most recent ones, then as many of the others as there is room for."""
+        """The most recent tokens, then the best of the others up to `tokens`."""
         middle, others = order.shape[-1], int(tokens * (1 - self.recent_share))
         oldest_recent = middle - (tokens - others)
-        # Among the first of the ranking are enough others: at most the rest of them is recent.
+        # The first `tokens` of the ranking have at most tokens - others recent ones, so enough others.
         first = order[..., :tokens]
         old_first = (first >= oldest_recent).int().argsort(dim=-1, stable=True)
         recent = torch.arange(oldest_recent, middle, dtype=order.dtype, device=order.device)

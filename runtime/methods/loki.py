@@ -1,9 +1,9 @@
-"""Loki (arXiv 2406.02542): logits of all keys from the first principal components of the keys.
+"""Loki (arXiv 2406.02542): estimates the logits of all keys from the keys' first principal components.
 
-Keys are taken as they are attended, after RoPE. The paper calibrates the components on another corpus, once a model;
-here they are those of the document's own middle keys, per KV head, found when a layer is made ready. The paper ranks
-keys for each query head, where what is the same for all keys does not count; here one choice is for the group, so the
-rest of a logit, left out by the components, counts as that of the mean key.
+Keys are used as attended, after RoPE. The paper calibrates the components on another corpus, once per model; here they
+are computed from the document's middle keys, per KV head, when a layer is prepared. The paper ranks keys for each query
+head, so an offset that all keys share does not matter. Here one selection serves the group, so the mean key's logit is
+added to the estimates.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.token_choice import group_probability, top_token
 @methods.register("loki")
 @dataclass(frozen=True)
 class Loki(Method):
-    """Reads the first components of all keys."""
+    """Ranks all keys by their first principal components."""
 
     dims: int = field(default=16, metadata={"help": "Principal components of the keys that are read, of each head's."})
 
@@ -33,7 +33,7 @@ class Loki(Method):
             raise UsageError(f"--dims {self.dims}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> "LokiSelector":
-        """Allocates the components [Hk, M, d] in the keys' dtype, and once the keys in float64."""
+        """Allocates the components [Hk, M, d] in the keys' dtype, and temporarily the keys in float64."""
         return LokiSelector(context, self.dims)
 
 
@@ -48,17 +48,17 @@ class LokiSelector(Selector):
         directions = torch.linalg.eigh(centred.transpose(1, 2) @ centred).eigenvectors.flip(-1)[..., :dims]
         self.mean, self.basis = mean.float(), directions.float()
         self.reduced = (centred @ directions).to(keys.dtype)
-        # Of each key its components; beside them the components themselves and the mean.
+        # The reduced keys, the basis and the mean key.
         self.index_rows = self.reduced[0].numel() / keys.shape[2] + self.basis.shape[2] + 1
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]."""
+        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
         turned = query.float() @ self.basis[:, None]
         logits = attention_logits(turned, self.reduced, self.facts.softmax_scale)
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """By probabilities from the estimates."""
+        """The tokens of highest estimated probability."""
         tokens = budget.tokens(self.reduced.shape[1])
         return top_tokens(group_probability(self.estimates(queries.query), queries), tokens, self.index_rows)

@@ -1,11 +1,11 @@
-"""MagicPIG (arXiv 2410.16179): tokens are drawn by locality-sensitive hashing, and weighed by how likely that was.
+"""MagicPIG (arXiv 2410.16179): samples tokens by locality-sensitive hashing, with importance weights.
 
-SimHash: K bits of a table's code are the signs of random projections of a query and of keys less their head's mean. A
-token is drawn by a query head that shares its code in at least two of L tables, which has the probability
-u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi; its logit less log u makes numerator and
-denominator of the attention right on average. Each query head draws for itself, and the group reads what any of its
-heads drew: a head that did not draw a token gives it no weight. Where more are drawn than the budget, those of most
-collisions over the group are kept, which is no fair draw any more. A budget of everything draws nothing.
+SimHash: the K bits of a table's code are the signs of random projections of a query, and of keys minus their head's
+mean. A query head samples a token when their codes agree in at least two of L tables, which has the probability
+u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from the token's logit makes
+numerator and denominator of the attention unbiased. Each query head samples for itself, and the group reads the union:
+a head gives weight 0 to tokens that it did not sample. If more tokens are sampled than the budget, those with most
+collisions over the group are kept, which makes the estimate biased. With a budget of everything nothing is sampled.
 """
 
 from dataclasses import dataclass, field
@@ -21,16 +21,16 @@ from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
-MOST_BITS = 15  # of a code in int16
+MOST_BITS = 15  # a code is a non-negative int16
 LARGEST_SEED = 2**31 - 1
-LAYERS_APART = 1_000_003  # between the seeds of two layers, of which the generator takes the last 32 bits
-TABLES_AT_ONCE = 8  # whose products with rows are one, for a table's K columns alone fill no matrix product
+LAYERS_APART = 1_000_003  # added to the seed per layer; the generator uses a seed's last 32 bits
+TABLES_AT_ONCE = 8  # tables per matrix product: the K columns of one table make too narrow a product
 
 
 @methods.register("magicpig")
 @dataclass(frozen=True)
 class MagicPIG(Method):
-    """Reads the codes of all keys."""
+    """Samples tokens by the hash codes of all keys."""
 
     hash_bits: int = field(default=10, metadata={"help": "Bits of a key's code in one table (K)."})
     hash_tables: int = field(default=150, metadata={"help": "Tables (L); a token is drawn that is found in two."})
@@ -45,16 +45,16 @@ class MagicPIG(Method):
             raise UsageError(f"--hash-seed {self.hash_seed}: give a number from 0 to {LARGEST_SEED}")
 
     def replaces(self) -> bool:
-        """Those that were drawn stand for all."""
+        """True: the weighted sample represents all tokens."""
         return True
 
     def prepare(self, context: MiddleContext) -> "HashSelector":
-        """Allocates projections [L, D, K], codes [L, Hk, M] int16, and the keys in float32 once more."""
+        """Allocates projections [L, D, K], codes [L, Hk, M] int16, and temporarily the keys in float32."""
         return HashSelector(self, context)
 
 
 class HashSelector(Selector):
-    """projections [L, D, K], of each layer its own; codes [L, Hk, M] int16; mean key [Hk, 1, D]."""
+    """projections [L, D, K], different in each layer; codes [L, Hk, M] int16; mean key [Hk, 1, D]."""
 
     def __init__(self, method: MagicPIG, context: MiddleContext):
         self.keys, D = context.keys, context.keys.shape[2]
@@ -64,11 +64,11 @@ class HashSelector(Selector):
         self.mean = self.keys.float().mean(1, keepdim=True)
         self.codes = self._codes(self.keys.float() - self.mean)
         bits = self.keys.shape[1] * method.hash_tables * method.hash_bits
-        # A row beside the codes: the mean key, which tells the angles.
+        # All codes, and one row for the mean key, which the angles are computed with.
         self.index_rows = bits / 8 / (D * self.keys.element_size()) + 1
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L, ...] int16 of rows [..., D] float32. Allocates the rows' products with some tables at a time."""
+        """Codes [L, ...] int16 of rows [..., D] float32. Allocates the rows' products with a few tables at a time."""
         bits = self.projections.shape[2]
         places = 2.0 ** torch.arange(bits, device=rows.device)
         codes = []
@@ -81,14 +81,14 @@ class HashSelector(Selector):
     def collisions(self, query: torch.Tensor) -> torch.Tensor:
         """[Hk, G, Q, M] int16: in how many tables a query [Hk, G, Q, D] and a key have the same code."""
         found = torch.zeros(*query.shape[:3], self.keys.shape[1], dtype=torch.int16, device=query.device)
-        # Of the dtype of what they are added to: a conversion would take longer than both.
+        # Compared into the dtype of `found`: converting booleans would take longer than comparing and adding.
         alike = torch.empty_like(found)
         for of_query, of_keys in zip(self._codes(query.float()), self.codes, strict=True):
             found += torch.eq(of_query[..., None], of_keys[:, None, None], out=alike)
         return found
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """What was drawn, to the budget, with the logarithm of its weights."""
+        """The sampled tokens, up to the budget, with their log-weights."""
         tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if queries.joint else 1
         found = self.collisions(queries.query)
         drawn = found >= 2
@@ -102,7 +102,7 @@ class HashSelector(Selector):
         return Selection(RowSet(starts, (counts > 0).long(), tokens, log_weights=weights), Cost(self.index_rows))
 
     def log_probability(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, S] float32: the logarithm of how likely queries [Hk, G, Q, D] draw tokens [Hk, Q or 1, S]."""
+        """[Hk, G, Q, S] float32: log of the probability that queries [Hk, G, Q, D] sample tokens [Hk, Q or 1, S]."""
         rows = tokens.flatten(1)[..., None].expand(-1, -1, self.keys.shape[2])
         keys = (self.keys.gather(1, rows).float() - self.mean).view(*tokens.shape, -1)
         unit_keys = torch.nn.functional.normalize(keys, dim=-1)
@@ -113,5 +113,5 @@ class HashSelector(Selector):
         one = alike**bits
         none = torch.log1p(-one)
         two = -torch.expm1(tables * none) - tables * one * ((tables - 1) * none).exp()
-        # Rounding may leave nothing of what is never drawn.
+        # Rounding may give a probability of 0 to tokens that are practically never sampled.
         return two.clamp(min=torch.finfo(torch.float64).tiny).log().float()

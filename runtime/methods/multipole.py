@@ -1,9 +1,9 @@
 """Multipole Attention, online (arXiv 2506.13059, section 3): the best clusters exactly, centroids for all others.
 
 Every token is represented once: exactly, or by the centroid of its cluster, which adds N_i exp(q Kc_i) Vc_i to the
-numerator and N_i exp(q Kc_i) to the denominator of one softmax. Down a hierarchy a coarse cluster that is not opened
-stands for its tokens; one that is opened hands over to its children. RetroInfer (arXiv 2505.02922) estimates attention
-from centroids too. New tokens wait in an exact buffer, then join the clusters of the last block (section 3.3).
+numerator and N_i exp(q Kc_i) to the denominator of one softmax. In a hierarchy a coarse cluster that is not opened
+represents all its tokens; an opened one leaves that to its children. RetroInfer (arXiv 2505.02922) also estimates
+attention from centroids. New tokens wait in an exact buffer and are then appended to the last block (section 3.3).
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("multipole")
 @dataclass(frozen=True)
 class Multipole(ClusterMethod):
-    """Chooses clusters of keys by their centroids and replaces the others by theirs."""
+    """Selects clusters of keys by their centroids; the other clusters are replaced by their centroids."""
 
     replace: bool = field(default=True, metadata={"help": "Let centroids stand for the clusters not chosen."})
     stream: bool = field(
@@ -39,7 +39,7 @@ class Multipole(ClusterMethod):
             raise UsageError(f"--buffer {self.buffer}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
+        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,
@@ -52,7 +52,7 @@ class Multipole(ClusterMethod):
         )
 
     def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
-        """How clusters are looked up that were made with RoPE undone; None: they are of keys as attended."""
+        """The query rotation for clusters of keys with RoPE undone; None: clusters are of keys as attended."""
         return None
 
     def replaces(self) -> bool:

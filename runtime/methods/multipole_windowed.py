@@ -1,7 +1,7 @@
 """Multipole Attention with windowed RoPE, online (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
 
-Clusters of keys whose rotation was undone are scored by a query turned to one distance. What is exact, and the
-centroids that stand for the rest, keep their positions: two ways to turn keys in one softmax would not be attention.
+Keys are clustered with RoPE undone, and the clusters scored by a query rotated to one fixed distance. Exact tokens and
+the centroids of the rest keep their true RoPE, because one softmax must not mix two rotations of the keys.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipole(Multipole):
-    """Chooses clusters by what keys say, wherever they stand."""
+    """Selects clusters by key content, independently of position."""
 
     rope_distance: int = field(
         default=1024, metadata={"help": "Distance between query and keys at which clusters are looked up."}

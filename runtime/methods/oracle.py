@@ -1,4 +1,4 @@
-"""The oracle: the tokens of highest exact attention probability. Reads every key; the bound on what a choice can do."""
+"""The oracle: the tokens of highest exact attention probability. Scores every key; an upper bound for selections."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ class Oracle(Method):
     is_bound: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "OracleSelector":
-        """Allocates nothing; each choice allocates the logits over the middle."""
+        """Allocates nothing; each selection allocates the logits over the middle."""
         return OracleSelector(context)
 
 
@@ -32,8 +32,8 @@ class OracleSelector(Selector):
         self.keys, self.facts = context.keys, context.facts
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """By exact probability."""
+        """The tokens of highest exact probability."""
         logits = attention_logits(queries.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
         tokens = budget.tokens(self.keys.shape[1])
-        # A bound knows what it read only in hindsight: the index is counted as free.
+        # As a bound it counts only the tokens it chose, and no keys read to rank them.
         return top_tokens(group_probability(logits, queries), tokens, 0.0)

@@ -1,8 +1,8 @@
-"""PQCache, online (arXiv 2407.12820): logits of all keys estimated from their product-quantised codes.
+"""PQCache, online (arXiv 2407.12820): estimates the logits of all keys from product-quantisation codes.
 
-A query's product with every centroid is a table; a key's estimated logit is the sum of the entries that its code names
-(asymmetric distance computation). The best keys by the estimate are attended; where more of them than the budget are
-read, those of highest exact probability among them.
+A query's products with all centroids form a lookup table; a key's estimated logit is the sum of its codes' entries
+(asymmetric distance computation). The best keys by this estimate are attended, optionally after more of them than the
+budget were re-ranked by exact probability.
 """
 
 import math
@@ -25,7 +25,7 @@ from sparsekv.runtime.selection.token_choice import group_probability, token_log
 @methods.register("pqcache")
 @dataclass(frozen=True)
 class PQCache(Method):
-    """Reads the codes of all keys and the codebooks."""
+    """Ranks all keys by their codes and the codebooks."""
 
     needs_index: ClassVar[bool] = True
     rerank: float = field(
@@ -38,16 +38,16 @@ class PQCache(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """As in the paper, and with a second look at the keys."""
+        """As in the paper, and with re-ranking."""
         return {"": cls(), "reranked": cls(rerank=1.5)}
 
     def prepare(self, context: MiddleContext) -> "PQSelector":
-        """Allocates the codebooks in float32; each choice allocates the logits over the middle a few times."""
+        """Allocates the codebooks in float32; each selection allocates the logits over the middle a few times."""
         return PQSelector(context, self.rerank)
 
 
 class PQSelector(Selector):
-    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; the choice is one for a KV head, as its rows are."""
+    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; one selection for all query heads of a KV head."""
 
     def __init__(self, context: MiddleContext, rerank: float):
         self.keys, self.facts, self.rerank = context.keys, context.facts, rerank
@@ -57,7 +57,7 @@ class PQSelector(Selector):
         self.index_rows = (self.codes[0].numel() + stored[0].numel() * stored.element_size()) / row_bytes
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]."""
+        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
         Hk, G, Q, _ = query.shape
         parts = query.float().flatten(1, 2).unflatten(-1, (self.codebooks.shape[1], -1)).transpose(1, 2)
         tables = parts @ self.codebooks.transpose(-1, -2)
@@ -68,7 +68,7 @@ class PQSelector(Selector):
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """By probabilities from the estimates, or exact ones of the keys that are read to look again."""
+        """The tokens of highest probability: estimated, or exact among the candidates with re-ranking."""
         logits, tokens = self.estimates(queries.query), budget.tokens(self.codes.shape[1])
         scores = group_probability(logits, queries)
         candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))

@@ -1,4 +1,4 @@
-"""QUEST (arXiv 2406.10774): pages of neighbouring tokens, scored by an upper bound from per-channel extremes."""
+"""QUEST (arXiv 2406.10774): pages of consecutive tokens, scored by an upper bound from per-channel extremes."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from sparsekv.runtime.selection.selection import Cost, RowIndices, RowSet, Selec
 @methods.register("quest")
 @dataclass(frozen=True)
 class Quest(Method):
-    """Reads each page's smallest and largest key per channel, then the pages whose bound is highest."""
+    """Reads each page's minimum and maximum per key channel, then the pages with the highest bounds."""
 
     page_size: int = field(default=16, metadata={"help": "Tokens a page."})
 
@@ -29,13 +29,15 @@ class Quest(Method):
             raise UsageError(f"--page-size {self.page_size}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> "QuestSelector":
-        """Allocates two rows a page and head."""
+        """Allocates two rows per page and head."""
         return QuestSelector(self, context)
 
 
 class QuestSelector(Selector):
-    """extremes [Hk, P, 2 D] of each page: of each channel the highest key, then of each the lowest; the last page may
-    be shorter. A page's bound is one product, of these with the query's positive parts and then its negative ones."""
+    """extremes [Hk, P, 2 D]: each page's per-channel maxima, then its minima; the last page may be shorter.
+
+    A page's bound is one inner product: maxima with the query's positive part, minima with its negative part.
+    """
 
     def __init__(self, method: Quest, context: MiddleContext):
         keys, size = context.keys, min(method.page_size, context.keys.shape[1])
@@ -54,7 +56,7 @@ class QuestSelector(Selector):
         return attention_logits(_by_sign(query), self.extremes, self.facts.softmax_scale, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """A page's bound has each channel at the extreme of its sign; probabilities are averaged over the group."""
+        """The best pages by the softmax over their bounds, averaged over the group."""
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:
             return self._select_by_kernels(queries.query, tokens)
@@ -65,8 +67,8 @@ class QuestSelector(Selector):
         return Selection(RowSet(self.starts[0][order], lengths, tokens), self.cost)
 
     def _select_by_kernels(self, query: torch.Tensor, tokens: int) -> Selection:
-        """The same for one query, by kernels, with pages in the place of clusters: their centroids' scores differ from
-        pages' only by the number of tokens a page, which is one but for the last one's."""
+        """The same for one query, by kernels that treat pages as clusters. These also weight each page by its token
+        count in the softmax's denominator; all pages but the last have the same count."""
         facts = self.facts
         chosen = choose_clusters(
             _by_sign(query)[:, :, 0], self.extremes, self.lengths, self.starts, tokens, facts.softmax_scale,
@@ -77,5 +79,5 @@ class QuestSelector(Selector):
 
 
 def _by_sign(query: torch.Tensor) -> torch.Tensor:
-    """[..., 2 D]: positive parts of [..., D], then negative ones."""
+    """[..., 2 D]: the positive part of a query [..., D], then its negative part."""
     return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)

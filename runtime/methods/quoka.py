@@ -1,7 +1,7 @@
-"""QuoKA (section 4.4 of its paper for decoding): the keys of highest cosine to the query. Reads every key.
+"""QuoKA (decoding: section 4.4 of the paper): the keys of highest cosine similarity to the query. Reads every key.
 
-A question's tokens share one choice, by the few queries that are least like their mean, as a chunk of a document's
-prefill does; a decode step's query is used as it is.
+A question's tokens share one selection, made by the few queries that are least similar to their mean, as for a chunk of
+a document's prefill; a decode step's query is used as it is.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Quoka(QuokaOptions, Method):
     """Ranks keys by cosine to normalised queries, averaged over the group."""
 
     def prepare(self, context: MiddleContext) -> "QuokaSelector":
-        """Allocates a number a key and head."""
+        """Allocates one norm per key and head."""
         return QuokaSelector(self, context)
 
 
@@ -34,7 +34,7 @@ class QuokaSelector(Selector):
         self.method, self.keys, self.norms = method, context.keys, key_norms(context.keys)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the scores [Hk, Q, M] float32 of the queries that choose."""
+        """Allocates the scores [Hk, Q, M] float32 of the queries that are kept."""
         how, middle = self.method, self.keys.shape[1]
         query, across = queries.query, "none"
         if queries.joint:

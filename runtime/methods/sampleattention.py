@@ -1,6 +1,6 @@
-"""SampleAttention (arXiv 2406.15486): what a few queries of a question attend to, for all of it. Reads every key.
+"""SampleAttention (arXiv 2406.15486): selects for a whole question by the attention of a few of its queries.
 
-A method for prefills: while decoding, where there is one query, it ranks all keys by their exact attention.
+Reads every key. It is a method for prefills: in decoding, with one query, it ranks all keys by exact attention.
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class SampleAttentionSelector(Selector):
         self.queries, self.keys, self.facts = method.prefill_queries, context.keys, context.facts
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the logits of those queries that choose."""
+        """Allocates the logits of the sampled queries over the middle."""
         some = self._some(queries) if queries.joint else queries
         logits = attention_logits(some.query, self.keys, self.facts.softmax_scale, self.facts.softcap)
         middle = self.keys.shape[1]

@@ -1,12 +1,12 @@
-"""SnapKV (arXiv 2404.14469): keeps what the last queries of the prompt attend to, for all steps that follow.
+"""SnapKV (arXiv 2404.14469): keeps the tokens that the prompt's last queries attend to, for all later steps.
 
 The probabilities of an observation window of queries are summed and pooled along positions, so that the neighbours of
-a token that matters are kept with it. In the paper the window ends the prompt, and the prompt ends with the question.
-Here a question comes later: until one does, the window is the last of the prompt's queries that a method may learn
-from, and when one is prefilled, its own last queries are; what they choose is kept until the question is forgotten.
+an important token are kept with it. In the paper the window is at the end of the prompt, which ends with the question.
+Here the question comes later. Before it, the window is the last of the prompt's queries that a method may learn from;
+when a question is prefilled, the window is its own last queries, and their choice is kept until `forget_question`.
 
-As published, but for this: one choice serves the query heads of a group, by the mean of their pooled sums. Sinks and
-tail are not at hand when the prompt's own window is ranked: its probabilities are of the middle alone.
+Differences from the published code: one selection serves the query heads of a group, by the mean of their pooled sums.
+For the prompt's own window the softmax is over the middle alone, because sinks and tail are not available there.
 """
 
 from dataclasses import dataclass, field
@@ -46,12 +46,12 @@ class SnapKV(Method):
             raise UsageError(f"--pooling {self.pooling}: choose one of {', '.join(POOLING)}")
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
-        """Keeps two numbers a token and head; ranking allocates the window's logits over the middle."""
+        """Keeps two int64 per token and head; ranking allocates the window's logits over the middle."""
         return SnapKVSelector(self, context)
 
 
 class SnapKVSelector(KeptTokens):
-    """order [Hk, M] of the window that was last seen, unasked [Hk, M] of the prompt's."""
+    """order [Hk, M]: the ranking by the last window; unasked [Hk, M]: the ranking by the prompt's own window."""
 
     def __init__(self, method: SnapKV, context: MiddleContext):
         assert context.observed is not None
@@ -62,33 +62,33 @@ class SnapKVSelector(KeptTokens):
         self.asked = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
-        """[Hk, M], from the last of some queries [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of what else they see."""
+        """[Hk, M], from the last queries of [Hk, G, Q, D] and their log-sum-exp [Hk, G, Q] over all other tokens."""
         window = slice(-self.method.window_queries, None)
         logits = attention_logits(query[:, :, window], self.keys, self.facts.softmax_scale, self.facts.softcap)
         summed = softmax_beside(logits, exact_logsumexp[..., window]).sum(2)
         return ranking(_pooled(summed, self.method.pool_size, self.method.pooling).mean(1))
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """A question attends to what its own window chooses; each later token to the same."""
+        """A question attends to the choice of its own window, and so do all later tokens."""
         if queries.joint:
             self.observe(queries)
         return super().select(queries, budget)
 
     def observe(self, queries: Queries) -> None:
-        """From now on what this question's window chooses is kept."""
+        """Rank by this question's window from now on."""
         self.order, self.asked = self._ranking(queries.query, queries.exact_logsumexp()), self.asked + 1
 
     def forget_question(self) -> None:
-        """Back to what the prompt's own window chose."""
+        """Restore the ranking by the prompt's own window."""
         self.order, self.asked = self.unasked, self.asked + 1
 
     def graph_state(self) -> int:
-        """Another number for each question."""
+        """A number that changes with each question, because the ranking is then another tensor."""
         return self.asked
 
 
 def _pooled(scores: torch.Tensor, size: int, pooling: str) -> torch.Tensor:
-    """[Hk, G, M]; what lies beyond the ends counts as 0 in an average, as in the published code."""
+    """Scores [Hk, G, M] pooled along M; an average counts positions beyond the ends as 0, as in the published code."""
     if pooling == "max":
         return functional.max_pool1d(scores, size, stride=1, padding=size // 2)
     return functional.avg_pool1d(scores, size, stride=1, padding=size // 2)

@@ -1,11 +1,13 @@
-"""SparQ Attention (arXiv 2312.04985): logits of all keys from the channels in which the query is largest.
+"""SparQ Attention (arXiv 2312.04985): estimates the logits of all keys from the channels where the query is largest.
 
-The r channels are those of the largest sum of |q| over the group, as in the paper, so that a group reads the same ones.
-The estimate is divided by the temperature sqrt(|q in these channels|_1 / |q|_1) beside the softmax scale. The paper
-gives the mean of all values the estimated share 1 - alpha of the attention that is not chosen; here that is a row of
-the one softmax, with the mean key in the place of a key, so that a group's heads differ in it as they do in logits. Its
-weight beside that logit is one for the group: the mean, of the logarithm, of what alpha asks for. With one query head
-for a KV head this is the paper's alpha; and alpha counts what is attended exactly anyway as chosen.
+The r channels are those with the largest sum of |q| over the group, as in the paper, so that a group reads the same
+ones. Besides the softmax scale, estimates are divided by the temperature sqrt(|q in these channels|_1 / |q|_1).
+
+The paper adds the mean of all values with the share 1 - alpha, the estimated attention to tokens that are not chosen.
+Here the mean key and value are one row of the softmax, so that its share differs between the heads of a group as their
+logits do. The row's log-weight is one number per group: the mean over heads of the log-weight that gives each head its
+share 1 - alpha. With one query head per KV head this is the paper's result, except that alpha counts the rows that are
+always attended (sinks, tail, new tokens) as chosen.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,7 @@ from sparsekv.runtime.selection.token_choice import group_probability, token_log
 @methods.register("sparq")
 @dataclass(frozen=True)
 class SparQ(Method):
-    """Reads some channels of all keys."""
+    """Ranks all keys by a few of their channels."""
 
     channels: int = field(default=16, metadata={"help": "Channels of the keys that are read, of each head's."})
     mean_value: bool = field(
@@ -44,16 +46,16 @@ class SparQ(Method):
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Without and with the mean value."""
+        """Without the mean value, and with it."""
         return {"": cls(), "mean value": cls(mean_value=True)}
 
     def prepare(self, context: MiddleContext) -> "SparQSelector":
-        """Allocates the keys once more, channel by channel, as the paper does, so that channels are read alone."""
+        """Allocates a second copy of the keys, channel-major as in the paper, so that single channels can be read."""
         return SparQSelector(context, self)
 
 
 class SparQSelector(Selector):
-    """by_channel [Hk, D, M]; keys [Hk, M, D]; mean_rows: mean key and value [Hk, 1, D], if they stand for the rest."""
+    """by_channel [Hk, D, M]; keys [Hk, M, D]; mean_rows: mean key and value [Hk, 1, D], None without `mean_value`."""
 
     def __init__(self, context: MiddleContext, method: SparQ):
         self.keys, self.facts = context.keys, context.facts
@@ -65,7 +67,7 @@ class SparQSelector(Selector):
             self.mean_rows = _mean(self.keys), _mean(values)
 
     def estimates(self, query: torch.Tensor, *, shared: bool) -> torch.Tensor:
-        """[Hk, G, Q, M] float32 for queries [Hk, G, Q, D]; the channels are the same for all that are shared."""
+        """Estimated logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]; `shared`: all Q use the same channels."""
         size = query.float().abs()
         sums = size.sum((1, 2) if shared else 1).view(len(query), -1, query.shape[3])
         best = sums.topk(self.channels, -1).indices
@@ -73,7 +75,7 @@ class SparQSelector(Selector):
         return torch.cat([self._estimate(part, best[:, n]) for n, part in enumerate(parts)], 2)
 
     def _estimate(self, query: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """With channels [Hk, r]."""
+        """Estimated logits from channels `best` [Hk, r]."""
         keys = self.by_channel.gather(1, best[..., None].expand(-1, -1, self.by_channel.shape[2]))
         some = query.gather(-1, best[:, None, None].expand(*query.shape[:3], -1)).float()
         share = some.abs().sum(-1, keepdim=True) / query.float().abs().sum(-1, keepdim=True).clamp(min=1e-30)
@@ -81,7 +83,7 @@ class SparQSelector(Selector):
         return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """By probabilities from the estimates."""
+        """The tokens of highest estimated probability."""
         logits = self.estimates(queries.query, shared=queries.joint)
         read = self.keys.shape[1] * self.channels / self.keys.shape[2]
         chosen = top_tokens(group_probability(logits, queries), budget.tokens(self.keys.shape[1]), read)
@@ -91,7 +93,7 @@ class SparQSelector(Selector):
         return replace(chosen, cost=Cost(read + 2), rest=Rest(lambda: (mean,), attended=True))
 
     def _mean_of_rest(self, logits: torch.Tensor, queries: Queries, tokens: torch.Tensor) -> CentroidSegment:
-        """Mean key and value with the weight of what is not among tokens [Hk, Q or 1, K]."""
+        """Mean key and value, weighted to represent all tokens except the chosen ones, tokens [Hk, Q or 1, K]."""
         assert self.mean_rows is not None
         beside, places = queries.exact_logsumexp(), tokens[:, None].expand(*logits.shape[:3], -1)
         left = logits.scatter(-1, places, -torch.inf).logsumexp(-1)
@@ -104,5 +106,5 @@ class SparQSelector(Selector):
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
-    """[Hk, 1, D] of rows [Hk, M, D], in their dtype."""
+    """Mean [Hk, 1, D] of rows [Hk, M, D], in their dtype."""
     return rows.float().mean(1, keepdim=True).to(rows.dtype)

@@ -1,8 +1,9 @@
-"""Squeezed Attention, online (arXiv 2411.09688): centroid lookup, section 3.2, and hierarchical, section 3.3.
+"""Squeezed Attention, online (arXiv 2411.09688): flat (section 3.2) and hierarchical (section 3.3) centroid lookup.
 
-Clusters are chosen by S_i, the estimated attention probability of one of their tokens, averaged over the group. With
-`selection=budget` the best ones up to the budget, the last of them in part; with `threshold` all above one number for
-the whole model, calibrated so that the mean share kept is the budget: heads with flat attention keep more.
+Clusters are chosen by S_i, the estimated attention probability of one of their tokens, averaged over the group.
+`selection=budget` chooses the best ones up to the budget, the last of them in part. `selection=threshold` chooses all
+above one threshold for the whole model, calibrated so that the mean share kept is the budget: heads with flat attention
+keep more.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ SELECTIONS = ("budget", "threshold")
 @methods.register("squeezed")
 @dataclass(frozen=True)
 class Squeezed(ClusterMethod):
-    """Chooses clusters of keys by their centroids."""
+    """Selects clusters of keys by their centroids."""
 
     selection: str = field(default="budget", metadata={"help": f"How they are chosen: {', '.join(SELECTIONS)}."})
 
@@ -32,14 +33,14 @@ class Squeezed(ClusterMethod):
             raise UsageError(f"--selection {self.selection}: choose one of {', '.join(SELECTIONS)}")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps the levels' centroids and counts; allocates nothing of the context's size but the token order."""
+        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)
 
     @classmethod
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
-        """Each lookup to a budget, and by threshold."""
+        """Each lookup by budget, and by threshold."""
         return {
             lookup if selection == "budget" else f"{lookup} {selection}": cls(lookup=lookup, selection=selection)
             for selection in SELECTIONS

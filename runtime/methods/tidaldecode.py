@@ -1,9 +1,9 @@
-"""TidalDecode (arXiv 2410.05076): two layers choose tokens by their exact attention, and the others take the same.
+"""TidalDecode (arXiv 2410.05076): two layers choose tokens by exact attention, and the other layers use the same ones.
 
-As in the paper, a layer that chooses attends to everything, its keys being read anyway. The published code lets each
-query head choose for itself, and repeats keys for it; here one choice serves a group, by the mean of its heads'
-probabilities, as a cache of one row a KV head wants it. A question's tokens share a choice: the paper prefills them
-densely.
+As in the paper, a layer that chooses attends to everything, because it reads all keys anyway. In the published code
+each query head chooses for itself, with keys repeated per head; here one selection serves a group, by the mean of its
+heads' probabilities, which suits a cache with one row per KV head. A question's tokens share a selection; the paper
+prefills them densely.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from sparsekv.runtime.selection.token_choice import group_probability
 @methods.register("tidaldecode")
 @dataclass(frozen=True)
 class TidalDecode(LayerSharing):
-    """Takes the tokens that a layer before attended to most, KV head by KV head."""
+    """Attends to the tokens that an earlier layer attended to most, per KV head."""
 
     def prepare(self, context: MiddleContext) -> "TidalSelector":
-        """Allocates nothing; a choice of a layer that ranks allocates the logits over the middle."""
+        """Allocates nothing; each selection of a ranking layer allocates the logits over the middle."""
         return TidalSelector(self, context, "tidaldecode")
 
 

@@ -1,4 +1,4 @@
-"""Sinks and tail alone: what is left when nothing of the middle is attended. The bound from below."""
+"""Sinks and tail alone, with nothing of the middle: the lower bound for selections."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 @methods.register("window")
 @dataclass(frozen=True)
 class Window(Method):
-    """Chooses nothing, whatever the budget."""
+    """Selects nothing, for any budget."""
 
     def prepare(self, context: MiddleContext) -> "WindowSelector":
         """Allocates nothing."""

@@ -1,4 +1,4 @@
-"""What the methods of an index built, layer by layer, for a person to see."""
+"""Descriptions of what the methods of an index built, layer by layer, to show to the user."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from sparsekv.runtime.selection.registry import methods
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """One layer of one method: its clusters and its lists, None where it has none."""
+    """One layer of one method: statistics of its clusters and posting lists; None where it has none."""
 
     layer: int
     clusters: Clustering | None
@@ -22,9 +22,9 @@ class LayerDescription:
 
 
 def describe_layers(artifact: Artifact, name: str, biggest: int) -> Iterator[LayerDescription]:
-    """Each indexed layer as the method called `name` describes it.
+    """Descriptions of each indexed layer for the method called `name`.
 
-    Reads the layer's whole context and what the method built, one layer at a time.
+    Reads the whole context and the method's tensors, one layer at a time.
 
     Args:
         biggest: how many of the biggest clusters to list.

@@ -1,4 +1,4 @@
-"""The queries that a report measures on: the held-out tail's, or those of a person's own questions."""
+"""The queries that a report measures on: those of the held-out tail, or of the user's own questions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ from sparsekv.runtime.decoding.open import OpenIndex
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries [Hq, Q, D] of one layer and the tokens after the stored prompt that they came with.
+    """Queries [Hq, Q, D] of one layer, with keys and values [Hk, E, D] of their own tokens (E = 0 for the tail).
 
-    keys, values [Hk, E, D] are those tokens' own (E = 0 for the tail). `visible` [Q] counts the tail and new tokens
-    that each query sees; every query sees all sinks and the whole middle.
+    `visible` [Q] is the number of tail and new tokens that each query sees; every query sees all sinks and the whole
+    middle.
     """
 
     queries: torch.Tensor
@@ -28,7 +28,7 @@ class QueryBlock:
 
 
 def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
-    """The second half of the held-out tail, the half that no threshold was calibrated on; or else the first."""
+    """The tail's second half, which nothing was calibrated on; with `calibration` its first half."""
     stored, tail = artifact.queries(layer), artifact.manifest.split.tail
     keys, values = artifact.context(layer)
     first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
@@ -42,8 +42,8 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """The last queries of the document that methods were built from, as if they were asked after its middle; as many
-    as a report measures on. None where the index keeps none."""
+    """The last document queries that indexers were given, as many as a report measures on, treated as if they followed
+    the middle. None if the index keeps none."""
     name = layer_file("samples", layer)
     if name not in artifact.manifest.files:
         return None
@@ -60,7 +60,7 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
 
 @dataclass
 class _QuestionRecorder:
-    """Dense attention over the stored context that keeps each layer's queries and new keys and values."""
+    """Runs questions with dense attention and records each layer's queries and new keys and values."""
 
     index: OpenIndex
     blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _QuestionRecorder:
 
 
 class MeasuredQueries:
-    """Where a report's queries come from; `blocks(layer)` gives one layer's."""
+    """The queries of a report: of `questions` if there are any, else of the tail. `blocks(layer)` are one layer's."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""What a method keeps of a model's attention: recall, mass and output error against dense attention, per KV head.
+"""Measures methods against dense attention on one layer: recall, attention mass, output error and more, per KV head.
 
-Definitions: the oracle's top-K are the K middle tokens of highest probability, averaged over the query group after
-the softmax over everything the query sees, K being a method's own budget, or a fixed one that all are measured by;
-recall is the share of them that is chosen; attention mass is the share of the middle's probability that is chosen;
-output error is |o_sparse - o_dense| / |o_dense| per query head with sinks, tail and new tokens exact in both; KV
-fraction is bytes read for the middle, index included, over those dense reads; missed mass is the share of all attention
-on middle tokens that are not chosen, in truth and as a step estimates it.
+The oracle's top-K are the K middle tokens of highest probability, averaged over the query group after the softmax over
+everything the query sees; K is the method's own budget, or one reference budget for all methods. Recall is the share of
+these tokens that is chosen. Attention mass is the share of the middle's probability that is chosen. Output error is
+|o_sparse - o_dense| / |o_dense| per query head, with sinks, tail and new tokens exact in both. KV fraction is the bytes
+read for the middle, index included, over the bytes that dense attention reads for it. Missed mass is the share of all
+attention on middle tokens that are not chosen: the true one, and the estimate that a decode step can make.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
-"""What the layers of each method and variant share."""
+"""The state shared by all layers, for each method and variant."""
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 
@@ -39,9 +39,9 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
 class Measured:
     """A form of a method at a budget.
 
-    A `guard` limits the mass that a head may miss. Recall and `list_coverage` are of the oracle's tokens at the
-    `reference` budget; at the form's own without one. Without `outputs` attention's outputs are not computed and their
-    error is NaN.
+    A `guard` limits the missed share of a head. Recall and `list_coverage` count the oracle's tokens at the `reference`
+    budget, by default the form's own. Without `outputs` attention outputs are not computed, and output error and
+    missed estimate are NaN.
     """
 
     form: Form
@@ -68,7 +68,7 @@ class Measures:
     dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, **per_query: torch.Tensor) -> None:
-        """Add values [Hk, Q] of each measure; NaN where it has none."""
+        """Add values [Hk, Q] of each measure; NaN where it is not measured."""
         self.queries += next(iter(per_query.values())).shape[1]
         for name, values in per_query.items():
             setattr(self, name, getattr(self, name) + values.double().sum(1))
@@ -81,9 +81,12 @@ class Measures:
 
 @dataclass(frozen=True)
 class Truth:
-    """Some queries and their dense attention: logits [Hk, G, Q, M] on the middle, the exact rows' log-sum-exp
-    [Hk, G, Q] and part of the output, normalised to them alone [Hk, G, Q, D]; probability [Hk, Q, M] is the group's
-    mean. `oracles` are those that were queries for, by their tokens."""
+    """Queries and their dense attention.
+
+    logits [Hk, G, Q, M] and probability [Hk, Q, M] (the group's mean) are of the middle; exact_logsumexp [Hk, G, Q] and
+    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to the exact rows alone; output
+    [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
+    """
 
     queries: Queries
     logits: torch.Tensor
@@ -96,7 +99,7 @@ class Truth:
     oracles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def oracle(self, tokens: int) -> torch.Tensor:
-        """[Hk, Q, M] bool: the tokens of highest probability."""
+        """[Hk, Q, M] bool: the `tokens` tokens of highest probability."""
         if tokens not in self.oracles:
             best = self.probability.topk(tokens, -1).indices
             self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
@@ -110,10 +113,10 @@ def measure_layer(
     blocks: Iterable[QueryBlock],
     states: SharedStates | None = None,
 ) -> dict[Measured, Measures]:
-    """All methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
+    """Measure all methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
 
     Args:
-        states: what the layers before this one left for it, where they are measured one after another.
+        states: state shared with the layers measured before this one.
     """
     results = {one: Measures() for one in measured}
     states = {} if states is None else states
@@ -198,8 +201,8 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
 
 
 def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool) -> Attempt:
-    """A choice [Hk, Q, M] and its output [Hk, Q, G, D], NaN where it is not wanted; its missed share is NaN where the
-    method cannot tell."""
+    """A selection [Hk, Q, M] bool and its output [Hk, Q, G, D]. Without `outputs` output and missed share are NaN; the
+    missed share also for a method without centroids of the rest."""
     selection = selector.select(truth.queries, budget)
     positions = _positions(selection.rows, selector.layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
@@ -222,8 +225,8 @@ def _whole(truth: Truth) -> Attempt:
 
 
 def _positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
-    """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots name one more, so that nothing that is
-    set there can unset what was chosen."""
+    """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots are M, one past the last position, so
+    that scattering to them changes no token."""
     positions, valid = rows.expand()
     if layout is not None:
         positions = layout[:, None].expand(-1, positions.shape[1], -1).gather(-1, positions)
@@ -231,7 +234,7 @@ def _positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.
 
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[Hk, Q, M] bool, in order of position."""
+    """[Hk, Q, M] bool: whether each token is among the chosen positions, in order of position."""
     chosen = torch.zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 
@@ -243,8 +246,8 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over what was chosen, what is exact anyway, and the centroids that stand for the rest: the output
-    [Hk, G, Q, D] and the log-sum-exp of it all [Hk, G, Q]."""
+    """Output [Hk, G, Q, D] and log-sum-exp [Hk, G, Q] of one softmax over chosen tokens, exact rows and centroids of
+    the rest."""
     logits = truth.logits.masked_fill(~chosen[:, None], -torch.inf)
     if log_weights is not None:
         weights = logits.new_zeros(*logits.shape[:-1], logits.shape[-1] + 1)
@@ -263,12 +266,12 @@ def _sparse_output(
 
 
 def _softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """One softmax over several parts [..., T] of the logits, and its log-sum-exp."""
+    """The weights of one softmax over several parts [..., T] of the logits, part by part, and its log-sum-exp."""
     weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
     return weights.split([part.shape[-1] for part in parts], -1), total
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, T] weights on values [Hk, T, D]."""
+    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T]."""
     Hk, G, Q, _ = weights.shape
     return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)

@@ -1,4 +1,4 @@
-"""The recall report: every method, variant and budget over all layers, as rows with stable keys."""
+"""The recall report: every method, variant and budget on all layers, as rows with stable keys."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -37,10 +37,10 @@ MEASURES = (
 class RecallRow:
     """One method at one budget; layer and kv_head are None in a row that averages over all of them.
 
-    `missed_estimate` is None for a method that cannot tell; `recall_seen`, recall on queries of the document that the
-    method's index was built from, for one that is built from none; `list_coverage`, the share of the oracle's tokens
-    that the lists it read name at all, for one without lists; `raised` and `dense`, the shares of the queries of a head
-    that a guard gave a higher budget or everything, without a guard.
+    Some measures are None for methods that lack them: `missed_estimate` without centroids of the rest; `recall_seen`,
+    recall on the document queries that the index was built from, for an index built without queries; `list_coverage`,
+    the share of the oracle's tokens that are in the posting lists read, without posting lists; `raised` and `dense`,
+    the shares of a head's queries with a budget raised by the guard and with dense attention, without a guard.
     """
 
     method: str
@@ -64,8 +64,8 @@ class RecallRow:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """A whole report; `rows` holds one row for each method, variant, budget, layer and KV head; `prefill` is how the
-    index's context was computed."""
+    """A whole report: `rows` has one row per method, variant, budget, layer and KV head; `prefill` is how the index's
+    context was prefilled."""
 
     index: str
     model: str
@@ -76,7 +76,7 @@ class RecallReport:
     rows: list[RecallRow]
 
     def by(self, *names: str) -> list[RecallRow]:
-        """Rows for each value of `layer`, of `kv_head`, or of both; without names, averages over everything."""
+        """Rows averaged per `layer`, per `kv_head`, or per both; without names, over everything."""
         groups: dict[RecallRow, list[RecallRow]] = {}
         for row in self.rows:
             group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
@@ -85,7 +85,7 @@ class RecallReport:
         return [_mean(group, rows) for group, rows in groups.items()]
 
     def best_within(self, kv_fraction: float) -> RecallRow | None:
-        """The average row of lowest output error among those that read no more; None where all read more."""
+        """The averaged row of lowest output error with at most this KV fraction, bounds excluded; None if none has."""
         within = [row for row in self.by() if row.kv_fraction <= kv_fraction and not methods()[row.method].is_bound]
         return min(within, key=lambda row: row.output_error, default=None)
 
@@ -111,17 +111,17 @@ def recall_report(
     guard: Guard | None = None,
     configured: Mapping[str, tuple[str, Method]] | None = None,
 ) -> RecallReport:
-    """Measure methods by name at each budget, layer by layer; memory is one layer's.
+    """Measure methods by name at each budget, layer by layer; needs the memory of one layer.
 
     Args:
-        queries: the held-out tail's, or a person's questions; every method sees the same.
-        progress: called with layers done and layers in all.
-        residual: measure each variant also with centroids in the place of what it does not choose.
-        guard: measure each variant that can tell what it leaves also under this guard.
-        configured: of methods by name, the one form to measure, with what it is called; else their variants.
+        queries: of the held-out tail, or of the user's questions; the same for every method.
+        progress: called with the number of layers done and the total.
+        residual: measure each variant also with centroids for the tokens that it does not choose.
+        guard: measure each variant whose missed share can be estimated also under this guard.
+        configured: for some methods, by name, a label and the one form to measure; the others' variants are measured.
 
     Raises:
-        UsageError: a residual is asked for and the index has no value centroids.
+        UsageError: `residual`, and the index has no value centroids.
     """
     manifest = artifact.manifest
     compared = [
@@ -149,8 +149,8 @@ def recall_report(
 
 
 def forms(artifact: Artifact, name: str, configured: tuple[str, Method] | None = None, *, residual: bool) -> list[Form]:
-    """The forms of a method that are compared: one that is configured, or its variants; with `residual` also each with
-    centroids for what it leaves, where the method has nothing of its own that stands for it."""
+    """The forms of a method to compare: the configured one, or its variants. With `residual` also each of them with a
+    residual, unless the method has a replacement of its own."""
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)
     found = [Form(name, variant, method) for variant, method in variants.items()]
@@ -160,7 +160,7 @@ def forms(artifact: Artifact, name: str, configured: tuple[str, Method] | None =
 
 
 def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) -> list[Measured]:
-    """Each form at each budget; after a method's forms those under the guard, where a form tells what it misses."""
+    """Each form at each budget; a method's forms again under the guard, where their missed share can be estimated."""
     measured: list[Measured] = []
     for _, of_method in groupby(compared, lambda form: form.name):
         plain = list(of_method)
@@ -176,7 +176,7 @@ def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) 
 
 
 def _recall_seen(artifact: Artifact, layer: int, measured: list[Measured]) -> dict[Measured, torch.Tensor]:
-    """Recall [Hk] on the queries of the document that methods learned from, for those that did."""
+    """Recall [Hk] on the document queries that indices were built from, for the methods that learn from queries."""
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(artifact, layer) if learned else None
     if block is None:

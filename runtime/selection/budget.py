@@ -1,4 +1,4 @@
-"""How much of the middle a step may attend to: a share of it, or a number of tokens."""
+"""The budget: how many middle tokens a step may attend to, as a share or as a count."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Budget:
         """`0.05` and `5%` are shares, `1.0` and `100%` everything, `300` a number of tokens.
 
         Args:
-            option: what an error names.
+            option: the option that an error message names.
 
         Raises:
             UsageError: not a number, not above 0, or a share above 1.
@@ -38,12 +38,12 @@ class Budget:
         return cls(value)
 
     def tokens(self, middle: int) -> int:
-        """Tokens of a middle of M that this is; at least 1, at most all."""
+        """The budget in tokens for a middle of M tokens; at least 1, at most M."""
         count = self.value if isinstance(self.value, int) else round(self.value * middle)
         return max(1, min(middle, count))
 
     def share(self, middle: int) -> float:
-        """Share of a middle of M tokens."""
+        """The budget as a share of a middle of M tokens."""
         return self.tokens(middle) / middle
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What only some selectors and methods can do, as protocols: whoever needs one asks an object whether it has it."""
+"""Optional capabilities of selectors and methods, as protocols that callers test with isinstance."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,8 +15,8 @@ from sparsekv.runtime.selection.queries import Queries
 
 @dataclass(frozen=True)
 class Appended:
-    """The order [Hk, T] in which rows lie once tokens were appended, as numbers of those that were given, and
-    `index_rows`, the D-sized rows of each head that were read to find it."""
+    """The new order [Hk, T] of the rows passed to `append`, as indices into them, and `index_rows`, the D-sized rows
+    of each head that were read to compute it."""
 
     order: torch.Tensor
     index_rows: float
@@ -24,35 +24,35 @@ class Appended:
 
 @runtime_checkable
 class Appendable(Protocol):
-    """Takes the tokens that follow the middle into its index, so that they need not be attended one by one."""
+    """Appends the tokens that follow the middle to its index, so that they need not all be attended exactly."""
 
     @property
     def append_size(self) -> int:
-        """How many tokens are appended at a time; 0: none, they stay exact."""
+        """How many tokens are appended at a time; 0: nothing is appended, new tokens stay exact."""
 
     @property
     def open_row(self) -> int:
         """The first row of the layout that moves when tokens are appended."""
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Take in the tokens that follow the middle, which is longer from now on.
+        """Append the tokens that follow the middle, which grows by as many.
 
         Args:
-            keys, values: [Hk, T, D], the rows from `open_row` on as they lie, then `append_size` new ones.
+            keys, values: [Hk, T, D]: the rows from `open_row` on, in layout order, then `append_size` new ones.
         """
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Back to the stored index.
+        """Restore the stored index.
 
         Returns:
-            [Hk, T]: the rows that lie again from `open_row` (as it is then) on, as numbers of those that lie there;
-            None when nothing was appended.
+            [Hk, T]: the stored order of the rows from `open_row` (its restored value) on, as indices into the rows that
+            lay there before the call; None when nothing was appended.
         """
 
 
 @runtime_checkable
 class FusedAttention(Protocol):
-    """Chooses and attends in one kernel, on a CPU."""
+    """Selects and attends in one kernel, on a CPU."""
 
     def attend_fused(
         self,
@@ -62,53 +62,54 @@ class FusedAttention(Protocol):
         budget: Budget,
         sink_logits: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float] | None:
-        """One query's attention to what `select` would choose, to what would stand for the rest and to exact rows;
-        None where no kernel does it all.
+        """One query's attention to the rows that `select` would choose, to centroids if it replaces the rest, and to
+        exact rows; None where no kernel does all of it.
 
         Args:
             query: [Hk, G, D].
-            rows, exact: keys and values [Hk, M, D] where the middle's lie, and [Hk, E, D].
+            rows: the middle's keys and values [Hk, M, D], in layout order.
+            exact: keys and values [Hk, E, D].
             sink_logits: [Hk, G].
 
         Returns:
-            [Hk, G, D], and how many D-sized rows of the middle and of what it was chosen by were read for each head.
+            [Hk, G, D], and how many D-sized rows of the middle and the index were read for each head.
         """
 
 
 @runtime_checkable
 class ObservesQuestion(Protocol):
-    """Keeps something of a question for the answer that follows."""
+    """Uses a question's queries for its selections in the answer that follows."""
 
     def observe(self, queries: Queries) -> None:
-        """See a question that another method chooses for."""
+        """Record a question's queries when another method selects for the question itself."""
 
     def forget_question(self) -> None:
-        """Back to what is known without one."""
+        """Discard what was recorded."""
 
 
 @runtime_checkable
 class GraphState(Protocol):
-    """Decides whether one decode step, captured, stands for those after it. Without it each does."""
+    """Says whether a captured decode step (a CUDA graph) can be replayed. Selectors without this always can be."""
 
     def graph_state(self) -> int | None:
-        """None: steps differ from one another; else another number whenever they read other tensors from now on."""
+        """None: steps differ, so none can be replayed; else a number that changes when steps read other tensors."""
 
 
 @runtime_checkable
 class Covers(Protocol):
-    """Knows of some tokens alone, such as those that its lists name."""
+    """Scores only some of the tokens for a query, such as those in the posting lists that it reads."""
 
     def covered(self, queries: Queries) -> torch.Tensor | None:
-        """[Hk, Q, M] bool, in order of position: the tokens that a choice for these queries, each by itself, has any
-        knowledge of; None: of all."""
+        """[Hk, Q, M] bool, in order of position: the tokens that have a score when each of these queries selects for
+        itself; None: all have."""
 
 
 @runtime_checkable
 class OwnCentroids(Protocol):
-    """Reads centroids to choose, which can stand for what it leaves."""
+    """Scores centroids to select, which can also represent the tokens that are not chosen."""
 
     def replace_by_own(self) -> bool:
-        """Let them; False where it has no value centroids."""
+        """Turn the replacement on; returns False where there are no value centroids."""
 
 
 @runtime_checkable
@@ -117,7 +118,7 @@ class DescribesClusters(Protocol):
 
     @classmethod
     def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
-        """One layer's clusters, for a person to see.
+        """Statistics of one layer's clusters, to show to the user.
 
         Args:
             values: [Hk, M, D] of the middle, in order of position.
@@ -127,12 +128,12 @@ class DescribesClusters(Protocol):
 
 @runtime_checkable
 class DescribesLists(Protocol):
-    """A method whose indexer builds lists of keys."""
+    """A method whose indexer builds posting lists of keys."""
 
     @classmethod
     def describe_lists(cls, context: MiddleContext, queries: torch.Tensor) -> ListShape:
-        """One layer's lists, for a person to see.
+        """Statistics of one layer's posting lists, to show to the user.
 
         Args:
-            queries: [Hk, G, R, D], held out, to tell what ranks keys.
+            queries: [Hk, G, R, D], held out, to measure each subspace's share in the ranking of keys.
         """

@@ -1,4 +1,4 @@
-"""What a clustering looks like: sizes and spread per level, blocks, and the tokens of its biggest clusters."""
+"""Statistics of a clustering: sizes and distortion per level, blocks, and the tokens of its biggest clusters."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +10,10 @@ from sparsekv.runtime.selection.distortion import relative_spreads
 
 @dataclass(frozen=True)
 class LevelShape:
-    """One level of one layer, over all KV heads: tokens per cluster, with quantiles of the clusters that hold any.
+    """One level of one layer, over all KV heads: tokens per cluster, with quantiles over the non-empty clusters.
 
-    The spreads are `relative_spreads` of keys and values, None where the index has no such centroids.
+    `key_spread` and `value_spread` are the quantisation distortion of keys and values (`relative_spreads`), None where
+    the index has no such centroids.
     """
 
     level: int
@@ -28,8 +29,8 @@ class LevelShape:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens that were clustered by themselves, `start` to `stop` (not included) as positions in the prompt, and the
-    clusters of the finest level that each KV head has for them; an open block takes new tokens in."""
+    """A block of tokens that was clustered on its own: prompt positions `start` to `stop` (excluded), and its number of
+    finest clusters per KV head. New tokens are appended to the open block."""
 
     start: int
     stop: int
@@ -49,9 +50,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Clustering:
-    """One layer's clusters; `levels` and `blocks` in order, the finest level first; `counts` [Hk, C] are that level's.
+    """One layer's clusters. `levels` start with the finest, whose token counts are `counts` [Hk, C].
 
-    `blocks` is empty where the whole middle was clustered at once.
+    `blocks` are in order of position; empty where the middle was clustered as a whole.
     """
 
     levels: list[LevelShape]

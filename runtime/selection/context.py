@@ -1,4 +1,4 @@
-"""What a method is made ready with: one layer of a stored context, and what its indexer built for it."""
+"""The input of `Method.prepare`: one layer of a stored context, and the tensors that the indexer built for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from sparsekv.formats.schema import LayerFacts
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """Where a layer stands among those that are indexed, counted from 0, and how many there are.
+    """A layer's number among the indexed layers, counted from 0, and how many there are.
 
-    `shared` is the state that all layers share which are used together, one for each cache or report: what a layer
-    leaves there under a name of its own, the layers after it find.
+    `shared` is state shared by all layers of one cache or report: later layers read what earlier ones write under a
+    method's name.
     """
 
     number: int = 0
@@ -25,11 +25,10 @@ class LayerPosition:
 
 @dataclass(frozen=True)
 class MiddleContext:
-    """One layer's middle, how the layer attends, and the tensors of a method's indexer, with its calibration and
-    parameters.
+    """One layer's middle, its attention settings, and the tensors, calibration and parameters of a method's indexer.
 
-    `load_keys()` and `load_values()` read keys and values [Hk, M, D] in order of position to the device where the
-    tensors are. Token positions in the tensors are counted from the first middle token, whose own position in the
+    `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of
+    `tensors`. Token positions in the tensors are counted from the first middle token, whose own position in the
     prompt is `first_token`. `observed` [Hk, G, W, D] are the last of the prompt's queries that a method may learn from:
     the half of the held-out tail that no report measures on.
     """
@@ -46,5 +45,5 @@ class MiddleContext:
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """[Hk, M, D], read when they are first asked for and kept."""
+        """[Hk, M, D], read at first use and cached."""
         return self.load_keys()

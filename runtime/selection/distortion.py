@@ -1,4 +1,4 @@
-"""How far rows lie from the centroids that stand for them: what a replacement loses of them."""
+"""Quantisation distortion: how far rows lie from the centroids that represent them."""
 
 import math
 
@@ -6,11 +6,11 @@ import torch
 
 
 def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> list[float]:
-    """Distance of rows from their clusters' centroids relative to that from the mean row, for each level, finest first.
+    """Distance of rows to their clusters' centroids, relative to their distance to the mean, per level, finest first.
 
     It is sqrt(sum |r - c|^2 / sum |r - mean|^2) over all KV heads, each with its own mean: 0 where all rows of a
-    cluster are equal, 1 where the centroids say no more than the mean does. Its square is the share of the variance
-    that is lost when a centroid stands for each row. Allocates a few copies of one head's rows in float32.
+    cluster are equal, 1 where centroids are no better than the mean. Its square is the share of the variance that is
+    lost when each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
 
     Args:
         rows: [Hk, M, D] of the middle, in order of position.
@@ -28,7 +28,7 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
             if level:
                 labels = tensors[f"level{level - 1}.parent"][head].long()[labels]
             left[level] += _square_sum(ordered - tensors[f"level{level}.{name}"][head].float()[labels])
-    # Rows that are all the same lose nothing, whatever stands for them.
+    # No variance: all rows are equal, so that their centroids lose nothing.
     return [math.sqrt(one / total) if total else 0.0 for one in left]
 
 

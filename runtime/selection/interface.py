@@ -1,4 +1,4 @@
-"""What a decoding method is: parameters that are made ready for one layer, and then choose rows for its queries."""
+"""The interface of a decoding method: `Method` holds parameters, and prepares a `Selector` for each layer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from sparsekv.runtime.selection.selection import Selection
 
 
 class Selector(ABC):
-    """One method, ready for one layer. What only some can do is a protocol of `capabilities`."""
+    """One method prepared for one layer: selects rows. Optional abilities are the protocols of `capabilities`."""
 
     layout: torch.Tensor | None = None
-    """[Hk, M] int64: the order in which rows lie, as middle positions, so that runs are runs; None: by position."""
+    """[Hk, M] int64: the middle position of each stored row, ordered to make runs contiguous; None: by position."""
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Choose rows of the middle for queries, as many as the budget allows."""
+        """Choose rows of the middle for queries, within a budget."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Method(ABC):
 
     needs_index: ClassVar[bool] = False
     tells_missed: ClassVar[bool] = False
-    """Whether each of its selections tells what it leaves, by centroids of the rest."""
+    """Whether its selections have centroids of the rest, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False
-    """Whether its index is built from queries of the document, so that it may suit these better than others."""
+    """Whether its index is built from the document's queries, so that it may do better on these than on others."""
     searched_on_host: ClassVar[bool] = False
-    """Whether its index is so big that it stays in host memory, and is searched there, where the rows do."""
+    """Whether its index, being big, stays in host memory and is searched there when the rows are kept there too."""
     is_bound: ClassVar[bool] = False
-    """Whether it bounds what a choice can do, and is none itself: what it counts as read is known only in hindsight."""
+    """Whether it is an upper bound for selections and no usable method: the rows it counts are known in hindsight."""
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
-        """Make ready for one layer; says in its docstring what it allocates."""
+        """The selector of one layer. Implementations say in their docstring what they allocate."""
 
     def replaces(self) -> bool:
-        """Whether something stands for what the method does not choose."""
+        """Whether centroids are attended for the tokens that the method does not choose."""
         return False
 
     @classmethod
@@ -51,6 +51,6 @@ class Method(ABC):
         """The forms that a recall report compares, by name, the default first.
 
         Args:
-            record: what the index says of the method, if it was built with it.
+            record: the method's record in the manifest; None if the index was built without it.
         """
         return {"": cls()}

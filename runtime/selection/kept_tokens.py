@@ -1,4 +1,4 @@
-"""One ranking of the middle's tokens that every step takes the best of: what methods that evict share."""
+"""Selection by one fixed ranking of the middle's tokens, for all steps: shared by the eviction methods."""
 
 import torch
 
@@ -9,14 +9,14 @@ from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
 def ranking(scores: torch.Tensor) -> torch.Tensor:
-    """Tokens [..., M] by falling score [..., M]; equal ones in order of position."""
+    """Tokens [..., M] by descending score [..., M]; ties in order of position."""
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
 class KeptTokens(Selector):
-    """order [Hk, M] int64: middle positions, best first.
+    """Selects the first tokens of a fixed ranking: order [Hk, M] int64, middle positions, best first.
 
-    What is not kept need never be read, so that a choice reads nothing but what it keeps.
+    Selecting reads no index rows.
     """
 
     def __init__(self, order: torch.Tensor):

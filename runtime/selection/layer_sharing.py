@@ -1,9 +1,8 @@
-"""Choosing tokens in a few layers, for all layers after them: what TidalDecode and LessIsMore share.
+"""A few layers select tokens for all layers after them: the scheme that TidalDecode and LessIsMore share.
 
-The first two layers attend to everything, and so do the third and one about two fifths of the way up, which rank the
-middle's tokens by the attention that they compute anyway; each other layer takes the best of the ranking before it. A
-layer that finds no ranking, because it is measured without the layers before it, makes one of its own, for which it
-reads all keys.
+The first two layers attend to everything. So do the third and one about two fifths of the way up, which also rank the
+middle's tokens by the attention that they compute anyway; every other layer attends to the best of the last ranking. A
+layer that is measured without the layers before it finds no ranking, and makes its own by reading all keys.
 Layers are counted among those that are indexed; with three or fewer of them, all attend to everything.
 """
 
@@ -21,13 +20,13 @@ from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
 FULL_LAYERS = 2
-RULE_OF_THUMB = 13 / 32  # the layer that the published code ranks again at, in models of 32 layers
+RULE_OF_THUMB = 13 / 32  # the published code ranks again at layer 13 of 32
 Rankings = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LayerSharing(Method):
-    """What chooses in a few layers for the others."""
+    """A method that ranks tokens in two layers for all others."""
 
     select_layer: int = field(
         default=0, metadata={"help": "Layer that chooses again for those after it, counted from 0; 0: 13 in 32."}
@@ -41,7 +40,7 @@ class LayerSharing(Method):
             )
 
     def selecting_layers(self, position: LayerPosition) -> tuple[int, int]:
-        """The two layers that rank, which are one in a model of few layers.
+        """The two layers that rank; the same one twice in a model of few layers.
 
         Raises:
             UsageError: there is no such layer.
@@ -54,7 +53,7 @@ class LayerSharing(Method):
 
 
 class SharingSelector(Selector):
-    """keys [Hk, M, D]. The layers share rankings, int32, by batch: a decode step replaces that of the step before."""
+    """One layer's selector; keys [Hk, M, D]. Layers share int32 rankings by batch, which each decode step replaces."""
 
     def __init__(self, method: LayerSharing, context: MiddleContext, name: str):
         position = context.position
@@ -65,14 +64,14 @@ class SharingSelector(Selector):
 
     @abstractmethod
     def rank(self, queries: Queries) -> torch.Tensor:
-        """The middle's tokens, best first: [Hk, Q, M], or [Hk, 1, M] for a shared choice; 1 for Hk: all heads alike."""
+        """The middle's tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The tokens [..., K] to attend to by a ranking [..., M]."""
+        """The K tokens [..., K] to attend to, from a ranking [..., M]."""
         return order[..., :tokens]
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Everything, or the best of the last ranking."""
+        """Everything in the first and the ranking layers, else the best of the last ranking."""
         if self.ranks:
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:

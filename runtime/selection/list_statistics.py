@@ -1,4 +1,4 @@
-"""What query-centric lists look like: which keys they name, and how unevenly subspaces decide a ranking."""
+"""Statistics of query-centric posting lists: how many keys they hold, and each subspace's share in the ranking."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,14 @@ import torch
 
 @dataclass(frozen=True)
 class ListShape:
-    """One layer's lists, over all KV heads.
+    """One layer's posting lists, over all KV heads.
 
-    `lists` are as many, each with so many `entries`. `keys_listed` is the share of the middle's keys that some list of
-    their head names; `in_lists` the share of its head's lists that name a key, the (lower) median over all keys.
+    `lists` is their number, `entries` the length of each. `keys_listed` is the share of the middle's keys that are in
+    at least one list of their head; `in_lists` the share of its head's lists that a key is in, the (lower) median over
+    all keys.
 
-    `subspace_shares` are a query's shares in order of subspace, `ranked_shares` from its highest to its lowest, both
-    the mean over queries and heads. Each adds up to 1.
+    `subspace_shares` (see the function) are in order of subspace, `ranked_shares` sorted per query from highest to
+    lowest; both are means over queries and heads, and each adds up to 1.
     """
 
     lists: int
@@ -27,7 +28,7 @@ class ListShape:
 def describe_lists(
     tensors: dict[str, torch.Tensor], keys: torch.Tensor, queries: torch.Tensor, first_token: int
 ) -> ListShape:
-    """Describe a layer from the artifact's tensors; reads all its lists and keys, one head and subspace at a time.
+    """Describe a layer from the artifact's tensors; reads all posting lists and keys, one head and subspace at a time.
 
     Args:
         keys: [Hk, M, D] of the middle, as attended, in order of position.
@@ -49,11 +50,11 @@ def describe_lists(
 
 
 def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-    """How much of what ranks one head's keys each subspace gives: [R, m] float64, each row adds up to 1.
+    """Each subspace's share in the ranking of one head's keys: [R, m] float64, each row adds up to 1.
 
-    A logit q k is the sum over subspaces b of q_b k_b. What is the same for all keys does not change their order, so a
-    subspace counts by the standard deviation of q_b k_b over the keys, and its share is that by the sum of the
-    subspaces' deviations. Where all keys are alike nothing ranks them, and each share is 1 / m.
+    A logit q k is the sum over subspaces b of q_b k_b. A term that is the same for all keys does not change their
+    order, so a subspace counts by the standard deviation of q_b k_b over the keys. Its share is its deviation divided
+    by the sum over subspaces; 1 / m for each where all keys are equal.
 
     The deviation is sqrt(q_b^T V_b q_b) with V_b the keys' covariance, so no logits are made: this allocates one
     subspace's keys [M, D / m] in float64, twice.
@@ -67,7 +68,7 @@ def subspace_shares(queries: torch.Tensor, keys: torch.Tensor, channels: torch.T
 
 
 def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[R] float64 over keys [M, d] of their products with each of queries [R, d]."""
+    """[R] float64: the standard deviation of each query's [R, d] products with the keys [M, d]."""
     queries, keys = queries.double(), keys.double()
     keys = keys - keys.mean(0)
     covariance = keys.T @ keys / len(keys)
@@ -75,6 +76,6 @@ def _deviation(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _named(lists: torch.Tensor, keys: int, first_token: int) -> torch.Tensor:
-    """[M] int64: how many of one head's lists [m, C, L] name each key."""
+    """[M] int64: in how many of one head's posting lists [m, C, L] each key is."""
     counts = [torch.bincount(tokens.flatten() - first_token, minlength=keys) for tokens in lists]
     return torch.stack(counts).sum(0)

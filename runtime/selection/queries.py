@@ -1,4 +1,4 @@
-"""Queries of one layer that rows are to be chosen for."""
+"""The input of `Selector.select`: one layer's queries."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from sparsekv.kernels.tables.types import ExactKeys
 
 @dataclass(frozen=True)
 class InPlace:
-    """Asks for one query's choice whose rows kernels will attend to where they lie, on one device.
+    """Asks for a selection for one query that kernels on the same device will attend to in place.
 
-    counter: [Hk] int64, to which the choice may add what only the device knows; exact: the keys that are attended
-    whatever is chosen.
+    counter: [Hk] int64, to which selection kernels may add counts that only the device knows. exact: the keys that are
+    always attended.
     """
 
     counter: torch.Tensor
@@ -24,10 +24,10 @@ class InPlace:
 class Queries:
     """query [Hk, G, Q, D], after RoPE.
 
-    `positions()` [Q] int64 are theirs in the sequence; `exact_logsumexp()` [Hk, G, Q] is the log-sum-exp of their
-    logits on all that is attended exactly anyway (sinks, tail, new tokens). Both are computed when a method asks for
-    them. `joint`: one choice for all Q queries together, as for a question's prefill. Every layer that is asked about
-    the same tokens is asked with the same `batch`.
+    `positions()` [Q] int64 are the queries' positions in the sequence; `exact_logsumexp()` [Hk, G, Q] is the
+    log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens). Both are computed only
+    when a method calls them. `joint`: one selection for all Q queries together, as in a question's prefill. `batch`
+    numbers the set of tokens: it is the same in all layers, so that layers can share what they found for it.
     """
 
     query: torch.Tensor
@@ -38,7 +38,7 @@ class Queries:
     in_place: InPlace | None = None
 
     def to(self, device: torch.device) -> "Queries":
-        """The same on another device; itself where it is there already."""
+        """The same on another device; itself if it is already there. Drops `in_place` when it moves."""
         if self.query.device == device:
             return self
         positions, exact = self.positions, self.exact_logsumexp

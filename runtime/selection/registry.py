@@ -1,4 +1,4 @@
-"""The methods by name: a file each in `runtime/methods`, and installed ones (entry points `sparsekv.methods`)."""
+"""The methods by name: one file each in `runtime/methods`, and those of plugins (entry points `sparsekv.methods`)."""
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
@@ -8,7 +8,7 @@ methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods",
 
 
 def choose_methods(names: list[str], indexed: list[str]) -> list[str]:
-    """Names of the methods to run on an index that holds `indexed`: all that can for an empty list or `all`.
+    """Names of the methods to run on an index built with `indexed`; an empty list or `all` means every usable one.
 
     Raises:
         UsageError: a method that does not exist, or that this index was not built with.

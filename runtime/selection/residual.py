@@ -1,4 +1,4 @@
-"""Centroids in the place of everything that a method leaves out: Multipole's replacement, for any choice of tokens."""
+"""Centroids that represent all tokens a method does not choose: Multipole's replacement, for any selector."""
 
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,8 @@ from sparsekv.runtime.selection.selection import CentroidSegment, Rest, Selectio
 
 @dataclass(frozen=True)
 class ResidualClusters:
-    """Clusters that hold every middle token once: key and value centroids [Hk, C, D], counts [Hk, C], and the cluster
-    of each middle token, labels [Hk, M]."""
+    """Clusters with every middle token in exactly one: key and value centroids [Hk, C, D], token counts [Hk, C], and
+    each token's cluster, labels [Hk, M]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -23,7 +23,7 @@ class ResidualClusters:
 
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
-    """The finest level of a method's tensors, with token positions counted from the first middle token."""
+    """The finest clusters in a method's tensors, whose token positions are counted from the first middle token."""
     order, offsets = tensors["token_order"].long(), tensors["token_offsets"].long()
     slots = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
     cluster = torch.searchsorted(offsets, slots, right=True) - 1
@@ -36,9 +36,10 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 
 
 class ResidualSelector(Selector):
-    """Another selector's choice; each cluster stands for those of its tokens that were not chosen.
+    """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    It can do what the other can, but for taking tokens in: a cluster cannot stand for one that is not in it.
+    It forwards graph state, question observation and coverage. It cannot append, because new tokens are in no cluster,
+    and has no fused kernel.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -61,7 +62,7 @@ class ResidualSelector(Selector):
         return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Reads all key and value centroids beside what the inner choice read."""
+        """Reads all key and value centroids, in addition to the inner selector's reads."""
         chosen = self.inner.select(queries, budget)
         rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)

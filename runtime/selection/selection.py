@@ -1,4 +1,4 @@
-"""What a selector answers: which rows to attend to, what stands for the others, and what choosing cost."""
+"""The result of a selector: rows to attend to, centroids of the others, and the cost of the selection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from sparsekv.kernels.common.runs import expand_full_runs, expand_runs
 
 @dataclass(frozen=True)
 class RowIndices:
-    """Row indices that a kernel has written out [Hk, capacity] int32, and how many there are [Hk] int32; `queue`, where
-    there is one, are zeros [Hk] int32 for the attention to count in."""
+    """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
+
+    `queue` [Hk] int32 zeros, if there is one, is a work counter for the attention kernel.
+    """
 
     rows: torch.Tensor
     used: torch.Tensor
@@ -21,12 +23,12 @@ class RowIndices:
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of the middle, as runs of neighbours in the selector's layout: starts, run_lengths [Hk, Q or 1, R].
+    """Rows of the middle, as runs of consecutive rows in the selector's layout: starts, run_lengths [Hk, Q or 1, R].
 
-    run_lengths: None where every run is one row. `capacity` bounds the rows of any one query. `total`: how many rows
-    each query has, where that is known without looking; 0 where kernels count them. `indices`: the same rows written
-    out, for one query. log_weights [Hk, G, Q or 1, capacity] float32: for rows that were drawn and not ranked, added to
-    their logits, in the order of the runs.
+    run_lengths: None where every run is one row. `capacity` is an upper bound of the rows of any one query. `total`:
+    how many rows each query has, where the host knows it without a sync; 0 where kernels count them. `indices`: the
+    same rows as plain indices, for one query. log_weights [Hk, G, Q or 1, capacity] float32: added to the logits of
+    rows that were sampled instead of ranked, in the order of the runs.
     """
 
     starts: torch.Tensor
@@ -42,7 +44,7 @@ class RowSet:
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Rows of each query [Hk, Q or 1], or a number where it is the same for all and known without looking."""
+        """Number of rows of each query [Hk, Q or 1], or `total` where it is known."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -55,16 +57,16 @@ class RowSet:
 
 
 def single_rows(rows: torch.Tensor, log_weights: torch.Tensor | None = None) -> RowSet:
-    """Rows [Hk, Q or 1, K] that were chosen one by one."""
+    """A row set of single rows [Hk, Q or 1, K]."""
     return RowSet(rows, None, rows.shape[-1], rows.shape[-1], log_weights=log_weights)
 
 
 @dataclass(frozen=True)
 class CentroidSegment:
-    """Centroids of tokens that are not attended one by one: keys, values [Hk, C, D].
+    """Centroids that represent tokens which are not attended one by one: keys, values [Hk, C, D].
 
-    log_counts [Hk, Q or 1, C] float32: the logarithm of how many such tokens each has. `scored`: the same for one
-    decode step, where choosing has found the query's logits on the keys already.
+    log_counts [Hk, Q or 1, C] float32: the logarithm of the number of tokens that each represents. `scored`: the same
+    with the logits of one decode step's query on the keys, where the selection has computed them already.
     """
 
     keys: torch.Tensor
@@ -81,10 +83,10 @@ class CentroidSegment:
 
 @dataclass(frozen=True)
 class Rest:
-    """The tokens that were not chosen, each in one centroid of some `segments()`.
+    """The tokens that were not chosen: each is represented by one centroid of `segments()`.
 
-    attended: the centroids are attended in the place of their tokens (Multipole Attention, equation 2); else they only
-    tell how much attention was left. `in_place`: for attention by kernels alone, the same with logits.
+    attended: the centroids are attended instead of their tokens (Multipole Attention, equation 2); otherwise they only
+    serve to estimate the missed attention. `in_place`: the same with logits, for kernels that attend in place.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
@@ -94,9 +96,9 @@ class Rest:
 
 @dataclass(frozen=True)
 class Cost:
-    """D-sized rows of each KV head that were read to choose, beside keys and values: a number, or [Hk, Q or 1].
+    """D-sized index rows that were read per KV head to make a selection: a number, or [Hk, Q or 1].
 
-    per_count: so many more for each that kernels added to the counter of the queries.
+    per_count: rows to add for each count in `InPlace.counter`, where kernels counted what was read.
     """
 
     index_rows: torch.Tensor | float
@@ -105,17 +107,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows to attend to, the cost of choosing them, and what is known of the rest; None: nothing."""
+    """Rows to attend to, the cost of selecting them, and centroids of the rest; None: there are none."""
 
     rows: RowSet
     cost: Cost
     rest: Rest | None = None
 
     def rows_read(self) -> torch.Tensor | float:
-        """D-sized rows read of each KV head: keys, values and what they were chosen by; [Hk, Q or 1] or a number."""
-        # A number is added as one: made a tensor, its copy to a GPU would wait for all that the GPU has still to do.
+        """D-sized rows read per KV head: chosen keys and values, and the index; [Hk, Q or 1] or a number."""
+        # Numbers stay Python numbers: copying one to the GPU as a tensor would wait for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
-        """The centroids that are attended in the place of what was not chosen."""
+        """The centroids that are attended for the tokens that were not chosen."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()

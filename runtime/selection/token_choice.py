@@ -1,4 +1,4 @@
-"""Choosing tokens one by one, from exact or estimated logits: what methods without clusters or pages share."""
+"""Selecting single tokens from exact or estimated logits: shared by the methods without clusters or pages."""
 
 import torch
 
@@ -10,22 +10,22 @@ from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 
 def group_probability(logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-    """The mean over a group, and over queries that share a choice, of probabilities from logits on the middle.
+    """Softmax probabilities of the middle's tokens, averaged over the group and over queries that select jointly.
 
-    They are of the whole softmax, what is attended exactly included, so that heads and queries weigh rightly.
+    The softmax includes the rows that are attended exactly, so that heads and queries are weighted correctly.
 
     Args:
         logits: [Hk, G, Q, M] float32.
 
     Returns:
-        [Hk, Q, M], or [Hk, 1, M] for a shared choice.
+        [Hk, Q, M], or [Hk, 1, M] for a joint selection.
     """
     probability = softmax_beside(logits, queries.exact_logsumexp()).mean(1)
     return probability.mean(1, keepdim=True) if queries.joint else probability
 
 
 def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-    """Exact logits of the tokens of each choice.
+    """Exact logits of the queries on candidate tokens.
 
     Args:
         query: [Hk, G, Q, D].
@@ -33,7 +33,7 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
         tokens: [Hk, Q or 1, S].
 
     Returns:
-        [Hk, G, Q, S] float32. Allocates the tokens' keys.
+        [Hk, G, Q, S] float32. Allocates a copy of the tokens' keys.
     """
     Hk, G, Q, D = query.shape
     rows = tokens.flatten(1)[..., None].expand(-1, -1, D)
@@ -46,7 +46,7 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
 
 
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:
-    """The tokens of highest score.
+    """The selection of the tokens with the highest scores.
 
     Args:
         scores: [Hk, Q, M].

@@ -1,32 +1,32 @@
-"""One budget for each layer: what is read goes to the layers where it brings most."""
+"""Chooses a budget for each layer, so that reads are spent in the layers where they gain most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-SLACK = 1e-12  # relative: what rounding of sums may take from a target
+SLACK = 1e-12  # relative; rounding error allowed in the sums that are compared with a target
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one layer could do: what that reads, and how much of what is wanted it holds (more is better)."""
+    """One setting for one layer: what it reads (`cost`), and its measure as a gain (more is better)."""
 
     cost: float
     gain: float
 
 
 def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | None:
-    """One option for each layer, by number, of little mean cost, where the mean gain is at least the target.
+    """Choose an option for each layer, at low mean cost, so that the mean gain reaches the target.
 
-    Begins with every layer's cheapest option and takes the steps up the layers' convex hulls that gain most for what
-    they cost, then cheaper options where there is gain to spare. It costs at most one such step more than the best
-    choice there is, and never more than the same option in all layers.
+    Starts with every layer's cheapest option, takes steps up the layers' convex hulls in order of gain per cost until
+    the target is reached, then uses cheaper options while there is gain to spare. The result costs at most one such
+    step more than the optimum, and never more than the same option in all layers.
 
     Args:
-        layers: the options of each, in the same order in all layers.
+        layers: the options of each layer, in the same order in all layers.
 
     Returns:
-        None when no choice reaches the target.
+        The number of each layer's option; None when no choice reaches the target.
     """
     needed = target * len(layers) - SLACK * max(1.0, abs(target)) * len(layers)
     chosen = [hull[0] for hull in map(_hull, layers)]
@@ -50,7 +50,7 @@ def _cost(layers: Sequence[Sequence[Option]], chosen: list[int]) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Options from the cheapest to the one of most gain, each step gaining less for its cost than the one before."""
+    """The upper convex hull: options from the cheapest to the one of most gain, with falling gain per cost."""
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda number: (options[number].cost, -options[number].gain)):
         if hull and options[number].gain <= options[hull[-1]].gain:
@@ -67,7 +67,7 @@ def _slope(options: Sequence[Option], first: int, second: int) -> float:
 
 
 def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
-    """Layer and option of every step up the hulls, the best for its cost first."""
+    """Layer and option of every step up the hulls, in order of falling gain per cost."""
     steps = []
     for layer, options in enumerate(layers):
         hull = _hull(options)
@@ -76,7 +76,7 @@ def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
 
 
 def _thriftier(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
-    """The same choice with the cheaper option, again and again, that saves most and still leaves the gain needed."""
+    """The choice after repeatedly taking the cheaper option that saves most while the gain still suffices."""
     chosen = list(chosen)
     while True:
         spare = _gain(layers, chosen) - needed

@@ -1,19 +1,18 @@
-"""Finding the smallest budget that holds a target, from as few measurements as can be."""
+"""Searches for the smallest budget that meets a target, with few measurements."""
 
 import math
 from dataclasses import dataclass, field
 
-LEAST, MOST = 0.001, 0.95  # shares: six tokens of a short document, and more is no choice
+LEAST, MOST = 0.001, 0.95  # shares: six tokens of a short document; nearly everything, where selecting saves nothing
 
 
 @dataclass
 class BudgetSearch:
-    """Proposes shares to measure; gain rises with the share, nearly.
+    """Proposes shares to measure, assuming that the gain mostly rises with the share.
 
-    Walks from `start` in steps of a factor, each longer than the one before, until shares that hold the target and fail
-    it lie on both sides; then cuts between them until they are within `ratio` of one another. It ends early with a
-    share that gains no more than `slack` above the target. The target may be changed between two proposals: what was
-    measured stays known.
+    Walks from `start` by growing factors until one share meets the target and a smaller one fails it, then bisects
+    until the two are within a factor `ratio`. It ends early at a share whose gain is at most `slack` above the target.
+    The target may be changed between two proposals; measurements are kept.
     """
 
     target: float
@@ -25,28 +24,28 @@ class BudgetSearch:
 
     @property
     def high(self) -> float | None:
-        """The smallest share that was measured to hold the target."""
+        """The smallest measured share that meets the target."""
         return min((share for share, gain in self.gains.items() if gain >= self.target), default=None)
 
     @property
     def best(self) -> float:
-        """`high`, or the share that was measured to gain most where none holds the target."""
+        """`high`, or the measured share of most gain where none meets the target."""
         return max(self.gains, key=self.gains.__getitem__) if self.high is None else self.high
 
     @property
     def low(self) -> float | None:
-        """The largest share below `high` that was measured to fail it."""
+        """The largest measured share below `high` that fails the target."""
         high = self.high
         failing = (share for share, gain in self.gains.items() if gain < self.target)
         return max((share for share in failing if high is None or share < high), default=None)
 
     def propose(self) -> float | None:
-        """The share to measure next; None when there is nothing more to learn."""
+        """The share to measure next; None when the search is done."""
         share = rounded(self._next())
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """Where the target is likely to be held, by what is known; where most is gained if nothing holds it."""
+        """The share that probably just meets the target, by interpolation; `best` if the target is not bracketed."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 
@@ -66,14 +65,14 @@ class BudgetSearch:
         return max(self.gains) * stride if high is None else high / stride
 
     def _between(self, low: float, high: float) -> float:
-        """By the slope between two shares, but well inside them, for the slope may change."""
+        """Interpolates on a log scale, but well inside the two shares, because the slope may change between them."""
         below, above = self.gains[low], self.gains[high]
         part = (self.target - below) / (above - below)
         return low * math.pow(high / low, min(0.75, max(0.25, part)))
 
 
 def rounded(share: float) -> float:
-    """A share between the least and the most, to three digits, upwards so that a target that is just held stays so."""
+    """A share between LEAST and MOST, rounded up to three digits, so that a target that is just met stays met."""
     share = min(MOST, max(LEAST, share))
     digits = 2 - math.floor(math.log10(share))
     scale = math.pow(10, digits)

@@ -1,4 +1,4 @@
-"""What a search for a setting chooses from."""
+"""The candidates of a tuning search: all forms of the methods that can run on an index."""
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
@@ -9,13 +9,13 @@ from sparsekv.runtime.selection.registry import choose_methods, methods
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:
-    """Every form of the named methods, of all that can run on the index for none.
+    """Every form of the named methods; without names, of all methods that can run on the index.
 
     Args:
-        residual: also each with centroids for what it leaves, where the index has any.
+        residual: also each form with a residual, if the index has value centroids.
 
     Raises:
-        UsageError: a method that cannot run, or that only bounds what others can do.
+        UsageError: a method that cannot run, or that is a bound such as the oracle.
     """
     known = methods()
     for name in names:

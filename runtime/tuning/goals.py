@@ -1,4 +1,4 @@
-"""What a setting is to hold: recall of the oracle's best tokens, an error of attention's output, or a perplexity."""
+"""Targets of a tuning search: recall of the oracle's best tokens, error of attention's output, or perplexity."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,24 +16,24 @@ from sparsekv.runtime.tuning.model_meter import ModelMeter
 
 REFERENCE = Budget(0.05)
 ROUGH_ERROR = 0.05
-"""The error of attention by which the forms of a method are compared where a goal is about the model."""
+"""The output error at which a method's forms are compared first, where the goal is the model's perplexity."""
 
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """A bound on what is measured of a setting; `reference` is the budget whose best tokens recall is of."""
+    """A bound on one measure of a setting; recall counts the oracle's best tokens at the `reference` budget."""
 
     measure: ClassVar[str]
-    """A field of Point."""
+    """The name of a field of Point."""
     bound: ClassVar[str] = "at most"
     beside: ClassVar[str] = "recall"
-    """What else a person is told of a setting that holds the goal."""
+    """A second measure to report to the user, of a setting that meets the goal."""
     residual: ClassVar[bool] = True
-    """Whether centroids for what is not chosen can help."""
+    """Whether a residual can help."""
     outputs: ClassVar[bool] = True
-    """Whether to compute attention's output on the way."""
+    """Whether attention outputs are computed in the search."""
     precision: ClassVar[float] = 1.03
-    """To what factor the smallest budget that holds the goal can be told."""
+    """The factor within which the smallest budget that meets the goal can be determined."""
 
     value: float
     reference: Budget = REFERENCE
@@ -41,26 +41,26 @@ class Goal(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """How far below a target a gain on other queries may lie."""
+        """How far the gain on held-out queries may lie below the target."""
 
     @abstractmethod
     def meters(self, artifact: Artifact) -> tuple[Meter, Meter]:
-        """What measures settings on the half that they are chosen on, and on the held-out one."""
+        """The meters for the half of the tail on which settings are chosen, and for the held-out half."""
 
     def gain(self, value: float) -> float:
-        """More is better, whatever is measured."""
+        """A value of the measure as a gain: more is better."""
         return -value
 
     def of(self, point: Point) -> float:
-        """What this goal is about."""
+        """The point's value of this goal's measure."""
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """The goal for attention by which the forms of a method are compared on a sample."""
+        """The goal, about attention, by which a method's forms are compared on a sample of layers."""
         return self
 
     def target(self) -> Target:
-        """What a manifest says of it."""
+        """The goal as it is recorded in a manifest."""
         return Target(measure=self.measure, value=self.value)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class RecallGoal(Goal):
     measure = "recall"
     bound = "at least"
     beside = "error"
-    residual = False  # recall is of what is chosen: centroids for the rest can only cost
+    residual = False  # recall counts chosen tokens, so centroids of the rest would only add cost
     outputs = False
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class RecallGoal(Goal):
 
 @dataclass(frozen=True)
 class ErrorGoal(Goal):
-    """Attention's output is wrong by at most this."""
+    """The relative error of attention's output is at most this."""
 
     measure = "error"
 
@@ -126,7 +126,7 @@ class PerplexityGoal(Goal):
 
     measure = "perplexity"
     beside = "error"
-    precision = 1.2  # a hundred tokens tell no more
+    precision = 1.2  # a hundred tokens cannot resolve less
 
     open_model: Callable[[], OpenIndex] = field(kw_only=True)
 

@@ -1,4 +1,4 @@
-"""Measuring many settings on one half of the tail, and remembering what was measured."""
+"""Meters: measure many settings on one half of the tail, and cache the results."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,8 +15,8 @@ from sparsekv.runtime.selection.form import Form
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured, mean over KV heads and queries: KV fraction, recall, error of the output; and perplexity, in
-    terms of dense attention's. NaN what a meter does not measure."""
+    """Measures of a setting, means over KV heads and queries: KV fraction, recall, output error; and perplexity as a
+    ratio to dense attention's. NaN for measures that the meter does not have."""
 
     kv_fraction: float
     recall: float = math.nan
@@ -30,28 +30,29 @@ Progress = Callable[[int, int], None]
 
 
 class Meter(ABC):
-    """One half of the tail, and what was measured on it."""
+    """Measures settings on one half of the tail."""
 
     @abstractmethod
     def measure(self, wanted: Iterable[tuple[Form, Shares]], progress: Progress) -> None:
-        """Measure forms at each layer's share, where that is not known yet.
+        """Measure forms at each layer's share, unless that was measured before.
 
         Args:
-            progress: called with what is done and what there is in all.
+            progress: called with the number done and the total.
         """
 
     @abstractmethod
     def mean(self, form: Form, shares: Shares) -> Point:
-        """What was measured, over all layers."""
+        """The measures of a setting, over all layers; it must have been measured."""
 
 
 class AttentionMeter(Meter):
-    """Each layer's attention against the dense one, on one half of the tail's queries.
+    """Measures each layer's attention against dense attention, on one half of the tail's queries.
 
     Args:
-        reference: the budget whose best tokens recall is of.
-        stride: every so many queries one is measured on.
-        outputs: measure the error of attention's output too.
+        reference: recall counts the oracle's best tokens at this budget.
+        calibration: the tail's first half; False: the held-out second half.
+        stride: measure every `stride`-th query.
+        outputs: also measure the error of attention's output.
     """
 
     def __init__(
@@ -61,17 +62,17 @@ class AttentionMeter(Meter):
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[Form] = set()
-        """Forms whose layers leave something for one another: all of these have to be measured, or none."""
+        """Forms whose layers share state: these are measured on all layers or on none."""
         self._known: dict[tuple[Form, float, int], Point] = {}
 
     def measure(
         self, wanted: Iterable[tuple[Form, Shares]], progress: Progress, layers: Sequence[int] | None = None
     ) -> None:
-        """Measure layer by layer; memory is one layer's.
+        """Measure layer by layer; needs the memory of one layer.
 
         Args:
-            progress: called with layers done and layers in all.
-            layers: measure on these alone, but for forms whose layers depend on one another.
+            progress: called with the number of layers done and the total.
+            layers: measure only these layers, except for forms whose layers share state; None: all.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
         wanted = [(form, shares) for form, shares in wanted if not self._knows(form, shares, asked)]
@@ -86,12 +87,12 @@ class AttentionMeter(Meter):
             progress(done, len(self.layers))
 
     def mean(self, form: Form, shares: Shares, layers: Sequence[int] | None = None) -> Point:
-        """The mean over layers, all by default, of what was measured."""
+        """The mean of the measures over `layers`, all by default."""
         points = [self.at(form, shares[layer], layer) for layer in layers or self.layers]
         return Point(*(fmean(values) for values in zip(*map(astuple, points), strict=True)))
 
     def at(self, form: Form, share: float, layer: int) -> Point:
-        """What was measured on one layer."""
+        """The measures of one layer."""
         return self._known[form, share, layer]
 
     def _knows(self, form: Form, shares: Shares, layers: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Measuring settings by what the model itself loses: perplexity of the document's tail, over dense attention's."""
+"""Measures settings by the model's perplexity on the document's tail, relative to dense attention's."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ from sparsekv.runtime.tuning.meter import Meter, Point, Progress, Shares
 
 
 class ModelMeter(Meter):
-    """One half of the tail's tokens, predicted after sinks, what is chosen of the middle, and the tail before each.
+    """Perplexity of one half of the tail, each token predicted from sinks, chosen middle tokens and the tail before it.
 
-    The tail is fed token by token, as an answer comes. The first half is fed alone; before the second, which counts
-    alone then, it is fed too. Opens one cache for each setting and runs the model.
+    The tail is fed token by token, as in generation: for calibration only its first half, else all of it, with only the
+    second half counted. Opens a cache for each setting and runs the model.
     """
 
     def __init__(self, index: OpenIndex, *, calibration: bool):

@@ -1,4 +1,4 @@
-"""What tuning finds."""
+"""The result of tuning."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from sparsekv.runtime.tuning.meter import Shares
 
 @dataclass(frozen=True)
 class Tuned:
-    """One method's cheapest setting that holds the target, or the one that came nearest where none does.
+    """One method's cheapest setting that meets the target, or the nearest one where none does.
 
     `budget` is a share of the middle, the mean of `layer_budgets` where there are any. `calibration` and `held_out` are
-    the goal's measure on either half of the tail; `recall`, `error` and `kv_fraction` are of the held-out one.
-    `aim` is the target it was searched with: a tighter one than was asked for, where the held-out queries wanted that.
+    the goal's measure on the two halves of the tail; `recall`, `error` and `kv_fraction` are of the held-out half.
+    `aim` is the target of the search, tighter than the goal where held-out queries missed it.
     """
 
     form: Form

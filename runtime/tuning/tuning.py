@@ -1,13 +1,13 @@
-"""The cheapest setting that holds a target: chosen on one half of the tail's queries, verified on the other.
+"""Finds the cheapest setting that meets a target: chosen on one half of the tail's queries, verified on the other.
 
-All forms of all methods are first searched on every third layer with every second query, then each method's most
-promising ones on all layers with all calibration queries, until their budget is known to a factor or what they gain is
-little above the target. What holds there is measured on the held-out half, which no search has seen; where it misses
-the target by more than a tolerance, the search goes on for a gain that is higher by the gap. The cheapest are then
-searched closely, and the cheapest of all may get a budget of its own for each layer.
+First, all forms of all methods are searched on every third layer with every second query. Then each method's cheapest
+forms are searched on all layers with all calibration queries, until their budget is known within a factor or their gain
+is little above the target. The results are measured on the held-out half, which no search has used; a result that
+misses the target by more than a tolerance is searched again with a target raised by the gap. The cheapest settings are
+then searched more closely, and the cheapest of all may get a separate budget for each layer.
 
-A goal about the model itself has no layers to sample: an error of attention stands for it in the first search, and the
-model runs for what that leaves of each method.
+A goal about the model itself cannot be measured on a sample of layers: the first search uses an error of attention in
+its place, and the model runs only for the forms that remain.
 """
 
 from collections.abc import Callable
@@ -29,23 +29,24 @@ LAYER_STRIDE, QUERY_STRIDE = 3, 2
 COARSE_START, COARSE_STEP, COARSE_RATIO = 0.1, 4.0, 1.3
 FINE_STEP, FINE_RATIO = 1.2, 1.2
 FORMS_KEPT, KEPT_WITHIN = 2, 1.05
-"""How many forms of a method are searched on all layers, and how much more than its best they may read."""
+"""How many forms of a method are searched on all layers, and their reads at most, as a multiple of its best form's."""
 CONTENDERS, CONTENDING_WITHIN = 2, 1.25
-"""How many settings are searched more closely, and how much more than the best they may read."""
+"""How many settings are searched more closely, and their reads at most, as a multiple of the best one's."""
 RAISES = 2
 """How often a target is raised when the held-out queries miss it."""
 ROUNDING = 1e-12
 CURVE = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 6.0)
-"""Times one budget for all layers, that a layer may have of its own."""
+"""The budgets that a single layer may get, as multiples of the budget for all layers."""
 WORTH = 0.97
-"""Budgets by layer are kept where they read at most this of what one for all reads."""
+"""Budgets by layer are kept if they read at most this share of what one budget for all layers reads."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class _Candidate:
-    """A form that is searched on all layers, and how often its target was raised since."""
+    """A form that is searched on all layers. `hopeless`: no form of its method met the target on the sample; `raised`:
+    how often its target was raised."""
 
     form: Form
     search: BudgetSearch
@@ -53,7 +54,7 @@ class _Candidate:
     raised: int = 0
 
     def propose(self) -> float | None:
-        """The share to measure next: one alone where nothing held the target on the sample."""
+        """The share to measure next; only one in all for a hopeless form."""
         return None if self.hopeless and self.search.gains else self.search.propose()
 
 
@@ -61,19 +62,19 @@ class _Candidate:
 def tune(
     artifact: Artifact, goal: Goal, names: list[str], progress: Progress = lambda stage, done, of: None
 ) -> list[Tuned]:
-    """The cheapest setting of each method that holds a goal, the one that reads least first.
+    """Find each method's cheapest setting that meets a goal, sorted by reads.
 
-    Memory is one layer's, with all methods made ready for it.
+    Needs the memory of one layer, with all methods prepared for it.
 
     Args:
-        names: the methods; all that can run on the index for none.
-        progress: called with a round's name, the layers or settings done and those in all.
+        names: the methods; empty for all that can run on the index.
+        progress: called with a round's name, the number of layers or settings done, and the total.
 
     Returns:
-        One for each method; those that hold nothing come last, the nearest first.
+        One setting per method; those that miss the goal come last, the nearest first.
 
     Raises:
-        UsageError: a method that cannot run, or that only bounds what others can do.
+        UsageError: a method that cannot run, or that is a bound such as the oracle.
     """
     forms = candidates(artifact, names, residual=goal.residual)
     tuner = _Tuner(artifact, goal, progress)
@@ -94,7 +95,7 @@ def tune(
 
 
 class _Tuner:
-    """The meters of one search and its stages, in the order in which they are called."""
+    """The meters of one search, and its stages in the order in which they are called."""
 
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress):
         self.goal, self.rough, self.progress, self.rounds = goal, goal.rough(), progress, 0
@@ -112,9 +113,9 @@ class _Tuner:
         )
 
     def search_coarsely(self, found: list[Form]) -> dict[Form, BudgetSearch]:
-        """A rough search for every form on a sample; forms that cannot be their method's cheapest are given up."""
+        """A rough search for every form on a sample; forms that cannot be their method's cheapest are dropped."""
         target = self.rough.gain(self.rough.value)
-        # Aimed within what is close enough, so that what is guessed from it mostly holds the target at once.
+        # Slightly above the target, so that the first guess on all layers mostly meets it.
         target += self.rough.tolerance / 2
         searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in found}
         while wanted := self._wanted(searches):
@@ -126,8 +127,8 @@ class _Tuner:
         return searches
 
     def _wanted(self, searches: dict[Form, BudgetSearch]) -> list[tuple[Form, float]]:
-        """What each form still in the running wants to know; one is out that reads more than its method's best does
-        where it fails."""
+        """The next share to measure for each form that is still searched. A form is dropped when a share that fails the
+        target already reads more than its method's best form."""
         best: dict[str, float] = {}
         for form, search in searches.items():
             if search.high is not None:
@@ -141,7 +142,7 @@ class _Tuner:
         return wanted
 
     def promising(self, searches: dict[Form, BudgetSearch]) -> list[_Candidate]:
-        """Each method's cheapest forms on the sample; the one of most gain where none holds the target there."""
+        """Each method's cheapest forms on the sample; the form of most gain if none meets the target there."""
         kept = []
         for name in dict.fromkeys(form.name for form in searches):
             of_method = {form: search for form, search in searches.items() if form.name == name}
@@ -169,7 +170,7 @@ class _Tuner:
                 one.search.gains[share] = self._gain(point)
 
     def verify(self, found: list[_Candidate]) -> None:
-        """Measure what was found on held-out queries; where it misses, search on with a target raised by the gap."""
+        """Measure the candidates on held-out queries; search those that miss again, with a target raised by the gap."""
         while found:
             self._measure(self.held_out, [(one.form, self._same(one.search.best)) for one in found])
             found = [one for one in found if self._raise(one)]
@@ -179,13 +180,13 @@ class _Tuner:
         gap = self._gap(one.form, self._same(one.search.best))
         if gap <= self.goal.tolerance or one.search.high is None or one.raised == RAISES or one.hopeless:
             return False
-        # From what it gained, not from the target, which it may have passed by more than the gap.
+        # Raised from the measured gain, because this may exceed the old target by more than the gap.
         one.search.target = one.search.gains[one.search.best] + gap
         one.raised += 1
         return True
 
     def contenders(self, found: list[_Candidate]) -> list[_Candidate]:
-        """The candidates that hold the target and read least, a few of them."""
+        """The few candidates that meet the target and read least."""
         costs = [
             (self.held_out.mean(one.form, shares).kv_fraction, one)
             for one in found
@@ -195,7 +196,7 @@ class _Tuner:
         return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
 
     def search_closely(self, found: list[_Candidate]) -> None:
-        """Search on until the smallest share that holds the target is known as closely as it can be."""
+        """Search on until the smallest share that meets the target is known to the goal's precision."""
         for one in found:
             one.search.ratio = one.search.step = self.goal.precision
             one.search.slack = 0.0
@@ -203,19 +204,18 @@ class _Tuner:
         self.verify(found)
 
     def compare_attention(self, found: list[_Candidate]) -> None:
-        """Measure recall and error of what was found, where the goal is about neither."""
+        """Measure recall and error of the candidates, if the goal's meters have not."""
         self._measure(self.attention, [(one.form, self._same(one.search.best)) for one in found])
 
     def uniform(self, one: _Candidate) -> Tuned:
-        """A candidate's setting with one budget for all layers, which was measured on both halves."""
+        """A candidate's setting with one budget for all layers, as measured on both halves."""
         share = one.search.best
         return self._tuned(one.form, share, self._same(share), one.search.target, by_layer=False)
 
     def by_layer(self, one: _Candidate) -> Tuned | None:
-        """A candidate's setting with a budget for each layer; None where that is not worth while.
+        """A candidate's setting with a budget for each layer; None if that is not worthwhile.
 
-        Layers that depend on one another have no curves of their own, and share one budget; in what a model loses, no
-        layer has.
+        It needs a separate curve for each layer, which neither forms with state shared by layers nor a perplexity have.
         """
         uniform, meter = self.uniform(one), self.calibration
         if not uniform.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
@@ -239,7 +239,7 @@ class _Tuner:
         return None
 
     def rank(self, one: Tuned) -> tuple[bool, float]:
-        """Sorts what holds by what it reads, and then what does not by how near it came."""
+        """Sort key: settings that meet the goal by their reads, then the others by their distance from it."""
         return not one.holds, one.kv_fraction if one.holds else -self.goal.gain(one.held_out)
 
     def _tuned(self, form: Form, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
@@ -269,7 +269,7 @@ class _Tuner:
         return self.goal.gain(self.goal.of(point))
 
     def _gap(self, form: Form, shares: Shares) -> float:
-        """How far below the target the held-out queries are."""
+        """How far the gain on held-out queries is below the target."""
         return self.target - self._gain(self.held_out.mean(form, shares))
 
     def _option(self, point: Point) -> Option:

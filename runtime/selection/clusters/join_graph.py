@@ -1,7 +1,7 @@
-"""New tokens join a block of clusters on a GPU as a CUDA graph, which the layers of a model take turns with.
+"""Appends tokens to a block of clusters on a GPU by replaying one CUDA graph, which all layers of a model share.
 
-All layers take as many tokens into as many clusters at the same step. To launch what that is made of took six times as
-long as to compute it, where it was measured.
+In a step all layers append the same number of tokens to the same number of clusters, so one graph fits them all.
+Measured without a graph, launching the kernels took six times as long as computing.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sparsekv.runtime.cache.graphs import captured
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a graph was recorded for: heads, tokens, channels, old tokens, clusters before and after, and where."""
+    """A graph's cache key: heads, tokens, channels, old tokens, clusters before and after, device."""
 
     heads: int
     tokens: int
@@ -28,7 +28,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A graph, the points, old labels and order of new ones that it reads, and the labels that it writes."""
+    """A graph, its input buffers (points, old labels, order of the new tokens), and the labels that it writes."""
 
     graph: torch.cuda.CUDAGraph
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -39,10 +39,10 @@ class _Recorded:
 def join_by_graph(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """`join_tokens` on a GPU, recorded when a shape comes first and replayed while it is the last one that came.
+    """`join_tokens` on a GPU, replayed from a CUDA graph that is recorded at the first call with new shapes.
 
-    The graph keeps copies of its arguments and what it computes with, the points in float16 and the centres among it;
-    the last shape's is kept until there is another.
+    The graph keeps buffers for its arguments and intermediate results, among them the points in float16 and the
+    centres. Only the graph of the last shapes is kept.
     """
     (heads, tokens, dims), old = points.shape, labels.shape[1]
     recorded = _recorded(_Shape(heads, tokens, dims, old, clusters, all_clusters, points.device))
@@ -57,7 +57,7 @@ def join_by_graph(
 
 @lru_cache(maxsize=1)
 def _recorded(shape: _Shape) -> _Recorded | None:
-    """None where it cannot be captured."""
+    """The graph for a shape; None where it cannot be captured."""
     heads, device = shape.heads, shape.device
     points = torch.zeros(heads, shape.tokens, shape.dims, device=device)
     labels = torch.zeros(heads, shape.old, dtype=torch.int64, device=device)

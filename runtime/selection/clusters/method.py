@@ -1,4 +1,4 @@
-"""What methods that choose clusters have in common: the lookup, and what a person sees of the clusters."""
+"""The base class of the methods that choose clusters: the lookup options, and the statistics shown to the user."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -17,7 +17,7 @@ LOOKUPS = ("flat", "hierarchical")
 
 @dataclass(frozen=True)
 class ClusterMethod(Method):
-    """Looks up clusters flat, in the finest level alone, or down the levels of the index."""
+    """Scores clusters flat (all of the finest level) or hierarchically (down the levels of the index)."""
 
     needs_index: ClassVar[bool] = True
     tells_missed: ClassVar[bool] = True
@@ -35,14 +35,14 @@ class ClusterMethod(Method):
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 
     def is_hierarchical(self, context: MiddleContext) -> bool:
-        """Whether to look down the levels; UsageError when the index has only one."""
+        """Whether the lookup is hierarchical; UsageError when it is and the index has only one level."""
         if self.lookup == "hierarchical" and "level1.centroids" not in context.tensors:
             raise UsageError("this index has one level; build it with two, such as --levels 0.05,0.01")
         return self.lookup == "hierarchical"
 
     @classmethod
     def lookups(cls, record: MethodRecord | None) -> tuple[str, ...]:
-        """The lookups that an index has levels for."""
+        """The lookups that an index supports: hierarchical only if it has several levels."""
         return LOOKUPS if record is not None and len(record.parameters["levels"]) > 1 else LOOKUPS[:1]
 
     @classmethod

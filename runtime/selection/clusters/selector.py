@@ -1,4 +1,4 @@
-"""Choosing clusters by their centroids, flat or down a hierarchy, and what stands for the clusters not chosen."""
+"""Selecting clusters by their centroids, flat or down a hierarchy; centroids represent the clusters not chosen."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,13 +23,13 @@ from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import InPlace, Queries
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
 
-OPENED = 4.0  # measured: half of the clusters keep hardly more of the attention
+OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """Clusters of one level that were scored: numbers, scores, token counts [Hk, Q or 1, S]; and the rows read."""
+    """Clusters of one level that were scored: numbers, scores and token counts [Hk, Q or 1, S]; `read` is how many."""
 
     level: int
     clusters: torch.Tensor
@@ -39,15 +39,16 @@ class _Looked:
 
 
 class ClusterSelector(Selector):
-    """One layer's levels of centroids; runs are whole clusters of the artifact's token order.
+    """Selects clusters of one layer; each run is a cluster, in the artifact's token order.
 
     Args:
-        hierarchical: score the children of what a coarse level leaves, not all clusters of the finest.
-        opened: of a finer level's clusters, this many times the budget's share are scored then, and half at most.
-        thresholds: choose by score; None: to the budget.
-        replace: let the centroids of clusters stand for their tokens that are not chosen.
+        hierarchical: score only children of the best coarse clusters, instead of all finest clusters.
+        opened: a hierarchical lookup scores this many times the budget's share of a finer level's clusters, at most
+            half of them.
+        thresholds: choose clusters whose score reaches a threshold; None: the best clusters up to the budget.
+        replace: attend to centroids for the tokens that are not chosen.
         clustering: how new tokens are clustered, `append_size` at a time; None: they are not appended.
-        windowed_rope: score lookup centroids, of keys with RoPE undone; None: the centroids of keys as attended.
+        windowed_rope: score lookup centroids (of keys with RoPE undone); None: score centroids of keys as attended.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ClusterSelector(Selector):
             self._look_in(self.stream.found())
 
     def _look_in(self, found: dict[str, torch.Tensor]) -> None:
-        """Let these be the clusters to choose from; one sync where there are levels."""
+        """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels."""
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
             name: tuple(found[f"level{level}.{name}"] for level in range(levels) if f"level{level}.{name}" in found)
@@ -102,7 +103,10 @@ class ClusterSelector(Selector):
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What kernels go down two levels by."""
+        """Children and first child of each coarse cluster, for kernels that go down two levels.
+
+        None for any other number of levels, and with windowed RoPE.
+        """
         if len(self.parents) != 1 or self.windowed_rope is not None:
             return None
         return self.tree.children[0].int(), self.tree.first_child[0].int()
@@ -124,7 +128,7 @@ class ClusterSelector(Selector):
         return self.replace
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """To a budget without a sync; by threshold one a level sizes the gather, but for the flat one in place."""
+        """Up to a budget without a sync. By threshold with one sync per level, except flat in-place selections."""
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
         if query.shape[2] == 1 and not queries.joint and (step := self._step(query, budget, flat, queries.in_place)):
@@ -148,7 +152,7 @@ class ClusterSelector(Selector):
         budget: Budget,
         sink_logits: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float] | None:
-        """Of the finest clusters alone, to a budget."""
+        """Only for flat selections up to a budget."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None
@@ -156,12 +160,12 @@ class ClusterSelector(Selector):
         return output, 2.0 * tokens + self.starts.shape[1] * self._rows_of_a_cluster()
 
     def _is_flat(self, budget: Budget) -> bool:
-        """Whether all of the finest clusters are looked at; of what the coarse levels leave, half at most: a larger
-        budget gains nothing from going through them."""
+        """Whether all finest clusters are scored. A hierarchical lookup scores at most 0.5 ** (levels - 1) of them; for
+        a budget of more than half of that it gains nothing."""
         return not self.hierarchical or budget.share(self.middle) > 0.5 ** len(self.tree.centroids)
 
     def _step(self, query: torch.Tensor, budget: Budget, flat: bool, in_place: InPlace | None) -> Selection | None:
-        """One query's choice by kernels; None where there are none for it."""
+        """One query's selection by kernels; None where no kernel covers the case."""
         rows, replace = self._rows_of_a_cluster(), self.replace
         tokens = min(budget.tokens(self.middle), self.middle)
         counter = None if in_place is None else in_place.counter
@@ -182,7 +186,7 @@ class ClusterSelector(Selector):
         return self.steps.down(query, wanted, slots, tokens, rows=rows, replace=replace, counter=counter)
 
     def _rows_of_a_cluster(self) -> int:
-        """What is read of one that is looked up: what is scored and, to stand for its tokens, key and value."""
+        """Rows read per scored cluster: the scored centroid and, with replacement, its value and true-RoPE key."""
         if not self.replace:
             return 1
         return 2 if self.windowed_rope is None else 3
@@ -195,7 +199,7 @@ class ClusterSelector(Selector):
         return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
     def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
-        """Score the children of the surviving clusters against each other alone."""
+        """Score the children of the opened clusters; the softmax is over these children only."""
         level = above.level - 1
         starts, lengths, capacity = self._open(above, budget, shared)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
@@ -204,17 +208,17 @@ class ClusterSelector(Selector):
         return _Looked(level, clusters, scores, counts, lengths.sum(-1))
 
     def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Runs of clusters whose parents survive: above the coarse threshold, or the best ones, until they have as many
-        children as are wanted and hold the budget."""
+        """The children of the opened parents, as runs. Parents are opened above the coarse threshold, or best first
+        until they have enough children and hold the budget."""
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         order = above.scores.argsort(dim=-1, descending=True, stable=True)
         parents = above.clusters.gather(-1, order)
         starts = _gather(self.tree.first_child[level], parents)
-        # Empty clusters are the last children of the last parent: leaving them out keeps runs runs.
+        # Empty clusters are the last children of the last parent, so runs stay contiguous without them.
         children = _gather(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
             alive = (above.scores >= self.thresholds.coarse(depth, shared=shared)) & (above.counts > 0)
-            # The best one is always opened: a head below the threshold everywhere still needs a denominator.
+            # The best parent is always opened: without it a head with no parent above the threshold has no denominator.
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
             return starts, lengths, int(lengths.sum(-1).max())
@@ -224,18 +228,19 @@ class ClusterSelector(Selector):
         return starts, children * opened, self._slots(level, depth, budget)
 
     def _wanted(self, level: int, depth: int, budget: Budget) -> int:
-        """How many clusters of a level are to be looked at where a lookup to a budget has gone down `depth` levels."""
+        """How many clusters of a level to score, `depth` levels below the coarsest, for a budget."""
         clusters = self.tree.centroids[level].shape[1]
         return round(clusters * min(0.5**depth, self.opened * budget.share(self.middle)))
 
     def _slots(self, level: int, depth: int, budget: Budget) -> int:
-        """How many those can be: more where so many may hold less than the budget, and all children of the last."""
+        """Upper bound of the clusters scored: more than wanted if those may hold less than the budget, plus all
+        children of the last parent."""
         enough = int(torch.searchsorted(self.fewest_tokens[level], budget.tokens(self.middle))) + 1
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
         return min(most, self.tree.centroids[level].shape[1])
 
     def _choose(self, looked: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, int]:
-        """Tokens to take from each cluster that was scored, and a bound of their sum."""
+        """Number of tokens to choose from each scored cluster, and an upper bound of their sum."""
         if self.thresholds is not None:
             threshold = self.thresholds.finest(budget.share(self.middle), shared=shared)
             kept = looked.counts.long() * (looked.scores >= threshold)
@@ -246,20 +251,20 @@ class ClusterSelector(Selector):
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 
     def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """Each token not taken, once: by its coarsest cluster that was scored and whose child it lies in was not."""
+        """Centroids for the tokens not chosen: each token is represented by the finest of its clusters scored."""
         parts = []
         for above, below in pairwise(looked):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
             handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # An unused slot names cluster 0 and has no tokens to leave, whatever that cluster handed over.
+            # An unused slot has the number of cluster 0 and a count of 0, so the difference may be negative.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
         return (*parts, self._remainder(looked[-1], looked[-1].counts - taken))
 
     def _remainder(self, looked: _Looked, left: torch.Tensor) -> CentroidSegment:
-        """Centroids that were scored, for `left` [Hk, Q or 1, S] of their tokens; gathered where a choice is shared.
+        """Scored centroids, each representing `left` [Hk, Q or 1, S] of its tokens; gathered for a joint selection.
 
-        Where nothing is replaced there may be no value centroids: the keys stand in for them, unread.
+        Without replacement there may be no value centroids; the keys are then passed in their place, unread.
         """
         keys = self.keys[looked.level]
         values = self.values[looked.level] if self.values else keys
@@ -274,12 +279,12 @@ class ClusterSelector(Selector):
 
 
 def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """values [Hk, C] of clusters [Hk, Q or 1, S]."""
+    """Entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
     return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
 
 
 def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
-    """[C] on the CPU: entry n is the fewest tokens that n + 1 filled clusters of any head, or all of them, hold."""
+    """[C] on the CPU: entry n is the fewest tokens that any n + 1 non-empty clusters of a head hold; at most M."""
     total = counts.sum(-1, keepdim=True)
     smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
     return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()

@@ -1,4 +1,4 @@
-"""Choosing clusters for one query, a decode step's, by kernels that keep what the attention needs."""
+"""Selecting clusters for one decode step's query, by kernels whose logits and row indices the attention reuses."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Ro
 
 @dataclass(frozen=True)
 class ClusterSteps:
-    """One layer's clusters, and those of their levels that stand for what is not chosen.
+    """One layer's clusters: those that are scored, and the centroids that represent tokens which are not chosen.
 
-    keys, values: of each level [Hk, C, D]; no values where nothing is replaced: keys stand in for them, unread. starts
-    [Hk, C] int64, and for kernels first_row, int32: the first row of each of the finest clusters. `own` says whether
-    the tree's centroids, which are looked up, are the keys, which are attended; `below` [Hk, C] int32 each, of the
-    level above the finest: how many children a cluster has and which is the first.
+    keys, values: each level's centroids [Hk, C, D] as they are attended. Without replacement values may be empty;
+    keys are then passed in their place, unread. starts [Hk, C] int64 (first_row: the same in int32, for kernels): the
+    first row of each finest cluster. `own`: whether the scored centroids of `tree` are the same as `keys`. `below`
+    [Hk, C] int32 each, for the level above the finest: each cluster's number of children and its first child.
     """
 
     tree: Tree
@@ -43,14 +43,14 @@ class ClusterSteps:
         threshold: float | None = None,
         counter: torch.Tensor | None = None,
     ) -> Selection:
-        """Of the finest clusters, on a GPU.
+        """The best of all finest clusters, on a GPU.
 
         Args:
             query: [Hk, G, 1, D].
-            rows: that are read of a cluster which is looked up.
-            replace: let centroids stand for the tokens that are not chosen.
-            threshold: take all that reach it, `tokens` at most.
-            counter: [Hk] int64, to which is added how many that are.
+            rows: D-sized rows that are read per scored cluster.
+            replace: attend to centroids for the tokens that are not chosen.
+            threshold: choose every cluster whose score reaches it, up to `tokens` tokens.
+            counter: [Hk] int64, to which the number of tokens chosen by threshold is added.
         """
         centroids, counts = self.tree.centroids[0], self.tree.counts[0]
         looked = query[:, :, 0], centroids, counts, self.first_row
@@ -60,7 +60,7 @@ class ClusterSteps:
         else:
             chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
         values = (self.values or self.keys)[0]
-        # Where centroids are looked up with another RoPE than is attended with, their logits are of no further use.
+        # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = ScoredCentroids(chosen.logits, chosen.log_left, values) if self.own else None
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, scored)
         return Selection(
@@ -80,13 +80,13 @@ class ClusterSteps:
         replace: bool,
         counter: torch.Tensor | None,
     ) -> Selection:
-        """Down two levels, on a GPU: the children of the best coarse clusters, and the best of these.
+        """Down two levels, on a GPU: opens the best coarse clusters, and chooses the best of their children.
 
         Args:
-            wanted: children, or more, until they hold `tokens`.
-            slots: more than there can be.
-            counter: [Hk] int64, to which is added how many children that are; then what stands for the rest is told to
-                kernels alone.
+            wanted: coarse clusters are opened until they have this many children and hold `tokens` tokens.
+            slots: upper bound of the number of opened children.
+            counter: [Hk] int64, to which the number of opened children is added. With it the centroids of the rest
+                come with logits, for kernels that attend in place.
         """
         assert self.below is not None
         (fine, coarse), (counts, coarse_counts) = self.tree.centroids, self.tree.counts
@@ -122,13 +122,13 @@ class ClusterSteps:
         return RowSet(starts[:, None], chosen.lengths[:, None], tokens, total, indices)
 
     def best(self, query: torch.Tensor, tokens: int, *, rows: int, replace: bool) -> Selection:
-        """Of the finest clusters, on a CPU: only clusters that are chosen, and a few more, come in the runs."""
+        """The best of all finest clusters, on a CPU; the runs are the chosen clusters and a few empty ones."""
         keys = self.keys[0]
         best = best_clusters(query.squeeze(2), self.counted, tokens, self.facts.softmax_scale, self.facts.softcap)
 
         def left() -> tuple[CentroidSegment, ...]:
             share, values = best.log_share_left(self.counted.shares), (self.values or self.keys)[0]
-            # With these logits, which are whole clusters', go shares of them in the place of counts.
+            # These logits include the log count of whole clusters, so they go with the share of tokens left.
             scored = ScoredCentroids(best.logits, share.squeeze(1), values) if self.own else None
             return (CentroidSegment(keys, self.counted.log_counts + share, values, scored),)
 

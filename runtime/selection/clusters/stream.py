@@ -1,8 +1,8 @@
-"""New tokens join the last block of a layer's clusters while a model decodes (Multipole Attention, section 3.3).
+"""Appends new tokens to the last block of a layer's clusters while a model decodes (Multipole Attention, section 3.3).
 
-Only the open block changes: its clusters take tokens in until it closes, and what is written anew is its rows alone, so
-an update costs what the block costs, however long the context. The last stored block comes back as it was for the next
-question: rows are only ever permuted, so its keys and values need no copy. One seed, one result.
+Only the open block changes until it closes, and only its rows are rewritten, so the cost of an update depends on the
+block size and not on the context length. For the next question the last stored block is restored: rows are only ever
+permuted, so that takes no copy of its keys and values. Results are deterministic for a seed.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockClustering:
-    """How an indexer clustered its blocks, and so how new tokens are: shares of each level, W, space, seed."""
+    """How the indexer clustered its blocks, which new tokens follow too: shares of each level, W, space, seed."""
 
     levels: tuple[float, ...]
     block: int
@@ -49,7 +49,7 @@ class BlockClustering:
     def joined(
         self, keys: torch.Tensor, labels: torch.Tensor, clusters: int, generator: torch.Generator
     ) -> torch.Tensor:
-        """Labels [Hk, T] of a block's keys [Hk, T, D] of which the first have labels [Hk, T_old] in some clusters."""
+        """Labels [Hk, T] of a block's keys [Hk, T, D], whose first T_old have labels [Hk, T_old] in `clusters`."""
         wanted = max(clusters, level_sizes(self.levels, keys.shape[1])[0])
         join = join_by_graph if keys.is_cuda else join_tokens
         return join(to_space(keys, self.space), labels, clusters, wanted, generator)
@@ -63,29 +63,29 @@ class BlockClustering:
         generator: torch.Generator,
         attended: torch.Tensor | None = None,
     ) -> Tensors:
-        """The artifact's tensors of a block from its finest labels.
+        """The artifact's tensors for a block, from its finest labels.
 
         Args:
             keys, values: [Hk, T, D].
-            first: position of its first token.
-            attended: [Hk, T, D], the keys that are attended where others were clustered.
+            first: position of the block's first token.
+            attended: [Hk, T, D], the keys as attended, where `keys` are not (windowed RoPE).
         """
         levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
         return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
 
 
 def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[int] | None = None) -> Tensors:
-    """What a lookup reads, from the artifact's tensors of some neighbouring blocks.
+    """The tensors that a lookup reads, from the artifact's tensors of consecutive blocks.
 
     Args:
-        first_row, first_clusters: what comes before these blocks: rows, and clusters of each level.
+        first_row: number of rows before these blocks.
+        first_clusters: number of clusters of each level before these blocks.
 
     Returns:
-        token_order [Hk, M] and starts [Hk, C_0] int64, the first row of each cluster, which kernels want as first_row,
-        int32; levelI.centroids, .counts and .value_centroids as they were; level0.log_counts and .shares, the
-        `logs_and_shares` of the counts;
-        levelI.parent [Hk, C_I] int64; and of coarse levels [Hk, C_I] int64 .first_child and .children, of which empty
-        clusters are left out.
+        token_order [Hk, M] int64; starts [Hk, C_0] int64, the first row of each cluster, and the same for kernels as
+        first_row, int32; levelI.centroids, .counts and .value_centroids unchanged; level0.log_counts and .shares, the
+        `logs_and_shares` of the counts; levelI.parent [Hk, C_I] int64; and for coarse levels .first_child and
+        .children [Hk, C_I] int64, the number of non-empty children.
     """
     tree = tree_from_tensors(tensors)
     first = first_clusters or [0] * len(tree.centroids)
@@ -105,24 +105,24 @@ def lookup_tensors(tensors: Tensors, first_row: int = 0, first_clusters: list[in
 
 @dataclass
 class _Open:
-    """Where the open block begins: its first row, and its first cluster of each level."""
+    """The start of the open block: its first row, and its first cluster of each level."""
 
     row: int
     clusters: list[int]
 
     def start(self, name: str) -> int:
-        """First entry of the open block in a tensor of `lookup_tensors`."""
+        """Index of the open block's first entry in a tensor of `lookup_tensors`."""
         if name == "token_order":
             return self.row
         return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
 
 
 class ClusterStream:
-    """A layer's clusters, whose last block takes tokens in.
+    """A layer's clusters, with a last block to which tokens can be appended.
 
     Args:
         tensors: the artifact's, with block_offsets and block_clusters; token positions counted from the middle's first.
-        windowed_rope: cluster keys with RoPE undone; None: as they are attended.
+        windowed_rope: undoes RoPE before keys are clustered; None: keys are clustered as attended.
     """
 
     def __init__(self, tensors: Tensors, clustering: BlockClustering, windowed_rope: WindowedRope | None = None):
@@ -131,20 +131,20 @@ class ClusterStream:
         self.rows = {name: GrowingRows(tensor) for name, tensor in found.items()}
         clusters = [int(tensors["block_clusters"][0, -2])]
         while f"level{len(clusters) - 1}.parent" in found:
-            # Clusters are numbered by parent, so that the first one of a block belongs to the first one above it.
+            # Clusters are numbered by parent, so a block's first cluster is a child of its first coarse cluster.
             clusters.append(int(found[f"level{len(clusters) - 1}.parent"][0, clusters[-1]]))
         self.open = self.stored_open = _Open(int(tensors["block_offsets"][-2]), clusters)
         self.stored: Tensors = {}
 
     def found(self) -> Tensors:
-        """What a lookup reads now: views."""
+        """The current tensors for a lookup, as views."""
         return {name: rows.rows for name, rows in self.rows.items()}
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Append new tokens: to the open block's clusters or, when it closes, into blocks that are clustered anew.
+        """Append new tokens to the open block's clusters; when the block closes, cluster its parts from scratch.
 
         Args:
-            keys, values: [Hk, T, D], the open block's rows as they lie, then the new ones.
+            keys, values: [Hk, T, D]: the open block's rows in layout order, then the new ones.
         """
         if not self.stored:
             self.stored = {name: rows.rows[:, self.open.start(name) :].clone() for name, rows in self.rows.items()}
@@ -152,7 +152,7 @@ class ClusterStream:
         places = self._places(tokens)
         attended, values = (rows.gather(1, places[..., None].expand_as(rows)) for rows in (keys, values))
         keys = attended if self.windowed_rope is None else self.windowed_rope.undo(attended, first)
-        # From the number of tokens alone: a cache that was rewound takes the same tokens in alike.
+        # The seed depends on the number of tokens alone: a rewound cache clusters the same tokens the same way.
         generator = torch.Generator(keys.device).manual_seed(self.clustering.seed + first + tokens)
         cuts = [cut - first for cut in block_offsets(first + tokens, self.clustering.block) if cut >= first]
         if len(cuts) == 2:
@@ -172,8 +172,8 @@ class ClusterStream:
         return Appended(places.gather(1, found["token_order"] - first), float(passes * tokens))
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Back to the stored clusters; returns the order [Hk, T] of their last block's rows among those that lie there,
-        None when nothing was taken in."""
+        """Restore the stored clusters. Returns the stored order [Hk, T] of the last block's rows, as indices into the
+        rows that lay there before the call; None when nothing was appended."""
         if not self.stored:
             return None
         self.open = self.stored_open
@@ -185,13 +185,14 @@ class ClusterStream:
         return order
 
     def _places(self, tokens: int) -> torch.Tensor:
-        """[Hk, tokens]: in which row from the open block on each token lies; new ones lie where they are."""
+        """[Hk, tokens]: each token's row, counted from the open block's first; new tokens are last, in order."""
         positions = self.rows["token_order"].rows[:, self.open.row :] - self.open.row
         new = torch.arange(positions.shape[1], tokens, device=positions.device)
         return torch.cat([positions.argsort(1), new.expand(len(positions), -1)], 1)
 
     def _labels(self, places: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Finest cluster [Hk, T_old] of the open block's tokens, counted from its first, and how many there are."""
+        """The finest cluster [Hk, T_old] of each token in the open block, counted from the block's first cluster, and
+        the number of these clusters."""
         counts = self.rows["level0.counts"].rows[:, self.open.clusters[0] :]
         ends = counts.long().cumsum(1)
         old = self.rows["token_order"].used - self.open.row

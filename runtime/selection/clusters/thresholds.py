@@ -1,4 +1,4 @@
-"""Calibrated thresholds: from the share of tokens to keep to the score that keeps it."""
+"""Calibrated thresholds: maps the share of tokens to keep to a score threshold."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ class Thresholds:
     lookup: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError, KeyError or TypeError for a calibration that says no thresholds: it is a manifest's."""
+        """Raises ValueError, KeyError or TypeError for a malformed calibration, which comes from a manifest."""
         for shared in (False, True):
             found = self._of(shared)
             kept, thresholds = np.array(found["curve"], dtype=float).T
@@ -24,11 +24,11 @@ class Thresholds:
                 raise ValueError("a calibration curve is no list of shares and thresholds")
 
     def coarse(self, depth: int, *, shared: bool) -> float:
-        """Threshold of the coarse level at a depth, 1 for the coarsest; `shared` is for a question's prefill."""
+        """Threshold of a coarse level: depth 1 is the coarsest. `shared`: for a question's prefill."""
         return float(self._of(shared)["coarse_thresholds"][depth - 1])
 
     def finest(self, share: float, *, shared: bool) -> float:
-        """Threshold for any target share, between the calibrated points on logarithmic axes; 0 keeps everything."""
+        """Threshold for a target share, interpolated between calibrated points on log axes; 0 for share 1 or more."""
         if share >= 1:
             return 0.0
         kept, thresholds = np.array(self._of(shared)["curve"]).T

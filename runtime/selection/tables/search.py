@@ -1,4 +1,4 @@
-"""One decode step's search of query-centric lists by kernels, which read them by token and wait for nothing."""
+"""One decode step's search of query-centric posting lists, by kernels that read them by token and need no sync."""
 
 import math
 
@@ -13,14 +13,14 @@ from sparsekv.kernels.tables.top_ranks import top_ranked
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
-FEWEST_KEYS = 2**14  # with fewer a step is mostly launches, and lists are read as they are
+FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step, so the plain posting lists are read instead
 
 
 class ListSearch:
-    """One layer's lists, laid out by token: four bits in each list for every key of the middle.
+    """One layer's posting lists, laid out by token: a four-bit code for every middle key in each list.
 
     Args:
-        tables: of which it keeps the centroids.
+        tables: the posting lists to encode, and the centroids, which are kept.
         scoring, weights: see `estimate_part` and `look_up`.
     """
 
@@ -30,11 +30,12 @@ class ListSearch:
     def select(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, rerank: float = 1.0
     ) -> Selection:
-        """The best tokens, in order of position; what each query of a group reads is counted by itself.
+        """The best tokens, in order of position; the cost counts the reads of each query head of a group separately.
 
         Args:
-            query: [Hk, G, D]; keys: [Hk, M, D] of the middle.
-            rerank: how many times as many are read, to choose among by exact logits.
+            query: [Hk, G, D].
+            keys: [Hk, M, D] of the middle.
+            rerank: candidates per chosen token, which are re-ranked by exact logits; 1: no re-ranking.
         """
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
         candidates = min(self.lists.keys, math.ceil(tokens * rerank))

@@ -1,4 +1,4 @@
-"""Choosing tokens through query-centric tables, again or from the last search, while new keys enter the lists."""
+"""Selecting tokens by query-centric posting lists, with a search schedule and streaming insertion of new keys."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
 from sparsekv.runtime.selection.token_choice import token_logits
 
 ENTRY_BYTES = 6  # int32 position, float16 score
-CENTROID_BYTES = 2  # a channel, float16
-NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # of the queries that come with the tokens taken in at a time
+CENTROID_BYTES = 2  # per channel, float16
+NEW_CENTROIDS, NEW_ITERATIONS = 8, 5  # for the queries that come with each batch of appended tokens
 LOGITS_AT_ONCE = 2**25  # elements of [Hk, R, M] float32 estimates: 128 MB
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of what they attend exactly anyway, and whether one choice is
-    for all of them."""
+    """Queries [Hk, G, Q, D], the log-sum-exp [Hk, G, Q] of the rows that they always attend to, and whether they select
+    jointly."""
 
     query: torch.Tensor
     beside: torch.Tensor
@@ -36,20 +36,22 @@ class _Piece:
 
 @dataclass
 class _Held:
-    """What the last search chose, and how many steps have used it."""
+    """The last search's selection, and how many steps have used it."""
 
     selection: Selection
     steps: int = 1
 
 
 class TableSelector(Selector):
-    """One layer's tables; rows are chosen one by one, in order of position.
+    """Selects single tokens of one layer by posting lists, in order of position.
 
     Args:
-        rerank: how many times the budget's keys, the best by the tables, are read to choose among by exact logits.
-        backoff: parts of a query whose best cosine is below it read two lists.
-        step: search at every so many queries, and keep to what was found between.
-        append_size: how many new tokens enter the lists at a time; 0: none.
+        scoring: see `estimate_part`.
+        rerank: candidates per token of the budget, which are re-ranked by exact logits; 1: no re-ranking.
+        fitted: weight the subspaces by the index's fitted weights.
+        backoff: a query's part whose best cosine is below this reads two lists; None: always one.
+        step: search every `step` queries, and reuse the selection in between.
+        append_size: how many new tokens are inserted into the lists at a time; 0: none.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class TableSelector(Selector):
         self.stored_keys, self.keys = context.keys, GrowingRows(context.keys)
         self.open_row, self.held = middle, dict[Budget, _Held]()
         self.recent: list[torch.Tensor] = []
-        # What is taken in changes lists, and a part of two centroids has two: these are read as they are.
+        # The layout by token is fixed and gives each part one list: with appending or backoff it cannot be used.
         reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
     def graph_state(self) -> int | None:
-        """Steps differ where some of them keep to what an earlier one found."""
+        """None with a schedule: some steps search, others reuse an earlier selection."""
         return 0 if self.step == 1 else None
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Allocates the estimated logits, for 128 MB of queries at a time."""
+        """Allocates the estimated logits, at most 128 MB at a time."""
         if self.append_size and not any(queries.query is query for query in self.recent[-1:]):
             self.recent.append(queries.query)
         if queries.joint or self.step == 1:
@@ -95,7 +97,7 @@ class TableSelector(Selector):
         return replace(held.selection, cost=Cost(0.0))
 
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
-        """For queries of steps that follow each other, as these would search."""
+        """The selections of Q consecutive decode steps: every `step`-th one searches, the others reuse its rows."""
         query, Q = queries.query, queries.query.shape[2]
         some = replace(
             queries,
@@ -121,7 +123,7 @@ class TableSelector(Selector):
         return Selection(single_rows(starts), Cost(rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [Hk, Q or 1, K], rising, for the queries of a piece or of all together, and D-sized rows read."""
+        """Rows [Hk, Q or 1, K], ascending, for the queries of one piece or jointly for all, and D-sized rows read."""
         estimated = [self._estimate(piece) for piece in pieces]
         probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
         candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
@@ -133,8 +135,8 @@ class TableSelector(Selector):
         return candidates, self._rows(lists) + more
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Probabilities [Hk, Q or 1, M], summed over the group and what is shared; lists read [Hk, Q or 1]; and the
-        log-sum-exps [Hk, G, Q] that they are normalised by, which count what is attended exactly anyway."""
+        """Estimated probabilities [Hk, Q or 1, M], summed over the group and, if joint, the queries; lists read
+        [Hk, Q or 1]; and the log-sum-exps [Hk, G, Q] of the softmax, which include the rows always attended."""
         Hk, G, Q, D = piece.query.shape
         lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
         logits = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
@@ -148,20 +150,20 @@ class TableSelector(Selector):
         return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
 
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and what is shared."""
+        """Probabilities of candidates [Hk, Q or 1, S] by exact logits, summed over the group and, if joint, queries."""
         logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
-        # The estimate may be below what the candidates alone have.
+        # The estimated log-sum-exp may be below the exact one of the candidates alone.
         totals = torch.maximum(totals, logits.logsumexp(-1))
         probability = (logits - totals[..., None]).exp().sum(1)
         return probability.sum(1, keepdim=True) if piece.shared else probability
 
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
-        """D-sized rows of a search that reads so many lists [Hk, Q or 1]: all centroids, and each list once."""
+        """D-sized rows of a search that reads `lists` [Hk, Q or 1] lists: all centroids, and each list once."""
         centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
         return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
 
     def covered(self, queries: Queries) -> torch.Tensor:
-        """The tokens that the lists of a query's nearest centroids name, over its group."""
+        """The tokens in the posting lists of a query's nearest centroids, over its group."""
         Hk, G, Q, D = queries.query.shape
         lookup = look_up(self.tables, queries.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
         named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=queries.query.device)
@@ -172,10 +174,10 @@ class TableSelector(Selector):
         return by_group
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Let new keys try to enter every list, and queries that came with them have lists of their own.
+        """Insert new keys into each list where they beat the lowest score, and add lists for the queries since.
 
-        Without these, queries of new positions would be looked up among those of old ones: on a real document recall
-        falls by a sixth in a thousand tokens. Reads all lists, and all keys. Allocates the tables once, at first.
+        Without new lists, queries at new positions match only centroids of older ones: on a real document recall then
+        falls by a sixth within a thousand tokens. Reads all lists and all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
@@ -197,7 +199,7 @@ class TableSelector(Selector):
         return Appended(order, read)
 
     def _with_lists_of(self, query: torch.Tensor) -> Tables:
-        """The tables with a few more centroids, of queries [Hk, G, Q, D], and their lists over all keys."""
+        """The tables with a few more centroids, clustered from queries [Hk, G, Q, D], and their lists of all keys."""
         tables = self.tables
         parts = split_channels(query.flatten(1, 2), tables.channels)
         generator = torch.Generator(query.device).manual_seed(tables.keys)
@@ -214,7 +216,7 @@ class TableSelector(Selector):
         )
 
     def remove_appended(self) -> torch.Tensor | None:
-        """Back to the stored tables; what the last search found is forgotten too."""
+        """Restore the stored tables; the selections of earlier searches are discarded too."""
         self.held.clear()
         self.recent = []
         if self.tables is self.stored:
@@ -225,5 +227,5 @@ class TableSelector(Selector):
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Places [..., count], rising, of the highest scores [..., M]."""
+    """Indices [..., count], ascending, of the highest scores [..., M]."""
     return scores.topk(count, -1, sorted=False).indices.sort(-1).values
