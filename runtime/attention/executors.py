@@ -72,8 +72,8 @@ class GatherExecutor(Executor):
 
     Args:
         search_device: the selector's.
-        let_go: views of the index's files that the selector reads; their pages are released after each search.
-        tells_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
+        mapped: views of the index's files that the selector reads; their pages are released after each search.
+        fetch_rest: fetch the centroids of the rest even where they are not attended, for the missed-mass meter.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class GatherExecutor(Executor):
         selector: Selector,
         middle: MiddleRows,
         search_device: torch.device,
-        let_go: tuple[torch.Tensor, ...] = (),
+        mapped: tuple[torch.Tensor, ...] = (),
         *,
-        tells_rest: bool = False,
+        fetch_rest: bool = False,
     ):
         self.selector, self.middle, self.search_device = selector, middle, search_device
-        self.let_go, self.tells_rest = let_go, tells_rest
+        self.mapped, self.fetch_rest = mapped, fetch_rest
 
     def attend(self, step: Step, budget: Budget) -> Attended:
         fetched = self.find(step.queries, budget)
@@ -101,7 +101,7 @@ class GatherExecutor(Executor):
         rows, valid = selection.rows.expand()
         weights, rest = selection.rows.log_weights, selection.rest
         attended = rest is not None and rest.attended
-        segments = () if rest is None or not (attended or self.tells_rest) else rest.segments()
+        segments = () if rest is None or not (attended or self.fetch_rest) else rest.segments()
         found = Fetched(
             *self.middle.gather(rows.flatten(1)),
             None if valid is None else valid.to(device),
@@ -110,7 +110,7 @@ class GatherExecutor(Executor):
             attended,
             selection.rows_read(),
         )
-        for tensor in self.let_go:
+        for tensor in self.mapped:
             release_pages(tensor)
         return found
 

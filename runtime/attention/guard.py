@@ -17,7 +17,7 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.selection import CentroidSegment
 
-RAISES = 2  # times that a budget is doubled before a head reads everything
+DOUBLINGS = 2  # times that a budget is doubled before a head reads everything
 
 
 def missed_share(
@@ -47,9 +47,9 @@ def rest_logsumexp(rest: Sequence[CentroidSegment], query: torch.Tensor, facts: 
     return torch.cat(logits, -1).logsumexp(-1)
 
 
-def tells_missed(method: Method, *, residual: bool) -> bool:
+def estimates_missed(method: Method, *, residual: bool) -> bool:
     """Whether the missed share can be estimated: from the method's own centroids, or from the residual's."""
-    return method.tells_missed or (residual and not method.replaces())
+    return method.estimates_missed or (residual and not method.replaces())
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Guard:
 
     def check(self, name: str, method: Method, *, residual: bool) -> None:
         """Raise UsageError for a method whose missed share cannot be estimated."""
-        if not tells_missed(method, residual=residual):
+        if not estimates_missed(method, residual=residual):
             raise UsageError(
                 f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
             )
@@ -103,7 +103,7 @@ class Guard:
         budget: Budget,
         middle: int,
     ) -> Outcome:
-        """Double the budget for heads over the limit, up to RAISES times; heads still over it attend to everything.
+        """Double the budget for heads over the limit, up to DOUBLINGS times; heads still over it attend to everything.
 
         One sync for each attempt, because the next step depends on its result.
 
@@ -115,7 +115,7 @@ class Guard:
         """
         best, tokens = attempt(budget), budget.tokens(middle)
         raised = over = best.missed > self.share
-        for _ in range(RAISES):
+        for _ in range(DOUBLINGS):
             tokens *= 2
             if tokens >= middle or not over.any():
                 break

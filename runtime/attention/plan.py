@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.runtime.attention.append import Appender
-from sparsekv.runtime.attention.executors import FusedExecutor, GatherExecutor, InPlaceExecutor
+from sparsekv.runtime.attention.executors import Executor, FusedExecutor, GatherExecutor, InPlaceExecutor
 from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, Policy, Prefetching
 from sparsekv.runtime.attention.prefetch import Prefetcher
@@ -26,14 +26,14 @@ class LayerOptions:
         prefetch: search for the next decode step's rows during this one's attention.
         meter: the missed-mass meter; its guard, if it has one, sets a limit.
         search_device: the selector's; None: the model's.
-        let_go: views of the index's files that the selector reads; their pages are released after each search.
+        mapped: views of the index's files that the selector reads; their pages are released after each search.
         question: selects for a question's tokens in place of the layer's selector.
     """
 
     prefetch: bool = False
     meter: MissedMeter | None = None
     search_device: torch.device | None = None
-    let_go: tuple[torch.Tensor, ...] = ()
+    mapped: tuple[torch.Tensor, ...] = ()
     question: QuestionSearch | None = None
 
 
@@ -82,38 +82,71 @@ def plan_layer(
         heads: KV heads, Hk.
         device: the model's.
     """
-    read, meter = ReadRows(heads, device), options.meter
-    where = options.search_device or device
-    gather = GatherExecutor(selector, middle, where, options.let_go, tells_rest=meter is not None)
+    read, where = ReadRows(heads, device), options.search_device or device
+    gather = GatherExecutor(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
     appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
     appender = None if appendable is None else Appender(appendable, middle, sinks, read, where, prefetcher)
-    gathering, reachable = Direct(gather, budget, middle, read), middle.in_place() is not None
-    decode: Policy = gathering
-    captured: Policy = gathering
-    prefill: Policy = gathering
-    if meter is not None:
-        decode = captured = prefill = Measured(gather, prefetcher, budget, facts, meter, middle, read)
-    elif prefetcher is not None:
-        decode = captured = Prefetching(prefetcher, middle, read)
-    elif reachable:
-        in_place = Direct(InPlaceExecutor(selector, middle, read.by_kernels, gather), budget, middle, read)
-        decode = captured = in_place
-    if meter is None and prefetcher is None and device.type != "cuda":
-        decode = Direct(FusedExecutor(selector, middle, gather), budget, middle, read)
-    if options.question is not None:
-        prefill = ChunkedPrefill(options.question, gather, middle, read)
+    shared = _Shared(selector, middle, facts, budget, read, gather, prefetcher, options)
+    plain = options.meter is None and prefetcher is None
     return LayerPlan(
         selector=selector,
         middle=middle,
         read=read,
         budget=budget,
-        decode=decode,
-        captured=captured,
-        prefill=prefill,
+        decode=_decode(shared, device),
+        captured=_captured(shared),
+        prefill=_prefill(shared),
         appender=appender,
         prefetcher=prefetcher,
-        meter=meter,
-        steps_alike=reachable and meter is None and prefetcher is None and appender is None,
+        meter=options.meter,
+        steps_alike=plain and middle.in_place() is not None and appender is None,
         graph=selector if isinstance(selector, GraphState) else None,
     )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the policies of a layer are made of."""
+
+    selector: Selector
+    middle: MiddleRows
+    facts: LayerFacts
+    budget: Budget
+    read: ReadRows
+    gather: GatherExecutor
+    prefetcher: Prefetcher | None
+    options: LayerOptions
+
+    def direct(self, executor: Executor) -> Policy:
+        return Direct(executor, self.budget, self.middle, self.read)
+
+    def measured(self, meter: MissedMeter) -> Policy:
+        return Measured(self.gather, self.prefetcher, self.budget, self.facts, meter, self.middle, self.read)
+
+
+def _decode(shared: _Shared, device: torch.device) -> Policy:
+    """The policy of decode steps: as in a graph, but that a CPU has a fused executor."""
+    if shared.options.meter is None and shared.prefetcher is None and device.type != "cuda":
+        return shared.direct(FusedExecutor(shared.selector, shared.middle, shared.gather))
+    return _captured(shared)
+
+
+def _captured(shared: _Shared) -> Policy:
+    """The policy of decode steps in a CUDA graph."""
+    if shared.options.meter is not None:
+        return shared.measured(shared.options.meter)
+    if shared.prefetcher is not None:
+        return Prefetching(shared.prefetcher, shared.middle, shared.read)
+    if shared.middle.in_place() is None:
+        return shared.direct(shared.gather)
+    return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
+
+
+def _prefill(shared: _Shared) -> Policy:
+    """The policy of a question's tokens."""
+    if shared.options.question is not None:
+        return ChunkedPrefill(shared.options.question, shared.gather, shared.middle, shared.read)
+    if shared.options.meter is not None:
+        return shared.measured(shared.options.meter)
+    return shared.direct(shared.gather)

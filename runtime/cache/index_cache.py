@@ -25,7 +25,7 @@ class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
     Between `reserve` and `release` each layer appends one row per step, to a slot whose position is kept on the device,
-    so that the step can be captured as a CUDA graph. `graph` is the last one captured; `captures` is False once a
+    so that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
     capture has failed.
     """
 
@@ -33,7 +33,7 @@ class IndexCache(Cache):
         super().__init__(layers=list(layers))
         self.stored_layers = layers
         self.graph: ModelGraph | None = None
-        self.captures = True
+        self.capturing = True
         first = layers[0].keys
         assert first is not None
         self.rows = torch.zeros(len(layers), dtype=torch.int64, device=first.device)
@@ -45,7 +45,7 @@ class IndexCache(Cache):
     @property
     def capturable(self) -> bool:
         """Whether a captured decode step can be replayed for all that follow."""
-        return self.captures and all(layer.capturable for layer in self.stored_layers)
+        return self.capturing and all(layer.capturable for layer in self.stored_layers)
 
     def reserve(self, tokens: int) -> None:
         """Switch to one row per step, with capacity for `tokens` of them; may reallocate the buffers."""

@@ -14,7 +14,7 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.guard import Guard, MissedMeter, tells_missed
+from sparsekv.runtime.attention.guard import Guard, MissedMeter, estimates_missed
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
@@ -88,7 +88,7 @@ class OpenIndex:
         check_placement(placement)
         if guard is not None:
             guard.check(name, method, residual=residual)
-        measured = guard is not None or (measure_missed and tells_missed(method, residual=residual))
+        measured = guard is not None or (measure_missed and estimates_missed(method, residual=residual))
         manifest = self.artifact.manifest
         read = [name, "queries"] if method.needs_index else ["queries"]
         self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
@@ -177,7 +177,7 @@ class _SparseLayers:
             prefetch=prefetch,
             meter=meter,
             search_device=where,
-            let_go=prepared.mapped if self.placement == "disk" else (),
+            mapped=prepared.mapped if self.placement == "disk" else (),
             question=self._question_search(layer, prepared.selector),
         )
         plan = plan_layer(prepared.selector, middle, facts, self.split.sinks, budget, len(exact[0]), device, options)

@@ -76,5 +76,5 @@ class DecodeStep:
         found = None if waits(again, self.model.device) else captured(self._forward, self.model.device, again)
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
-        self.capture = self.cache.captures = found is not None
+        self.capture = self.cache.capturing = found is not None
         return None if found is None else ModelGraph(*found, self.tokens, self.position, self.cache.buffers())

@@ -51,15 +51,15 @@ class SnapKV(Method):
 
 
 class SnapKVSelector(KeptTokens):
-    """order [Hk, M]: the ranking by the last window; unasked [Hk, M]: the ranking by the prompt's own window."""
+    """order [Hk, M]: the ranking by the last window; prompt_order [Hk, M]: the ranking by the prompt's own window."""
 
     def __init__(self, method: SnapKV, context: MiddleContext):
         assert context.observed is not None
         self.method, self.keys, self.facts = method, context.keys, context.facts
         nothing = torch.full(context.observed.shape[:3], -torch.inf, device=context.keys.device)
-        self.unasked = self._ranking(context.observed, nothing)
-        super().__init__(self.unasked)
-        self.asked = 0
+        self.prompt_order = self._ranking(context.observed, nothing)
+        super().__init__(self.prompt_order)
+        self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
         """[Hk, M], from the last queries of [Hk, G, Q, D] and their log-sum-exp [Hk, G, Q] over all other tokens."""
@@ -76,15 +76,15 @@ class SnapKVSelector(KeptTokens):
 
     def observe(self, queries: Queries) -> None:
         """Rank by this question's window from now on."""
-        self.order, self.asked = self._ranking(queries.query, queries.exact_logsumexp()), self.asked + 1
+        self.order, self.version = self._ranking(queries.query, queries.exact_logsumexp()), self.version + 1
 
     def forget_question(self) -> None:
         """Restore the ranking by the prompt's own window."""
-        self.order, self.asked = self.unasked, self.asked + 1
+        self.order, self.version = self.prompt_order, self.version + 1
 
     def graph_state(self) -> int:
         """A number that changes with each question, because the ranking is then another tensor."""
-        return self.asked
+        return self.version
 
 
 def _pooled(scores: torch.Tensor, size: int, pooling: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.attention.guard import Guard, tells_missed
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
 from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
@@ -169,7 +169,7 @@ def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) 
             guarded += [
                 (replace(form, variant=f"{form.variant} + guard".strip()), guard)
                 for form in plain
-                if tells_missed(form.method, residual=form.residual)
+                if estimates_missed(form.method, residual=form.residual)
             ]
         measured += [Measured(form, budget, by) for form, by in guarded for budget in budgets]
     return measured

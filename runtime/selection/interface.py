@@ -29,7 +29,7 @@ class Method(ABC):
     """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
-    tells_missed: ClassVar[bool] = False
+    estimates_missed: ClassVar[bool] = False
     """Whether its selections have centroids of the rest, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False
     """Whether its index is built from the document's queries, so that it may do better on these than on others."""

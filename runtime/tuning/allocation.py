@@ -37,7 +37,7 @@ def allocate(layers: Sequence[Sequence[Option]], target: float) -> list[int] | N
         gain += layers[layer][number].gain - layers[layer][chosen[layer]].gain
         chosen[layer] = number
     same = [[number] * len(layers) for number in range(len(layers[0]))]
-    reaching = [one for one in (_thriftier(layers, chosen, needed), *same) if _gain(layers, one) >= needed]
+    reaching = [one for one in (_cheaper(layers, chosen, needed), *same) if _gain(layers, one) >= needed]
     return min(reaching, key=lambda one: _cost(layers, one), default=None)
 
 
@@ -75,7 +75,7 @@ def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
     return [(layer, number) for _, layer, number in sorted(steps, key=lambda step: -step[0])]
 
 
-def _thriftier(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
+def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
     """The choice after repeatedly taking the cheaper option that saves most while the gain still suffices."""
     chosen = list(chosen)
     while True:

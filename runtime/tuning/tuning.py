@@ -37,7 +37,7 @@ RAISES = 2
 ROUNDING = 1e-12
 CURVE = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 6.0)
 """The budgets that a single layer may get, as multiples of the budget for all layers."""
-WORTH = 0.97
+LEAST_SAVING = 0.97
 """Budgets by layer are kept if they read at most this share of what one budget for all layers reads."""
 
 Progress = Callable[[str, int, int], None]
@@ -231,7 +231,7 @@ class _Tuner:
             shares = {layer: curve[number] for layer, number in zip(self.layers, chosen, strict=True)}
             self._measure(self.held_out, [(one.form, shares)])
             found = self._tuned(one.form, fmean(shares.values()), shares, aim, by_layer=True)
-            if found.kv_fraction > WORTH * uniform.kv_fraction:
+            if found.kv_fraction > LEAST_SAVING * uniform.kv_fraction:
                 return None
             if found.holds:
                 return found

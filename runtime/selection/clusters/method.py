@@ -20,7 +20,7 @@ class ClusterMethod(Method):
     """Scores clusters flat (all of the finest level) or hierarchically (down the levels of the index)."""
 
     needs_index: ClassVar[bool] = True
-    tells_missed: ClassVar[bool] = True
+    estimates_missed: ClassVar[bool] = True
     lookup: str = field(default="flat", metadata={"help": f"How clusters are looked up: {', '.join(LOOKUPS)}."})
     opened: float = field(
         default=OPENED,

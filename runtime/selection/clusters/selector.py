@@ -28,7 +28,7 @@ OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "pare
 
 
 @dataclass(frozen=True)
-class _Looked:
+class _Scored:
     """Clusters of one level that were scored: numbers, scores and token counts [Hk, Q or 1, S]; `read` is how many."""
 
     level: int
@@ -133,15 +133,15 @@ class ClusterSelector(Selector):
         flat = self._is_flat(budget)
         if query.shape[2] == 1 and not queries.joint and (step := self._step(query, budget, flat, queries.in_place)):
             return step
-        looked = [self._look_at(query, 0 if flat else len(self.tree.centroids) - 1, queries.joint)]
-        while looked[-1].level:
-            looked.append(self._look_below(query, looked[-1], budget, queries.joint))
-        lengths, capacity = self._choose(looked[-1], budget, queries.joint)
-        read = sum((one.read for one in looked[1:]), looked[0].read)
+        scored = [self._score_level(query, 0 if flat else len(self.tree.centroids) - 1, queries.joint)]
+        while scored[-1].level:
+            scored.append(self._score_children(query, scored[-1], budget, queries.joint))
+        lengths, capacity = self._choose(scored[-1], budget, queries.joint)
+        read = sum((one.read for one in scored[1:]), scored[0].read)
         return Selection(
-            RowSet(_gather(self.starts, looked[-1].clusters), lengths, capacity),
+            RowSet(_gather(self.starts, scored[-1].clusters), lengths, capacity),
             Cost(read * self._rows_of_a_cluster()),
-            Rest(lambda: self._remainders(looked, lengths), attended=self.replace),
+            Rest(lambda: self._remainders(scored, lengths), attended=self.replace),
         )
 
     def attend_fused(
@@ -174,7 +174,7 @@ class ClusterSelector(Selector):
         if self.thresholds is not None:
             if not (flat and counter is not None and query.is_cuda):
                 return None
-            threshold = self.thresholds.finest(budget.share(self.middle), shared=False)
+            threshold = self.thresholds.finest(budget.share(self.middle), joint=False)
             return self.steps.flat(query, self.middle, rows=rows, replace=replace, threshold=threshold, counter=counter)
         if not query.is_cuda:
             return self.steps.best(query, tokens, rows=rows, replace=replace) if flat and tokens else None
@@ -191,23 +191,23 @@ class ClusterSelector(Selector):
             return 1
         return 2 if self.windowed_rope is None else 3
 
-    def _look_at(self, query: torch.Tensor, level: int, shared: bool) -> _Looked:
+    def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> _Scored:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
         scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
-        scores = scores.mean(1, keepdim=True) if shared else scores
+        scores = scores.mean(1, keepdim=True) if joint else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
-        return _Looked(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
+        return _Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
-    def _look_below(self, query: torch.Tensor, above: _Looked, budget: Budget, shared: bool) -> _Looked:
+    def _score_children(self, query: torch.Tensor, above: _Scored, budget: Budget, joint: bool) -> _Scored:
         """Score the children of the opened clusters; the softmax is over these children only."""
         level = above.level - 1
-        starts, lengths, capacity = self._open(above, budget, shared)
+        starts, lengths, capacity = self._open(above, budget, joint)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
         scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
-        scores = scores.mean(1, keepdim=True) if shared else scores
-        return _Looked(level, clusters, scores, counts, lengths.sum(-1))
+        scores = scores.mean(1, keepdim=True) if joint else scores
+        return _Scored(level, clusters, scores, counts, lengths.sum(-1))
 
-    def _open(self, above: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _open(self, above: _Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The children of the opened parents, as runs. Parents are opened above the coarse threshold, or best first
         until they have enough children and hold the budget."""
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
@@ -217,7 +217,7 @@ class ClusterSelector(Selector):
         # Empty clusters are the last children of the last parent, so runs stay contiguous without them.
         children = _gather(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
-            alive = (above.scores >= self.thresholds.coarse(depth, shared=shared)) & (above.counts > 0)
+            alive = (above.scores >= self.thresholds.coarse(depth, joint=joint)) & (above.counts > 0)
             # The best parent is always opened: without it a head with no parent above the threshold has no denominator.
             alive = alive.gather(-1, order) | (torch.arange(order.shape[-1], device=order.device) == 0)
             lengths = children * alive
@@ -239,42 +239,42 @@ class ClusterSelector(Selector):
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
         return min(most, self.tree.centroids[level].shape[1])
 
-    def _choose(self, looked: _Looked, budget: Budget, shared: bool) -> tuple[torch.Tensor, int]:
+    def _choose(self, scored: _Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
         """Number of tokens to choose from each scored cluster, and an upper bound of their sum."""
         if self.thresholds is not None:
-            threshold = self.thresholds.finest(budget.share(self.middle), shared=shared)
-            kept = looked.counts.long() * (looked.scores >= threshold)
+            threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
+            kept = scored.counts.long() * (scored.scores >= threshold)
             return kept, int(kept.sum(-1).max())
-        order = looked.scores.argsort(dim=-1, descending=True, stable=True)
+        order = scored.scores.argsort(dim=-1, descending=True, stable=True)
         tokens = budget.tokens(self.middle)
-        lengths = fill_budget(looked.counts.gather(-1, order).long(), tokens)
+        lengths = fill_budget(scored.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 
-    def _remainders(self, looked: list[_Looked], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
+    def _remainders(self, scored: list[_Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
         """Centroids for the tokens not chosen: each token is represented by the finest of its clusters scored."""
         parts = []
-        for above, below in pairwise(looked):
+        for above, below in pairwise(scored):
             handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
             handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
             # An unused slot has the number of cluster 0 and a count of 0, so the difference may be negative.
             left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
             parts.append(self._remainder(above, left))
-        return (*parts, self._remainder(looked[-1], looked[-1].counts - taken))
+        return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
 
-    def _remainder(self, looked: _Looked, left: torch.Tensor) -> CentroidSegment:
+    def _remainder(self, scored: _Scored, left: torch.Tensor) -> CentroidSegment:
         """Scored centroids, each representing `left` [Hk, Q or 1, S] of its tokens; gathered for a joint selection.
 
         Without replacement there may be no value centroids; the keys are then passed in their place, unread.
         """
-        keys = self.keys[looked.level]
-        values = self.values[looked.level] if self.values else keys
-        if looked.clusters.shape[2] == keys.shape[1]:
-            everything = torch.zeros_like(left).scatter_add_(-1, looked.clusters, left)
+        keys = self.keys[scored.level]
+        values = self.values[scored.level] if self.values else keys
+        if scored.clusters.shape[2] == keys.shape[1]:
+            everything = torch.zeros_like(left).scatter_add_(-1, scored.clusters, left)
             return CentroidSegment(keys, everything.float().log(), values)
-        if looked.clusters.shape[1] == 1:
-            rows = looked.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
+        if scored.clusters.shape[1] == 1:
+            rows = scored.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
             return CentroidSegment(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
-        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, looked.clusters, left)
+        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, scored.clusters, left)
         return CentroidSegment(keys, spread.float().log(), values)
 
 

@@ -10,7 +10,7 @@ from support.small_layer import SmallLayer, all_chosen, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.runtime.attention.guard import RAISES, Attempt, Guard, MissedMeter
+from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, MissedMeter
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -116,7 +116,7 @@ def test_a_guard_that_allows_everything_changes_nothing(name: str, seed: int, qu
     assert guarded.sparse.read.total() == plain.sparse.read.total()
 
 
-@given(st.lists(st.lists(st.floats(0, 1), min_size=6, max_size=6), min_size=RAISES + 1, max_size=RAISES + 1))
+@given(st.lists(st.lists(st.floats(0, 1), min_size=6, max_size=6), min_size=DOUBLINGS + 1, max_size=DOUBLINGS + 1))
 @settings(deadline=None)
 def test_each_head_and_query_keeps_the_first_attempt_that_holds(missed: list[list[float]]) -> None:
     tries = torch.tensor(missed).view(-1, 2, 3)
@@ -133,7 +133,7 @@ def test_each_head_and_query_keeps_the_first_attempt_that_holds(missed: list[lis
     for head in range(2):
         for query in range(3):
             good = [number for number, one in enumerate(tries[:, head, query] <= 0.5) if one]
-            first, failed = (good[0], good[0]) if good else (-1, RAISES + 1)
+            first, failed = (good[0], good[0]) if good else (-1, DOUBLINGS + 1)
             read = sum(10.0**raised for raised in range(failed)) + (10.0**first if good else 1e6)
             assert held.attempt.results[0][head, query].tolist() == [first] * 4
             assert float(held.attempt.rows[head, query]) == read

@@ -210,7 +210,7 @@ def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, nam
         else on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual)
         for _ in range(2)
     )
-    launched.captures = False
+    launched.capturing = False
     assert captured.capturable
     graphs = []
     for question, temperature in (("What comes next?", 0.0), ("Why?", 1.0), ("And then, after all of that?", 0.0)):
@@ -226,7 +226,7 @@ def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, nam
 
 def test_a_captured_step_follows_a_buffer_that_grows(on_gpu: OpenIndex) -> None:
     asked, captured, launched = (question_ids(on_gpu, "Why?"), *(on_gpu.dense_cache() for _ in range(2)))
-    launched.captures = False
+    launched.capturing = False
     lengths = []
     for tokens in (4, 400):
         found, expected = (
