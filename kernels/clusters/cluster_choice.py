@@ -44,7 +44,7 @@ def choose_clusters(
     if query.is_cuda:
         from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap)
     return choose_clusters_reference(query, centroids, counts, starts, budget, softmax_scale, softcap)
 
