@@ -109,7 +109,7 @@ def _scratch_size(H: int, G: int, D: int, C: int, rows: int, threads: int) -> in
 
 @njit(inline="always")
 def _share(before, some, everything, thread, threads):
-    """A thread's range of `some` items, which `before` others precede, in an even split of `everything`: start, stop."""
+    """Start and stop of a thread's part of `some` items after `before` others, if `everything` is split evenly."""
     start, stop = thread * everything // threads - before, (thread + 1) * everything // threads - before
     return min(max(start, 0), some), min(max(stop, 0), some)
 

@@ -57,7 +57,7 @@ def _directions_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, SLOTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a KV head: finds the `count` least near queries of each head, and averages their directions."""
+    """One program a KV head: finds the `count` queries of lowest cosine in each head, and averages their directions."""
     wait_for_previous_kernel(EARLY)
     first = tl.program_id(0).to(tl.int64) * G
     g, b, slot, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_B), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)

@@ -60,8 +60,8 @@ def add_scaled(sums, word, factor):
 
 @triton.jit
 def as_bytes(even, odd):
-    """Packs the four bfloat16 in two words, from 0 to 1, in a word of bytes: five bits of exponent and three of fraction
-    (fewer in the lowest octaves). Accurate to 8 parts in 100; numbers below 2 ** -33 become 0."""
+    """Packs the four bfloat16 in two words, from 0 to 1, in a word of bytes: five bits of exponent and three of
+    fraction, fewer in the lowest octaves. Accurate to 8 parts in 100; numbers below 2 ** -33 become 0."""
     nothing = tl.zeros_like(even)
     even, odd = add_scaled(nothing, even, nothing + DOWN), add_scaled(nothing, odd, nothing + DOWN)
     return ((even >> 4) & 0x00FF00FF) | ((odd << 4) & -16711936)

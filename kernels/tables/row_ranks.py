@@ -22,7 +22,7 @@ def rank_rows(
 
     Args:
         query: [H, G, D]; keys: [H, M, D], a head's rows contiguous; rows: [H, S] int32 of these.
-        logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows replaces it where that is larger.
+        logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows is used where it is larger.
         wanted: number of rows that will be chosen.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Logits estimated from query-centric tables (CSAttention, section 3.3): the posting lists of nearest centroids, summed.
+"""Logits estimated from query-centric tables (CSAttention, section 3.3) by summing posting lists of nearest centroids.
 
 A list is in order of position and has no key twice, so each subspace adds its list to the logits in one pass without a
 sort, and the order of summation is always that of the subspaces.
@@ -84,8 +84,8 @@ def look_up(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One subspace's part of the logits: `floor` [Hk, R] + values [Hk, R, L] for listed tokens [Hk, R, L], and the floor
-    alone for all other keys."""
+    """One subspace's part of the logits: `floor` [Hk, R] + values [Hk, R, L] for listed tokens [Hk, R, L], and the
+    floor alone for all other keys."""
 
     tokens: torch.Tensor
     values: torch.Tensor
@@ -97,9 +97,9 @@ def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring
 
     Args:
         place: which of each part's nearest centroids to use.
-        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is multiplied
-            by the projection of the query's part on the centroid, if positive, and keys that are not listed get the
-            lowest score of the list (`floor`) or the mean score of all keys that it leaves out (`mean`).
+        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is
+            multiplied by the projection of the query's part on the centroid, 0 if negative, and keys that are not
+            listed get the lowest score of the list (`floor`) or the mean of all that it leaves out (`mean`).
     """
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]

@@ -1,4 +1,4 @@
-"""Query-centric tables (CSAttention): subspaces of a head, query centroids in each, posting lists of their best keys."""
+"""Query-centric tables (CSAttention): per subspace of a head, centroids of its queries and lists of their best keys."""
 
 import torch
 from torch.nn.functional import normalize
@@ -53,7 +53,7 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def _seeds(points: torch.Tensor, clusters: int, generator: torch.Generator) -> torch.Tensor:
-    """k-means++ seeds [B, C, d]: each is drawn with probability proportional to its squared distance to earlier ones."""
+    """k-means++ seeds [B, C, d], drawn with probability proportional to squared distance from the nearest earlier."""
     distance = points.new_ones(points.shape[:2])
     seeds = []
     for _ in range(clusters):
