@@ -1,1 +1,1 @@
-"""The artifact: schema, writer, reader, checksums. Knows no torch model."""
+"""The artifact: schema, writer, reader, checksums. Does not depend on any model."""

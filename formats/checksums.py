@@ -1,4 +1,4 @@
-"""Hashes: of files, of JSON-like values, and the chained ones that tell what an edited document can keep."""
+"""Hashes of files and of JSON-like values, and chained hashes that tell which tokens an edited document can keep."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_descriptor(descriptor: int) -> str:
-    """sha256 of an open file from its beginning, in hex; safe to call from several threads, which share its place."""
+    """sha256 of an open file from its beginning, in hex; thread-safe, because the descriptor's offset is not used."""
     digest, place = hashlib.sha256(), 0
     while piece := os.pread(descriptor, _PIECE, place):
         digest.update(piece)
@@ -34,12 +34,12 @@ def hash_descriptor(descriptor: int) -> str:
 
 
 def hash_json(value: Any) -> str:
-    """sha256 of a JSON-like value, whatever the order of its keys."""
+    """sha256 of a JSON-like value, in hex; the order of its keys does not matter."""
     return hash_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def hash_tokens(input_ids: Sequence[int]) -> str:
-    """sha256 of token ids as little-endian int64, the bytes that `tokens.safetensors` holds."""
+    """sha256 of token ids as little-endian int64, the bytes stored in `tokens.safetensors`, in hex."""
     return hash_bytes(np.asarray(input_ids, dtype="<i8").tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Writing the setting that an index is used with by default: the manifest alone changes."""
+"""Writes the setting that an index is used with by default; only the manifest changes."""
 
 import os
 from pathlib import Path
@@ -10,15 +10,15 @@ from sparsekv.formats.schema import MANIFEST, Defaults, Manifest
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Better before the measuring than after it: raise ArtifactError for an index whose manifest cannot be replaced."""
+    """Raise ArtifactError for an index whose manifest cannot be replaced; called before measuring starts."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
 
 
 def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
-    """Replace the manifest of a finished index by one with these defaults, atomically, under the lock of a build.
+    """Replace the manifest of a finished index by one with these defaults, atomically, holding the index's lock.
 
-    Identity and files stay as they are; what an interrupted build left to be resumed stays there too.
+    Identity and files do not change; an interrupted build can still be resumed.
 
     Args:
         base: the manifest of the index that the defaults were measured on.
@@ -27,10 +27,10 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest
         The sealed manifest.
 
     Raises:
-        ArtifactError: the index is gone or another one by now, another process builds it, or it cannot be written.
+        ArtifactError: the index is gone, was replaced, is being built by another process, or cannot be written.
     """
     opened = open_folder(folder)
-    manifest_in(opened)  # before the lock, which would be made in any folder
+    manifest_in(opened)  # before the lock, which would create its file in any folder
     try:
         lock = acquire_lock(folder)
         try:

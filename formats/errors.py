@@ -1,8 +1,8 @@
-"""Every error a person can cause, each shown as one line on stderr with an exit code."""
+"""Errors that a user can cause, each shown as one line on stderr with an exit code."""
 
 
 class SparsekvError(Exception):
-    """Something went wrong while running: the message names the thing and the remedy. Exit code 1."""
+    """A failure while running; the message says what failed and what to do. Exit code 1."""
 
     exit_code = 1
 

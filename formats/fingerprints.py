@@ -1,4 +1,4 @@
-"""Fingerprints of a model and a tokenizer, from plain values: what decides the keys and values they give."""
+"""Fingerprints of what decides K and V in a model and a tokenizer, computed from plain values."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -36,8 +36,8 @@ SAMPLES_PER_TENSOR = 256
 def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Hash of names, shapes and 256 evenly spaced values of each tensor, rounded to bfloat16.
 
-    Reading a sample keeps opening fast on large models; rounding lets one checkpoint loaded in float32 and in
-    bfloat16 agree. A change that the sample misses is what the manifest's probe is for.
+    Reading only a sample keeps opening fast for large models; rounding makes the hashes of one checkpoint equal in
+    float32 and bfloat16. The manifest's probe is there for changes that the sample misses.
     """
     parts = []
     for name, tensor in sorted(state):

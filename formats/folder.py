@@ -1,7 +1,8 @@
-"""The folder of an index, held open: its files are reached by plain names below it, and through no link.
+"""The open folder of an index: files are reached by plain names below it, never through a link.
 
-Whoever made an index may have put links, pipes or folders where files belong, so every name is opened below the
-folder's own descriptor, without following, and what is no plain file is refused. Nothing is removed but plain files.
+Whoever made an index may have put links, pipes or folders where files belong. So every name is opened relative to the
+folder's descriptor, without following links, and anything but a plain file is refused. Only plain files are removed,
+and their folders once empty.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 
 
 class Folder:
-    """An open folder. Names are those of `formats.names`, or of files at its top.
+    """An open folder. File names are those of `formats.names`, or of files at its top.
 
     Raises:
         OSError: there is no such folder, or it cannot be read.
@@ -32,14 +33,14 @@ class Folder:
         weakref.finalize(self, os.close, self._descriptor)
 
     def open(self, name: str) -> int:
-        """Descriptor of a plain file, for reading; the caller closes it.
+        """Open a plain file for reading; returns its descriptor, which the caller closes.
 
         Raises:
             OSError: it is missing, cannot be read, or is a link, a pipe or a folder.
         """
         with self._parent(name) as (parent, last):
             try:
-                # A pipe would be waited for until somebody writes to it.
+                # Without O_NONBLOCK, opening a pipe waits for a writer.
                 descriptor = os.open(last, _READ | os.O_NONBLOCK, dir_fd=parent)
             except OSError as error:
                 raise _not_plain(name) if error.errno == errno.ELOOP else error from None
@@ -49,7 +50,7 @@ class Folder:
         return descriptor
 
     def read(self, name: str, most: int) -> bytes:
-        """A file's bytes, of which there are `most` at most. OSError as `open` raises it, or for a larger file."""
+        """A file's bytes, at most `most`. Raises OSError as `open` does, and for a larger file."""
         with os.fdopen(self.open(name), "rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
@@ -57,20 +58,20 @@ class Folder:
         return data
 
     def names(self) -> list[str]:
-        """Whatever lies at its top."""
+        """Sorted names of everything at its top."""
         return sorted(os.listdir(self._descriptor))
 
     def link(self, descriptor: int, name: str) -> None:
-        """Give an open file a name here too. OSError where the disk cannot, or the file has lost its last name."""
+        """Hard-link an open file here. Raises OSError where the disk cannot, or the file has lost its last name."""
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
     def write(self, name: str, data: Iterable[bytes | memoryview]) -> None:
-        """Write a file, its bytes given in pieces, so that it is there whole or as it was before, whatever happens;
-        makes its folder when missing.
+        """Write a file from pieces of bytes atomically: afterwards it is whole or as before, whatever happens. Creates
+        its folder if missing.
 
         Raises:
-            OSError: it could not be written; nothing is left of the attempt.
+            OSError: it could not be written; the attempt leaves nothing.
         """
         with self._parent(name, make=True) as (parent, last):
             temporary = f"{last}.{secrets.token_hex(4)}.tmp"
@@ -89,8 +90,8 @@ class Folder:
                 raise
 
     def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = ()) -> None:
-        """Remove plain files, what a process that died has left of writing to them or to other names, and folders that
-        are empty then."""
+        """Remove plain files, temporary files that a dead process left of these or of `leftovers_of`, and folders that
+        are then empty."""
         gone = set(names)
         for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
             try:
@@ -112,7 +113,7 @@ class Folder:
 
     @contextmanager
     def _parent(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Descriptor of the folder that a name lies in, and the name's last part."""
+        """Descriptor of the folder that contains a name, and the last part of the name; `make` creates the folder."""
         above, _, last = name.rpartition("/")
         if not above:
             yield self._descriptor, last

@@ -1,4 +1,4 @@
-"""Does an index belong to this model and tokenizer? Refuses by field, with both values and the way out."""
+"""Checks that an index belongs to a model and a tokenizer; an error names the field, both values and the remedy."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from sparsekv.formats.schema import Manifest, ModelIdentity, TokenizerIdentity
 def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
     """Raise IdentityError at the first field in which the index's model and this one, loaded as `dtype`, differ.
 
-    The weights' hashes of one checkpoint are equal in float32 and bfloat16; float16 rounds otherwise, and across it
-    only the probe can tell.
+    One checkpoint has the same weight hash in float32 and bfloat16. float16 rounds differently, so hashes are not
+    compared between float16 and the others: there only the probe can find a difference.
     """
     stored, remedy = manifest.model, _model_remedy(manifest)
     for field in sorted(stored.kv_config.keys() | model.kv_config.keys()):
@@ -22,7 +22,7 @@ def check_model(manifest: Manifest, model: ModelIdentity, dtype: str) -> None:
 
 
 def check_tokenizer(manifest: Manifest, tokenizer: TokenizerIdentity) -> None:
-    """Raise IdentityError when the tokenizer, its special tokens or its chat template is another one."""
+    """Raise IdentityError when the tokenizer, its special tokens or its chat template differs."""
     stored, remedy = manifest.tokenizer, _model_remedy(manifest)
     _compare("tokenizer", stored.tokenizer_hash[:12], tokenizer.tokenizer_hash[:12], remedy)
     _compare("special tokens", stored.special_tokens_hash[:12], tokenizer.special_tokens_hash[:12], remedy)

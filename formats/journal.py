@@ -1,4 +1,4 @@
-"""The journal of a build that is not finished: what is whole already, and which paths the build has ever written to."""
+"""The journal of an unfinished build: which files are whole, and every path that the build has written to."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ _PATHS = TypeAdapter(set[FileName])
 
 @dataclass
 class Journal:
-    """Records of whole files by logical name; every path that the index has or had, or a build has begun to write;
-    and small JSON values that a build wants to remember."""
+    """Records of whole files by logical name; every path that the index has or had, or that a build began to write; and
+    notes, small JSON values that a build stores for when it is resumed."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)
     notes: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The journal as it lies on disk."""
+        """The journal as it is stored on disk."""
         files = {name: record.model_dump() for name, record in self.files.items()}
         return json.dumps({"files": files, "paths": sorted(self.paths), "notes": self.notes}).encode()
 
@@ -36,7 +36,7 @@ def read_journal(folder: Folder) -> Journal | None:
     try:
         stored = json.loads(folder.read(JOURNAL, _MOST))
         files = _FILES.validate_python(stored["files"])
-        # An older version's journal has no paths: what it wrote is what it recorded.
+        # An older version's journal has no paths: the files that it recorded are all that it wrote.
         paths = _PATHS.validate_python(stored.get("paths", []))
         notes = dict(stored["notes"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ValidationError):

@@ -1,7 +1,8 @@
-"""What shapes the tensors of an index must have, so that a manifest fits itself.
+"""Shapes and dtypes that the tensors of an index must have, and the check that a manifest is consistent with them.
 
-Axes are letters, the same for all files of a layer: N tokens, M of the middle, R of the tail, Hk KV heads, D channels.
-Others hold within one file: C0, C1, ... clusters of each level, m parts of d channels, C centroids, lists of L tokens.
+Axes are letters. Those of all files of a layer: N tokens, M of the middle, R of the tail, Hq query heads, Hk KV heads,
+D channels. Those within one file: P sampled queries, C0, C1, ... clusters of each level, m subspaces of d channels,
+C centroids, posting lists of L tokens.
 """
 
 import re
@@ -14,7 +15,7 @@ from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, TensorRecord, 
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
-"""A dtype, `rows` for that of the index, and the axes; `X+1` is one more than X."""
+"""A dtype (`rows` for that of the index, empty for any) and the axes; `X+1` is one more than X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
 _QUERIES: dict[str, Shape] = {"tail": ("rows", ("Hq", "R", "D")), "sink_logits": ("", ("Hq",))}
@@ -45,9 +46,9 @@ _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
 
 def check_layout(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError where files are missing from a manifest, or their tensors' shapes do not fit each other.
+    """Raise ArtifactError if files are missing from a manifest, or the shapes of their tensors contradict each other.
 
-    Tensors of names that are not the artifact's own, which another package's method may have, are not looked at.
+    Tensors with names that are not listed here, which another package's method may have, are not checked.
     """
     split, remedy = manifest.split, f"the manifest of {folder} contradicts itself: {{}}; {REBUILD}"
     if split.tokens != manifest.prompt.tokens:
@@ -103,7 +104,7 @@ def _of_method(tensor: str) -> Shape | None:
 
 
 def _check(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
-    """Raises ValueError for a tensor that does not fit; learns from the first that has them what letters mean."""
+    """Raise ValueError for a tensor that does not fit; the first tensor with a letter sets the letter's size."""
     for tensor, (dtype, axes) in wanted.items():
         if tensor not in record.tensors:
             raise ValueError(f"{tensor} is not in {name}")

@@ -1,4 +1,4 @@
-"""The lock of an index's folder: whoever changes what is in it holds it."""
+"""The lock of an index's folder, held by any process that changes its contents."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ LOCK = ".lock"
 
 
 def acquire_lock(folder: Path) -> FileLock:
-    """Take the lock of a folder that exists; the caller releases it.
+    """Acquire the lock of an existing folder; the caller releases it.
 
     Raises:
         ArtifactError: another process holds it.
-        OSError: the folder cannot be written, or a link lies in the lock's place.
+        OSError: the folder cannot be written, or the lock file is a link.
     """
     lock = FileLock(folder / LOCK)
     try:

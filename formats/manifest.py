@@ -1,4 +1,4 @@
-"""Reading and sealing `manifest.json`: the one file whose presence says that an index is whole."""
+"""Reads and seals `manifest.json`, the file whose presence means that an index is complete."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ REBUILD = "build the index again from its document with `sparsekv build-index --
 
 
 def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:
-    """Serialise a manifest with the hash of all its other fields; returns the bytes and the sealed manifest."""
+    """Seal a manifest with the hash of all its other fields; returns its JSON bytes and the sealed manifest."""
     sealed = manifest.model_copy(update={"manifest_sha256": _self_hash(manifest.model_dump(mode="json"))})
     return json.dumps(sealed.model_dump(mode="json"), indent=1).encode(), sealed
 
 
 def open_folder(path: Path) -> Folder:
-    """The folder of an index, held open.
+    """Open the folder of an index.
 
     Raises:
         ArtifactError: there is no such folder, or it cannot be read.
@@ -47,12 +47,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_in(folder: Folder) -> Manifest:
-    """The same, of a folder that is open."""
+    """`read_manifest` for an open folder."""
     return parse_manifest(manifest_data(folder), folder)
 
 
 def manifest_data(folder: Folder) -> bytes:
-    """The manifest's bytes. ArtifactError as `read_manifest` raises it."""
+    """The manifest's bytes. Raises ArtifactError as `read_manifest` does."""
     path = folder.path / MANIFEST
     try:
         return folder.read(MANIFEST, MOST_BYTES)
@@ -73,7 +73,7 @@ def manifest_data(folder: Folder) -> bytes:
 
 
 def parse_manifest(data: bytes, folder: Folder) -> Manifest:
-    """The manifest in some bytes that were read from a folder. ArtifactError as `read_manifest` raises it."""
+    """Check and parse a manifest's bytes, read from `folder`. Raises ArtifactError as `read_manifest` does."""
     path = folder.path / MANIFEST
     try:
         fields = json.loads(data)
@@ -96,7 +96,7 @@ def parse_manifest(data: bytes, folder: Folder) -> Manifest:
 
 
 def is_index(folder: Folder) -> bool:
-    """Whether a folder holds a manifest of ours that is as it was written, of whatever version."""
+    """Whether a folder has an unchanged manifest of sparsekv, of any version."""
     try:
         fields = json.loads(folder.read(MANIFEST, MOST_BYTES))
         return bool(fields["manifest_sha256"] == _self_hash(fields))
@@ -105,7 +105,7 @@ def is_index(folder: Folder) -> bool:
 
 
 def _remedy(folder: Folder) -> str:
-    """A folder that is not marked may be another program's, which `--force` would not touch."""
+    """What to do about a bad manifest: a folder without marker may be another program's, which `--force` refuses."""
     if is_marked(folder):
         return REBUILD
     return "if it is an index, build it again with `sparsekv build-index -o ANOTHER_NAME`"

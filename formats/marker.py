@@ -1,4 +1,4 @@
-"""The file by which a folder says that it is an index of ours, finished or not."""
+"""The marker file that identifies a folder as an index of sparsekv, finished or not."""
 
 from sparsekv.formats.folder import Folder
 
@@ -7,7 +7,7 @@ _MARK = b"An index of sparsekv lies in this folder: builds replace and remove th
 
 
 def is_marked(folder: Folder) -> bool:
-    """Whether a folder says of itself that it is an index, or the beginning of one."""
+    """Whether a folder has the marker of an index, finished or not."""
     try:
         return folder.read(MARKER, len(_MARK)) == _MARK
     except OSError:
@@ -15,6 +15,6 @@ def is_marked(folder: Folder) -> bool:
 
 
 def mark(folder: Folder) -> None:
-    """Let a folder say that it is an index. OSError where it cannot be written."""
+    """Write the marker into a folder if it is missing. Raises OSError where it cannot be written."""
     if not is_marked(folder):
         folder.write(MARKER, [_MARK])

@@ -1,4 +1,4 @@
-"""Which folders a build may write to: empty ones, and indices of ours. Nothing else is ever touched."""
+"""Which folders a build may write to: empty ones, and indices of sparsekv. Nothing else is ever touched."""
 
 import os
 import re
@@ -12,12 +12,12 @@ from sparsekv.formats.manifest import is_index
 from sparsekv.formats.marker import MARKER, is_marked
 
 _BEFORE_ALL = re.compile(rf"{re.escape(LOCK)}|{re.escape(MARKER)}(\.[0-9a-f]{{8}}\.tmp)?")
-"""What a build that dies at its beginning can leave."""
+"""Files that a build can leave if it dies at its beginning."""
 
 
 def refuse_foreign(folder: Folder) -> None:
-    """Raise ArtifactError for a folder that has something in it and neither the mark of an index nor, as those of
-    earlier versions, a manifest or journal that is whole."""
+    """Raise ArtifactError for a folder that has files in it but is no index: it has no marker, and no intact manifest
+    or journal, by which indices of earlier versions are recognised."""
     others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
     if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
         raise ArtifactError(
@@ -27,10 +27,10 @@ def refuse_foreign(folder: Folder) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Whether an index can be written to a path: better known before a model is loaded than after.
+    """Check that an index can be written to a path, before a model is loaded.
 
     Raises:
-        ArtifactError: it is a file, a folder of other things, or where nothing may be written.
+        ArtifactError: the path is a file, a folder of other things, or cannot be read or written.
     """
     if os.path.lexists(path):
         if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Pages of mapped files: memory that a process can give back, because the file still has it."""
+"""Memory pages of mapped files, which a process can release because the file still has their content."""
 
 import ctypes
 import mmap
@@ -11,10 +11,10 @@ DONTNEED = 4  # MADV_DONTNEED of Linux
 
 
 def release_pages(mapped: torch.Tensor) -> None:
-    """Let the system take back the pages of a tensor that is a view of a mapped file, never written to.
+    """Release the memory pages of a tensor, which must be a view of a mapped file and never written to.
 
-    They are read from the file again when they are touched. On a tensor of any other memory this would lose its
-    content. Does nothing where there is no Linux.
+    They are read from the file again when they are accessed. A tensor in any other memory would lose its content. Does
+    nothing outside Linux.
     """
     madvise = _madvise()
     if madvise is None:

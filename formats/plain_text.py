@@ -1,6 +1,6 @@
-"""Text as tokens that only say what it says: none of them begins a turn or ends one, whoever wrote the text.
+"""Tokenises text with any control tokens in it as plain text, so that no text can begin or end a chat turn.
 
-Control tokens are those that a tokenizer marks special, and other added ones that its chat template is made of.
+Control tokens are those that a tokenizer marks as special, and other added tokens that occur in its chat template.
 """
 
 import re
@@ -14,7 +14,7 @@ from sparsekv.formats.errors import SparsekvError
 
 
 class TextTokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it, fast and slow ones."""
+    """What is needed of a tokenizer; both fast and slow ones of transformers have it."""
 
     chat_template: Any
 
@@ -33,12 +33,12 @@ class TextTokenizer(Protocol):
 
 
 class Trusted(str):
-    """A part of a text whose control tokens keep their meaning: a chat template's."""
+    """A part of a text in which control tokens keep their meaning, such as a chat template."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Token ids of a text, and how often a control token stands in it that is plain text there."""
+    """Token ids of a text, and how often each control token occurs in it as plain text."""
 
     ids: list[int]
     plain: dict[str, int]
@@ -47,12 +47,12 @@ class EncodedText:
 def encode_text(
     tokenizer: TextTokenizer, *parts: str, add_special_tokens: bool = False, special_tokens: bool = False
 ) -> EncodedText:
-    """Token ids of the parts of a text, tokenised as one; control tokens are plain text but in `Trusted` parts.
+    """Token ids of the parts of a text, tokenised as one text; control tokens are plain text except in `Trusted` parts.
 
-    Without any of them in the others, these are the ids that the tokenizer gives by itself.
+    If the other parts have no control tokens, these are the ids that the tokenizer itself returns.
 
     Args:
-        add_special_tokens: let the tokenizer put its own at the ends.
+        add_special_tokens: let the tokenizer add its special tokens at the ends.
         special_tokens: let control tokens keep their meaning in all parts.
 
     Raises:
@@ -66,7 +66,7 @@ def encode_text(
     meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens), control)
     found = _count(ids, control) - meant
     if unknown is not None and unknown in found:
-        # The others stand for characters that the tokenizer does not know.
+        # All other unknown tokens come from characters that the tokenizer does not know.
         found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
     if not found.total():
         return EncodedText(ids, {})
@@ -90,7 +90,7 @@ def _encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:
 def _control_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
     template = str(tokenizer.chat_template or "")
     named = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in tokenizer.all_special_ids}
-    # Some models begin turns with tokens that are not marked; white space is text, in a template too.
+    # Some models begin turns with tokens that are not marked special; white space is text even in a template.
     added = {
         number: str(token)
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -100,7 +100,7 @@ def _control_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
 
 
 def _unknown_token(tokenizer: TextTokenizer) -> str | None:
-    """The token of unknown characters, where it says nothing else."""
+    """The token for unknown characters, unless it has another role as well."""
     names = Counter(str(token) for token in tokenizer.special_tokens_map.values())
     token = tokenizer.special_tokens_map.get("unk_token")
     return None if token is None or names[str(token)] > 1 else str(token)
@@ -111,7 +111,7 @@ def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
 
 
 def _runs(parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
-    """The text in runs of plain text between the control tokens of trusted parts."""
+    """Runs of plain text, and between them the ids of control tokens in trusted parts."""
     numbers = {token: number for number, token in control.items()}
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
     run = ""
@@ -130,7 +130,7 @@ def _encode_run(tokenizer: TextTokenizer, run: str | int, control: Mapping[int, 
         return [run]
     ids = _encode(tokenizer, run, split_special_tokens=True)
     if left := _count(ids, control):
-        # Tokenizers split marked ones alone; a token that is cut in two can be none.
+        # Tokenizers split only tokens marked special; the others are cut in two, so that they are not recognised.
         cuts = [match.start() + 1 for token in left for match in re.finditer(re.escape(token), run)]
         edges = [0, *sorted(cuts), len(run)]
         pieces = (run[start:end] for start, end in pairwise(edges))
@@ -139,7 +139,7 @@ def _encode_run(tokenizer: TextTokenizer, run: str | int, control: Mapping[int, 
 
 
 def _ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """Token ids that the tokenizer adds before and after a text."""
     letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
     start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)
     return whole[:start], whole[start + len(letter) :]

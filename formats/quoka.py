@@ -1,4 +1,4 @@
-"""QuoKA's parameters, the same where a document is prefilled, where a question is, and in the manifest."""
+"""QuoKA's parameters, shared by the prefill of a document, the prefill of a question, and the manifest."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +9,12 @@ CHOICES = {
     "quoka_similarity": ("cosine", "dot"),
     "quoka_across": ("max", "mean"),
 }
-"""The paper's form first, then what it compares with."""
+"""The paper's choice first, then its ablations."""
 
 
 @dataclass(frozen=True)
 class QuokaOptions:
-    """Which queries choose for a chunk, what ranks keys, and how several queries' scores become one."""
+    """Which queries choose a chunk's keys, how keys are ranked, and how the scores of several queries are combined."""
 
     prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
     quoka_subset: str = field(
@@ -36,6 +36,6 @@ class QuokaOptions:
 
 
 def check_prefill_queries(count: int) -> None:
-    """Raise UsageError for no queries to choose by."""
+    """Raise UsageError if there would be no query to choose keys by."""
     if count < 1:
         raise UsageError(f"--prefill-queries {count}: give at least 1")

@@ -1,4 +1,4 @@
-"""Reading an artifact: mapped into memory, so that only the rows that are touched are read."""
+"""Reads an artifact as mapped memory, so that only rows that are accessed are read from disk."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -20,13 +20,13 @@ THREADS = min(16, os.cpu_count() or 1)
 
 
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
-    """All tensors of an open safetensors file, as views of its mapping, which outlives the descriptor.
+    """All tensors of an open safetensors file, as views of its memory mapping, which outlives the descriptor.
 
     Args:
-        what: the file's name, for an error.
+        what: the file's name in error messages.
 
     Raises:
-        ArtifactError: it is no such file.
+        ArtifactError: it cannot be read as a safetensors file.
     """
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
@@ -36,15 +36,15 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
 
 
 class Artifact:
-    """A finished index on disk, as it was when it was opened, whatever a writer does since.
+    """A finished index on disk, as it was when opened, whatever a writer does later.
 
-    Opening reads the manifest, holds every file open, and compares their sizes, and the shapes that the manifest gives,
-    with each other. A file that is read for the first time is compared with the manifest: names, shapes and dtypes of
-    its tensors, and its sha256 if it is smaller than a layer's keys and values.
+    Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
+    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and its sha256 if
+    it is smaller than a layer's keys and values.
 
     Args:
-        thorough: of every file the sha256, and that it holds no number that is not finite, when it is first read: for
-            those who read all of it anyway, and measure.
+        thorough: check the sha256 of every file on its first read, and that its numbers are finite; for callers that
+            read all of it anyway, and measure.
 
     Raises:
         ArtifactError: no index there, unfinished, newer, damaged, not readable, or a file is missing or truncated.
@@ -59,15 +59,15 @@ class Artifact:
 
     @property
     def manifest_data(self) -> bytes:
-        """The manifest as it lies on disk."""
+        """The manifest's bytes as stored on disk."""
         return self._snapshot.data
 
     def descriptor(self, name: str) -> int:
-        """The open file of a logical name, for as long as this index is open."""
+        """Descriptor of a logical file; it stays open for as long as this index."""
         return self._snapshot.descriptors[name]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """All tensors of one logical file, as views of its mapping: rows are read when they are touched.
+        """All tensors of one logical file, as views of its memory mapping: rows are read when accessed.
 
         Raises:
             ArtifactError: the file is not what the manifest says.
@@ -92,11 +92,11 @@ class Artifact:
         return self.tensors(layer_file("queries", layer))
 
     def method_tensors(self, method: str, layer: int) -> dict[str, torch.Tensor]:
-        """What one method built for one layer; an unknown method is a KeyError of the caller's."""
+        """Tensors that one method built for one layer; KeyError for a method that the index does not have."""
         return self.tensors(layer_file(method, layer))
 
     def check_sums(self, names: Iterable[str]) -> None:
-        """Compare at once, in threads, the sha256 that reading these files would compare one by one.
+        """Check the sha256 of several files in parallel threads, which reading them would check one by one.
 
         Raises:
             ArtifactError: a file whose content has changed.
@@ -106,7 +106,7 @@ class Artifact:
             list(threads.map(self._check_sum, wanted))
 
     def verify(self) -> Iterator[str]:
-        """Recheck every file's sha256, yielding each logical name once it is right.
+        """Recheck every file's sha256, yielding each logical name after its check.
 
         Raises:
             ArtifactError: at the first file whose content has changed.

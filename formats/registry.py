@@ -1,4 +1,4 @@
-"""What a command line knows by name: methods, indexers, ways to prefill and tasks, ours and installed ones."""
+"""Registries of methods, indexers, kinds of prefill and tasks by name, including those of installed packages."""
 
 import importlib
 import pkgutil
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one kind by name, found when they are first asked for.
+    """Things of one kind by name; modules that register them are imported when the registry is first called.
 
     Args:
         kind: what messages call one of them.
-        package: whose modules register theirs when they are imported.
-        group: of entry points, by which installed packages add classes; None: they cannot.
-        base: what such a class has to be.
+        package: its modules register things when they are imported.
+        group: entry point group by which installed packages add classes; None: they cannot.
+        base: required base class of those.
     """
 
     def __init__(self, kind: str, package: str, group: str | None = None, base: type | None = None):
@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         self.found = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: makes a class known to every command under this name; UsageError where another one has it."""
+        """Decorator that registers a class under this name; UsageError if another one has the name."""
 
         def add(thing: T) -> T:
             self.add(name, thing)
@@ -39,7 +39,7 @@ class Registry(Generic[T]):
         """All of them by name.
 
         Raises:
-            UsageError: an installed package's cannot be loaded, is none of this kind, or has a name that is taken.
+            UsageError: one of an installed package cannot be loaded, is not of this kind, or has a taken name.
         """
         if not self.found:
             package = importlib.import_module(self.package)
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         return dict(sorted(self.known.items()))
 
     def add(self, name: str, thing: T) -> None:
-        """Make a thing known under a name; UsageError where another one has it."""
+        """Register a thing under a name; UsageError if another one has the name."""
         if name in self.known and self.known[name] is not thing:
             raise UsageError(f"two {self.kind}s are called '{name}', {_where(self.known[name])} and {_where(thing)}")
         self.known[name] = thing

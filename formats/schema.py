@@ -1,8 +1,8 @@
-"""Schema 1 of the artifact: what `manifest.json` says, and what the files beside it hold.
+"""Schema 1 of the artifact: the fields of `manifest.json`, and the contents of the files beside it.
 
 A folder `NAME.skv/` holds `manifest.json`, `tokens.safetensors` (input_ids [N] int64),
 `context/layer_XXX.safetensors` (keys, values [Hk, N, D]), `queries/layer_XXX.safetensors` (tail [Hq, R, D])
-and one folder a method. The manifest names every file by its logical path and says where it lies.
+and one folder for each method. The manifest lists every file by its logical path, with the path where it is stored.
 """
 
 from typing import Annotated, Any, Self
@@ -32,13 +32,13 @@ def layer_file(folder: str, layer: int) -> str:
 
 
 class Record(BaseModel):
-    """Base of everything in the manifest: immutable. Fields of a newer schema that this one may read are left out."""
+    """Base class of everything in the manifest: immutable. Fields that a newer, readable schema adds are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelIdentity(Record):
-    """Which model the keys and values came from: the parts of it that decide what they are."""
+    """The model that the keys and values came from, by everything that decides them."""
 
     id: str
     revision: str | None
@@ -89,10 +89,10 @@ class Split(Record):
 
 
 class RopeFacts(Record):
-    """How a layer turns its queries and keys with their position: channel pairs, by so many radians a position.
+    """Rotary embedding of a layer's queries and keys: radians per position for each pair of channels.
 
-    Without frequencies it turns nothing. Pairs are channels i and i + P for P frequencies, or 2 i and 2 i + 1 where
-    they are interleaved; channels from 2 P on are not turned.
+    Without frequencies nothing is rotated. With P frequencies, pairs are channels i and i + P, or 2 i and 2 i + 1 if
+    interleaved; channels from 2 P on are not rotated.
     """
 
     frequencies: list[float]
@@ -118,7 +118,7 @@ class Prefill(Record):
     exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
 
     def __str__(self) -> str:
-        """What a report says of it: nothing more than its name where it is exact."""
+        """The kind, as reports print it, with chunk size and parameters unless it is exact."""
         told = ", ".join(f"{name} {value}" for name, value in self.parameters.items())
         return self.kind if self.exact else f"{self.kind} (chunks of {self.chunk_size}, {told})"
 
@@ -134,7 +134,7 @@ class MethodRecord(Record):
 
 
 class Probe(Record):
-    """The top logits of the last prompt token, to be recomputed over the stored context."""
+    """Top logits of the last prompt token; recomputing them over the stored context checks that a model is the same."""
 
     token_ids: list[Count] = Field(min_length=1)
     logits: list[float] = Field(min_length=1)
@@ -154,7 +154,7 @@ class TensorRecord(Record):
 
 
 class FileRecord(Record):
-    """Where a logical file lies, what is in it, and the hash of everything that decides its content."""
+    """Where a logical file is stored, its tensors, and `recipe`, the hash of everything that decides its content."""
 
     path: FileName
     bytes: Annotated[int, Field(ge=0)]
@@ -164,10 +164,10 @@ class FileRecord(Record):
 
 
 class Target(Record):
-    """What a setting was to hold: recall of at least, or error of at most, as a mean over layers, heads and queries; or
-    perplexity of at most so many times dense attention's.
+    """What a setting had to reach: recall of at least or error of at most `value`, as a mean over layers, heads and
+    queries; or perplexity of at most `value` times dense attention's.
 
-    Recall is `of` the oracle's best tokens at this budget, a share or a number of them.
+    Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens.
     """
 
     measure: str
@@ -176,11 +176,11 @@ class Target(Record):
 
 
 class Defaults(Record):
-    """The setting that was measured to be the cheapest that holds a target, to be used where none is asked for.
+    """The cheapest measured setting that reaches a target; used when no setting is requested.
 
-    `budget` is a share of the middle, with `layer_budgets` (by layer) the mean of theirs. What the target measures was
-    `calibration` on the queries or tokens that the setting was chosen on, and `held_out` on others, as was
-    `kv_fraction`.
+    `budget` is a share of the middle; with `layer_budgets` (by layer) it is their mean. The target's measure was
+    `calibration` on the queries or tokens that the setting was chosen on, and `held_out` on others, on which
+    `kv_fraction` was measured too.
     """
 
     method: str
@@ -196,14 +196,14 @@ class Defaults(Record):
 
 
 class Addition(Record):
-    """Text that `append` added: the sha256 of what was added, and how many tokens it gave."""
+    """Text that `append` added: its sha256 and its number of tokens."""
 
     sha256: Sha256
     tokens: Size
 
 
 class RopeRecord(Record):
-    """The stretch of positions that was asked for when the index was built, and what the model's config says."""
+    """The RoPE scaling requested when the index was built, and the RoPE settings of the model's config."""
 
     scaling: str | None = None
     parameters: dict[str, Any] | None = None
@@ -237,5 +237,5 @@ class Manifest(Record):
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Layers that attend to everything; the others slide and stay dense."""
+        """Layers with full attention; layers with a sliding window stay dense."""
         return [layer for layer, facts in enumerate(self.layers) if facts.sliding_window is None]

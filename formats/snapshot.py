@@ -1,7 +1,7 @@
-"""One moment of an index, kept: its manifest, and a descriptor of each of its files, however a writer goes on.
+"""A consistent snapshot of an index: its manifest and a descriptor of each of its files, whatever a writer does later.
 
 A writer gives new content a new file, replaces the manifest, and only then removes the files that the old one named.
-So when all files are open and the manifest is still the same, they are this manifest's; open files outlive their names.
+So if the manifest is unchanged once all files are open, they are its files; open files stay readable without a name.
 """
 
 import os
@@ -15,8 +15,8 @@ from sparsekv.formats.manifest import REBUILD, manifest_data, open_folder, parse
 from sparsekv.formats.schema import FileRecord, Manifest
 
 ATTEMPTS = 100
-"""A writer that finishes once a millisecond would be needed to use them up."""
-_OTHER_DESCRIPTORS = 256  # what else a process with a model and a GPU has open
+"""Enough unless a writer finishes about once a millisecond."""
+_OTHER_DESCRIPTORS = 256  # spare ones, for what else a process with a model and a GPU opens
 
 
 class Snapshot:
@@ -74,7 +74,7 @@ def _open(folder: Folder, name: str, record: FileRecord) -> int:
 
 
 def _allow_descriptors(files: int) -> None:
-    """A file for each layer and method can be more than a process may have open unless it asks."""
+    """Raise the limit on open files if needed: an index has a file for each layer and method."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     wanted = used + files + _OTHER_DESCRIPTORS

@@ -1,4 +1,4 @@
-"""Forcing what was written to disk, so that a crash cannot take it back."""
+"""Flushes writes to disk, so that they survive a crash."""
 
 import os
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Tensors as the bytes of a safetensors file, piece by piece: neither a copy of them nor of the file is ever whole."""
+"""Tensors as the bytes of a safetensors file, in pieces: memory never holds a whole copy of them or of the file."""
 
 import json
 from collections.abc import Iterator, Mapping
 
 import torch
 
-# In the order in which the format's own library writes them.
+# In the order in which the safetensors library writes them.
 _CODES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -22,13 +22,13 @@ _CODES = {
     torch.bool: "BOOL",
 }
 _ORDER = list(_CODES)
-STAGING = 16 << 20  # bytes of page-locked memory through which a tensor leaves a GPU
+STAGING = 16 << 20  # bytes of page-locked memory through which tensors are copied from a GPU
 
 
 def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, the same as the format's own library writes.
+    """Pieces of the bytes of a safetensors file, the same bytes as the safetensors library writes.
 
-    A piece is valid until the next one is asked for: it may be memory of the tensor itself, or staging memory that all
+    A piece is valid until the next one is requested: it may be the tensor's own memory, or staging memory that all
     pieces from a GPU share.
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])))

@@ -1,4 +1,4 @@
-"""Where a text comes from: a file, a pipe or standard input; nothing that a person may name here hangs."""
+"""Reads a text from a file, a pipe or standard input, without hanging on anything that a user may name."""
 
 import io
 import os
@@ -13,18 +13,18 @@ from typing import Any, BinaryIO
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 PATIENCE = 10.0
-"""Seconds for which a named pipe that nobody has opened to write is waited for."""
+"""Seconds to wait until somebody opens a named pipe for writing."""
 _PIECE = 2**20
 
 
 @contextmanager
 def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
-    """Gives a reader of a file's bytes, or of standard input's for `-`; every error of its reads names the source.
+    """Open a file, or standard input for `-`, for reading bytes; all errors while reading name the source.
 
-    A pipe is read for as long as its writer takes; only one that nobody opens to write is given up.
+    A pipe is read for as long as its writer takes; only a pipe that nobody opens for writing is an error.
 
     Args:
-        option: what a person named the file with, for errors to say.
+        option: the option by which the user named the file, for error messages.
 
     Raises:
         UsageError: no such file, a folder, a socket, or standard input that is closed.
@@ -33,7 +33,7 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
     if source == "-":
         if sys.stdin is None:
             raise UsageError("standard input is closed; name a file, or pass it a text")
-        stdin: Any = sys.stdin.buffer  # one that buffers, which its type does not say
+        stdin: Any = sys.stdin.buffer  # has `read1`, although its declared type does not
         yield io.BufferedReader(_Source(stdin.read1, "standard input"))
         return
     name = f"{option} {source or repr('')}".lstrip()
@@ -52,7 +52,7 @@ def read_bytes(source: str, *, most: int | None = None, option: str = "") -> byt
 
 
 class _Source(io.RawIOBase):
-    """Reads by a function of a number of bytes; `waiting` says that its last read had nothing yet."""
+    """Raw reader over a function that reads up to a number of bytes; `waiting`: the last read found no data yet."""
 
     def __init__(self, read: Callable[[int], bytes | None], name: str):
         self._read, self.name, self.waiting = read, name, False
@@ -73,7 +73,7 @@ class _Source(io.RawIOBase):
 
 
 def _open(source: str, name: str) -> io.FileIO:
-    """Without waiting for a pipe's writer, as an open otherwise does for ever."""
+    """Open a file without waiting for a pipe's writer, as a plain open would, without limit."""
     try:
         if stat.S_ISSOCK(os.stat(source).st_mode):
             raise UsageError(f"{name} is a socket; name a text file")
@@ -87,7 +87,7 @@ def _open(source: str, name: str) -> io.FileIO:
 
 
 def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None:
-    """Return when the pipe has data or a writer, or had one; a pipe without a name has had all that it will have."""
+    """Return when the pipe has data, or has or had a writer; unnamed pipes get no new writer and are not waited for."""
     named = not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith("pipe:")
     events = select.poll()
     events.register(file, select.POLLIN)

@@ -1,7 +1,7 @@
-"""What numbers the tensors of an index may hold, so that no kernel that follows them leaves the tensors it is given.
+"""Checks the numbers in an index's tensors, so that no kernel that uses them accesses memory out of bounds.
 
-Kernels check nothing: they take positions, offsets, parents and codes as they are. So whoever opens an index asks here,
-on the device that will use its tensors; each tensor is read once or twice, and the answers are waited for together.
+Kernels do not check positions, offsets, parents and codes. So they are checked here when an index is opened, on the
+device that will use its tensors; each tensor is read once or twice, with one synchronisation for all checks.
 """
 
 import torch
@@ -12,21 +12,22 @@ from sparsekv.formats.schema import Split
 
 Tensors = dict[str, torch.Tensor]
 Faults = dict[str, torch.Tensor]
-"""By tensor: a bool on its device, true where it cannot be followed."""
+"""By tensor name: a bool on the tensor's device, True if it holds invalid numbers."""
 
 
 def not_finite(tensors: Tensors) -> str | None:
-    """Name of the first tensor with a number that is not finite; None where all are."""
+    """Name of the first tensor with a number that is not finite; None if all are finite."""
     return _first({name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()})
 
 
 def check_values(tensors: Tensors, split: Split, what: str) -> None:
-    """Raise ArtifactError for tensors of a method's layer, of the shapes that `formats.layout` wants, that cannot be
-    followed, or that hold numbers that are not finite.
+    """Raise ArtifactError if a method's tensors of one layer hold indices out of bounds, inconsistent structure, or
+    numbers that are not finite.
 
     Args:
-        tensors: on the device that will use them; positions are those of the prompt.
-        what: names the layer.
+        tensors: of the shapes that `formats.layout` requires, on the device that will use them; positions are those in
+            the prompt.
+        what: the layer's name in error messages.
     """
     faults = {name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     try:
@@ -46,7 +47,7 @@ def _first(faults: Faults) -> str | None:
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    # The extremes tell: nan is passed on to them, and this is many times as fast as looking at each number.
+    # The extremes suffice, since NaN propagates to them, and are many times as fast as testing each number.
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
@@ -56,7 +57,7 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Tokens of the middle, rising in a sample, and in an order each of them once."""
+    """Positions must be in the middle; those of sampled queries ascend; `token_order` has each token once."""
     first, end = split.sinks, split.sinks + split.middle
     listed = [name for name in tensors if name in ("table_tokens", "positions")]
     faults = {name: _outside(tensors[name], first, end) for name in listed}
@@ -71,7 +72,7 @@ def _positions(tensors: Tensors, split: Split) -> Faults:
 
 
 def _clusters(tensors: Tensors, middle: int) -> Faults:
-    """Levels numbered without a gap; counts of tokens that add up, and clusters one behind another."""
+    """Levels must be numbered without gaps, counts sum to the middle's tokens, and offsets match the counts."""
     faults = {}
     for level in range(_levels(tensors)):
         counts = tensors[f"level{level}.counts"]
@@ -86,7 +87,7 @@ def _clusters(tensors: Tensors, middle: int) -> Faults:
 
 
 def _levels(tensors: Tensors) -> int:
-    """How many there are; KeyError for one that has not all that the others have."""
+    """Number of levels; KeyError if one lacks a tensor."""
     numbers = {int(name.removeprefix("level").partition(".")[0]) for name in tensors if name.startswith("level")}
     for level in range(len(numbers)):
         for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else [])):
@@ -95,8 +96,8 @@ def _levels(tensors: Tensors) -> int:
 
 
 def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Not in the level above, whose counts are the sums of these; or falling, so that a parent's children are no
-    neighbours; or with an empty child before one that is not."""
+    """Whether parents are wrong: out of bounds, with counts that do not sum to those above, descending (so that a
+    parent's children are not contiguous), or with an empty child before one that is not."""
     within = parents.clamp(0, above.shape[1] - 1).long()
     sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
     steps = parents.diff(dim=1)
@@ -105,7 +106,7 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
 
 
 def _blocks(tensors: Tensors, split: Split) -> Faults:
-    """Blocks that cover the middle, each with clusters of its own, which hold its tokens and no others."""
+    """Blocks must cover the middle, and each must have its own clusters, which contain its tokens and no others."""
     if "block_offsets" not in tensors:
         return {}
     offsets, order = tensors["block_offsets"], tensors["token_order"].long() - split.sinks
@@ -119,8 +120,8 @@ def _blocks(tensors: Tensors, split: Split) -> Faults:
 
 
 def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
-    """Of blocks: not the same in all heads, not rising, at another token than the block's, or sharing a parent with the
-    block before."""
+    """Whether the first clusters of blocks are wrong: not the same in all heads, not ascending, not starting at the
+    block's first token, or with the same parent as the block before."""
     firsts = tensors["block_clusters"].long()
     count = tensors["level0.counts"].shape[1]
     begins = tensors["token_offsets"].gather(1, firsts.clamp(0, count))
@@ -136,10 +137,10 @@ def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
 
 
 def _codes(tensors: Tensors) -> Faults:
-    """Codes that name a centroid, and channels each of which is in one part."""
+    """Codes must be below the number of centroids, and each channel must be in exactly one subspace."""
     faults = {}
     if "codes" in tensors:
-        # As a byte, 256 would compare as 0.
+        # Compared as int64: 256 centroids would be 0 as uint8.
         faults["codes"] = tensors["codes"].amax().long() >= tensors["codebooks"].shape[2]
     if "channels" in tensors:
         channels = tensors["channels"].flatten().sort().values

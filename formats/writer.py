@@ -1,12 +1,12 @@
-"""Writing an artifact so that no interruption, at any point, leaves a wrong one or loses a good one.
+"""Writes an artifact so that an interruption at any point neither leaves a wrong index nor loses a good one.
 
-Every file is written to a temporary name, synced and renamed; a journal (`unfinished.json`) remembers the whole
-ones with the hash of what decides their content (their recipe); the manifest comes last. A finished index that is
-built upon stays valid until the new manifest replaces its own: changed files get a name of their own meanwhile.
-Threads write several files at once, each of which is in the journal as soon as it is whole.
+Every file is written under a temporary name, synced and renamed; a journal (`unfinished.json`) lists whole files, each
+with the hash of what decides its content (its recipe); the manifest is written last. If the folder already has a
+finished index, the base, that stays valid until the new manifest replaces its own: changed files get other paths.
+Several threads write files, and each file is in the journal as soon as it is whole.
 
-The journal also names every path before something is written to it, and the paths of the index that is built upon.
-What is removed at the end is what it names and the new manifest does not: nothing else in the folder is ever touched.
+The journal also lists every path before it is written, and the paths of the base. At the end the paths in the journal
+that are not in the new manifest are removed; nothing else in the folder is ever touched.
 """
 
 import hashlib
@@ -35,21 +35,21 @@ from sparsekv.formats.tensor_bytes import safetensors_bytes
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
-HELD_BYTES = 6 << 30
+HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written
 
 
 class ArtifactWriter:
-    """One build of one index, held under a lock.
+    """One build of one index, under the lock of its folder.
 
-    Memory: the tensors of files that are being written, at most 6 GiB of them and one file per core, up to 16; where
-    they are on a GPU they stay there, and 16 MiB of each are in host memory at a time.
+    Keeps the tensors of files that are being written: at most 6 GiB (or one larger file), and one file per core, up to
+    16. Tensors on a GPU stay there, and pass through host memory 16 MiB at a time for each file.
 
     Args:
         folder: the artifact, `NAME.skv`; created when missing.
         force: reuse nothing; a finished index in the folder still stays valid until `finish`.
 
     Raises:
-        ArtifactError: the folder cannot be written, is not ours, or another build holds it.
+        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
@@ -61,8 +61,8 @@ class ArtifactWriter:
         self._journal = Journal()
         self._held: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(THREADS)
-        # Guards the journal with its notes, and what is held. It is entered as itself, never as the condition, whose
-        # __enter__ is Python's: Ctrl-C in there would leave it locked for ever.
+        # Guards the journal and `_held`. Always enter this lock, never the condition: the condition's __enter__ is
+        # Python code, and Ctrl-C inside it would leave the lock held for ever.
         self._guard = threading.RLock()
         self._changed = threading.Condition(self._guard)
 
@@ -93,7 +93,7 @@ class ArtifactWriter:
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """What this build has written or taken over, in this order; waits until all of it is on disk.
+        """Records of the files that this build wrote or reused, in order; waits until all of them are on disk.
 
         Raises:
             ArtifactError: a file could not be written.
@@ -102,11 +102,11 @@ class ArtifactWriter:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What builds before this one, that were interrupted, have noted, and this one."""
+        """Notes of this build, and of the interrupted builds that it resumes."""
         return self._journal.notes
 
     def reuse(self, name: str, recipe: str) -> bool:
-        """Take over a whole file of an earlier build when the same recipe made it. True when it was there."""
+        """Reuse a whole file of an earlier build if the same recipe made it; returns whether there was one."""
         if name in self._made:
             self._made[name].result()
         elif self.force:
@@ -121,12 +121,12 @@ class ArtifactWriter:
         return False
 
     def write(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> None:
-        """Write one logical file atomically and remember it in the journal, in a thread; waits while too much is held.
+        """Write one logical file atomically and record it in the journal, in a thread; waits while too much is pending.
 
-        The tensors may not change until `files` says that they are written.
+        The tensors must not change until `files` returns.
 
         Raises:
-            ArtifactError: a file before this one could not be written.
+            ArtifactError: an earlier file could not be written.
         """
         self._check_made()
         if name in self._made:
@@ -139,17 +139,17 @@ class ArtifactWriter:
         self._made[name] = self._threads.submit(self._store, name, path, tensors, recipe)
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file that this build has written or taken over; waits until it is on disk."""
+        """Tensors of a file that this build wrote or reused; waits until it is on disk."""
         return self._map(name, self._made[name].result())
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the finished index that is being built upon."""
+        """Tensors of a file of the base, the finished index that was in the folder."""
         assert self.base is not None
         return self._map(name, self.base.files[name])
 
     def is_whole(self, record: FileRecord) -> bool:
-        """Whether the file that a record names is there and holds what was written."""
-        # The sum, not only the size: a kill between a rename and the journal leaves another recipe's file there.
+        """Whether the file of a record exists with the content that was written."""
+        # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
         try:
             descriptor = self._folder.open(record.path)
         except OSError:
@@ -160,30 +160,30 @@ class ArtifactWriter:
             os.close(descriptor)
 
     def leave_as_it_was(self) -> None:
-        """End a build that changed nothing of the finished index."""
+        """End a build that changed nothing in the finished index."""
         assert self.base is not None
         self._remove_strays(self.base)
 
     def clear_finished(self) -> None:
-        """Remove what a build has left that was interrupted after its manifest; of one that can go on, nothing."""
+        """Remove leftovers of a build that was interrupted after it wrote the manifest; keep those of one to resume."""
         assert self.base is not None
         if all(record in self.base.files.values() for record in self._journal.files.values()):
             self._remove_strays(self.base)
 
     def note(self, name: str, value: Any) -> None:
-        """Remember a small JSON value until the manifest is written; `notes` gives it back after an interruption."""
+        """Store a small JSON value until the manifest is written; `notes` returns it after an interruption."""
         with self._guard:
             self._journal.notes[name] = value
             self._write_journal()
 
     def need_space(self, size: int) -> None:
-        """Raise ArtifactError when the disk has less than `size` free bytes, before hours of work are spent."""
+        """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise self._ways_out.no_space(self.folder, size, free)
 
     def finish(self, manifest: Manifest) -> Manifest:
-        """Seal the index: the manifest replaces the earlier one, and files that nothing names are removed."""
+        """Seal the index: write the manifest in place of an earlier one, and remove files that are no longer named."""
         data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
         self._write_journal()
         self._write_file(MANIFEST, [data])
@@ -254,7 +254,7 @@ class ArtifactWriter:
         earlier = read_journal(self._folder) or Journal()
         self._journal = Journal(paths=earlier.paths) if self.force else earlier
         if self.base is not None:
-            # So that they are still known when the manifest that names them has been replaced.
+            # So that they are still known once a new manifest has replaced the one that names them.
             self._journal.paths |= {record.path for record in self.base.files.values()}
         try:
             mark(self._folder)
@@ -265,7 +265,7 @@ class ArtifactWriter:
         self._write_file(JOURNAL, [self._journal.to_bytes()])
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """The logical name itself, unless the finished index that is being built upon still needs it."""
+        """The logical name itself, or one with the recipe's hash while the base still uses the name."""
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name
@@ -285,7 +285,7 @@ class ArtifactWriter:
         kept = {record.path for record in manifest.files.values()}
         try:
             self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
-            # Last: until then it names what is still to be removed, should this process die.
+            # Last, because it lists what is still to be removed if this process dies.
             self._folder.remove([JOURNAL])
         except OSError as error:
             raise self._cannot_write(error) from None

@@ -1,1 +1,1 @@
-"""Attention over chosen runs and centroid lookup, each beside its plain-torch reference."""
+"""Kernels for clustering, centroid lookup and attention over chosen rows, each beside its plain-torch reference."""

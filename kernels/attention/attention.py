@@ -14,12 +14,12 @@ from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 
 @dataclass(frozen=True)
 class Segment:
-    """Some of the keys and values a query attends to: keys, values [Hk, T, D].
+    """Keys and values [Hk, T, D] of some of the rows that a query attends to.
 
-    `mask` is True where a row is attended and broadcasts to [Hk, G, Q, T]; None attends to all of them. Keys that are
-    masked out may be anything; their values must be finite, for they are multiplied by a weight of 0. `bias` broadcasts
-    alike and is added to the logits: the logarithm of how many rows one stands for. Keys and values may be of another
-    dtype than the query, as centroids are of the index's dtype, not the model's.
+    `mask` broadcasts to [Hk, G, Q, T] and is True where a row is attended; None attends to all rows. Masked keys may
+    hold anything; masked values must be finite, because they are multiplied by a weight of 0. `bias` broadcasts like
+    the mask and is added to the logits; it is the logarithm of how many tokens a row represents. Keys and values may
+    have another dtype than the query: centroids have the index's dtype, not the model's.
     """
 
     keys: torch.Tensor
@@ -29,7 +29,7 @@ class Segment:
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[queries, keys] bool for queries that are the last of the keys; a window counts the query itself."""
+    """Causal mask [queries, keys] bool of queries at the last positions of the keys; a window includes the query."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
@@ -49,7 +49,7 @@ def attend(
         sink_logits: [Hk, G] learned logits that take part in the softmax and carry no value (GPT-OSS).
 
     Returns:
-        [Hk, G, Q, D] in the query's dtype. Allocates the logits: [Hk, G, Q, all T] float32, twice.
+        [Hk, G, Q, D] in the query's dtype. Allocates the logits [Hk, G, Q, sum of T] float32 twice.
     """
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     return _output(torch.cat(logits, -1).softmax(-1), segments, query)
@@ -57,7 +57,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention gave [Hk, G, Q, D], and the log-sum-exp of all its logits, sinks included, [Hk, G, Q] float32."""
+    """Attention output [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] float32 of all its logits, sinks included."""
 
     output: torch.Tensor
     logsumexp: torch.Tensor
@@ -70,7 +70,7 @@ def attend_with_logsumexp(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> Attended:
-    """The same as `attend`, with its denominator."""
+    """The output of `attend` with the log-sum-exp of its logits."""
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
     return Attended(_output(weights, segments, query), total)
@@ -94,7 +94,7 @@ def _logits(
 
 
 def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
-    """Weights [Hk, G, Q, all T], those of sink logits last, on the segments' values."""
+    """Sum of the segments' values by weights [Hk, G, Q, sum of T]; weights of sink logits come last, without values."""
     Hk, G, Q, _ = query.shape
     rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
     output, start = None, 0
@@ -115,19 +115,19 @@ def attend_once(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` for one query on a CPU, in as few operations as that takes: with cold caches these are what costs.
+    """`attend` for one query on a CPU, in few torch operations: with cold caches their number decides the time.
 
     Args:
         query: [Hk, G, D].
-        rows: keys and values [Hk, T, D] of segments that are attended whole.
-        stand_ins: centroids, with logits, that are attended too.
+        rows: keys and values [Hk, T, D] of segments without mask or bias.
+        stand_ins: centroids with their logits, attended in the same softmax.
         sink_logits: [Hk, G].
 
     Returns:
         [Hk, G, D] in the query's dtype.
     """
     wide = query.float()
-    # With beta=0 nothing is added, whatever it is; only so is there a product that scales.
+    # beta=0 ignores this argument whatever it holds; baddbmm is used because it scales the product as well.
     ignored = wide.narrow(2, 0, 1)
     logits = [
         torch.baddbmm(ignored, wide, keys.float().transpose(1, 2), beta=0, alpha=softmax_scale) for keys, _ in rows
@@ -156,7 +156,7 @@ def causal_attention(
     window: int | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense causal attention of queries that are the last of the keys, by the fastest form that computes it.
+    """Dense causal attention of queries at the last positions of the keys, by the fastest kernel that computes it.
 
     Args:
         query: [Hq, Q, D].
@@ -168,10 +168,10 @@ def causal_attention(
     """
     Hk, (Hq, Q, D) = keys.shape[0], query.shape
     if window is not None:
-        # No query sees further back than this: the first one is the earliest.
+        # The first query sees furthest back: nothing before its window is read.
         keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
     if softcap is None and sink_logits is None:
-        # A mask made of values would keep torch from its flash kernels on a GPU; `causal_lower_right` is none.
+        # A tensor as mask rules out torch's flash kernels on a GPU; `causal_lower_right` does not.
         mask = causal_mask(Q, keys.shape[1], window, query.device) if window else causal_lower_right(Q, keys.shape[1])
         return scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=mask, scale=softmax_scale, enable_gqa=Hq != Hk

@@ -1,4 +1,4 @@
-"""Attention of a chunk to few of the keys before it."""
+"""Attention of a prefill chunk to itself and to a few chosen keys before it."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,9 +16,9 @@ def chunk_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk's queries, which are the last of the keys, to chosen keys before it and, causally, to it.
+    """Attention of a chunk's queries to chosen keys before the chunk and, causally, to the chunk, the last B keys.
 
-    On a GPU in half precision, where no more keys are chosen than the chunk has, `padded_attention`.
+    On a GPU, for half precision without soft cap or sink logits and for K of at most B, uses `padded_attention`.
 
     Args:
         query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
@@ -37,10 +37,10 @@ def chunk_attention(
 def padded_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """The same with a query of anything for each key that is chosen, so that the mask is a square's.
+    """`chunk_attention` with one dummy query for each chosen key in front, so that the mask is square and causal.
 
-    cuDNN's kernel, on Hopper the fastest that torch has, knows that mask only; what is computed in vain is less than
-    what it gains. Copies the queries too.
+    cuDNN's kernel, the fastest of torch's on Hopper, supports that mask alone, and gains more than the dummy queries
+    cost. Copies the queries too.
     """
     query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)
     output = scaled_dot_product_attention(

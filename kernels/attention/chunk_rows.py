@@ -1,4 +1,4 @@
-"""What attention of a sparse prefill's chunk reads, side by side: the rows that were chosen, then the chunk's own."""
+"""Gathers the rows that a chunk of a sparse prefill attends to: chosen rows first, then the chunk's own."""
 
 import torch
 
@@ -6,21 +6,21 @@ import torch
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chosen rows of keys and of values, then those of the chunk, whose queries are of the last keys.
+    """Chosen rows of keys and values, followed by the chunk's own rows, which are the last B.
 
-    On a GPU one kernel.
+    One kernel on a GPU.
 
     Args:
         query: [Hq, B, D]; keys, values: [Hk, T, D]; chosen: [Hk, K] int64, rows of each head before the chunk.
-        padded: let as many queries of anything as there are chosen rows come first.
+        padded: put K uninitialised queries in front, one for each chosen row.
 
     Returns:
-        queries [Hq, K + B, D], or those that were given; keys and values [Hk, K + B, D]; but for these queries copies.
+        queries [Hq, K + B, D] if padded, else `query` itself; copies of keys and values [Hk, K + B, D].
     """
     if keys.is_cuda:
         from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
 
-        with torch.cuda.device_of(keys):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another
             return chunk_rows_triton(query, keys, values, chosen, padded=padded)
     return chunk_rows_reference(query, keys, values, chosen, padded=padded)
 

@@ -16,8 +16,11 @@ def _chunk_rows_kernel(
     query_head, query_row, key_head, key_row, value_head, value_row, joined_head, joined_values,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of slots, the first `known` of which are chosen rows, the others the chunk's: of the keys and values of
-    one of so many heads, or of a query head after these, whose first slots stay as they are."""
+    """Copies one tile of slots; the first `known` slots are chosen rows, the others the chunk's own.
+
+    Program axis 1 counts `heads` KV heads, whose keys and values are copied, then query heads; the first `known` slots
+    of a query head are left unwritten.
+    """
     wait_for_previous_kernel(EARLY)
     head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -41,7 +44,7 @@ def _chunk_rows_kernel(
 def chunk_rows_triton(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`chunk_rows` on a GPU; tensors may be parts of others, of whose rows the elements lie side by side."""
+    """`chunk_rows` on a GPU; reads views in place if their last axis is contiguous, and copies them otherwise."""
     (H, T, D), (Hq, B, _), K = keys.shape, query.shape, chosen.shape[1]
     query, keys, values = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, keys, values))
     slots, tile = K + B, tile_rows(D, keys.dtype, TILE_BYTES)

@@ -1,4 +1,4 @@
-"""A decode step over clusters on a CPU: the choice of clusters and the attention that follows, at once."""
+"""A decode step over clusters on a CPU: choosing clusters, and attention over them and the rest."""
 
 import ctypes
 import importlib
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def compiled_kernels() -> ModuleType | None:
-    """The kernels that numba compiles, the first time in seconds, later from disk; None where there is no numba, or no
-    OpenMP whose threads torch uses."""
+    """The module compiled by numba, which takes seconds the first time and is read from disk later; None without numba,
+    or where the process has no GNU OpenMP, whose threads torch uses."""
     if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
     try:
@@ -32,11 +32,11 @@ def compiled_kernels() -> ModuleType | None:
 
 @dataclass(frozen=True)
 class StepClusters(StepTensors):
-    """The same, with the compiled kernel for them."""
+    """`StepTensors` with the compiled kernel for them."""
 
     @cached_property
     def compiled(self) -> "CompiledStep | None":
-        """The kernel for these; None where there is none."""
+        """The compiled kernel for these tensors; None if there is none, or it does not take their dtype or layout."""
         counted = self.counted
         wanted = [(counted.centroids, torch.float32), (counted.log_counts, torch.float32)]
         wanted += [(counted.counts, torch.int32), (self.starts, torch.int64)]
@@ -57,17 +57,17 @@ def attend_to_best(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax over the rows of `best_clusters`, exact rows, and what is to stand for all others.
+    """One softmax over the rows of `best_clusters`, exact rows and, with `replace`, centroids for all other rows.
 
-    Float32 goes to a compiled kernel where numba is there: it reads rows where they lie, and its result depends on the
-    number of torch's threads alone.
+    In float32 a compiled kernel is used where numba is installed: it reads rows in place, and returns the same result
+    in every run with the same number of torch threads.
 
     Args:
         query: [H, G, D].
-        rows: keys and values [H, M, D], of which clusters are runs; a head's rows are contiguous, heads need not be.
-        exact: keys and values [H, E, D] that are always attended; alike.
-        budget: tokens to take of each head, which has as many at least.
-        replace: let the clusters' values stand for the others.
+        rows: keys and values [H, M, D], where each cluster is one run; a head's rows are contiguous, heads need not be.
+        exact: keys and values [H, E, D] that are always attended, with the same layout.
+        budget: tokens to choose in each head, at most as many as it has.
+        replace: let centroids represent the tokens that are not chosen.
         sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
 
     Returns:
@@ -106,13 +106,13 @@ def attend_to_best_reference(
     if replace:
         assert clusters.values is not None
         share = best.log_share_left(counted.shares).squeeze(1)
-        # With these logits, which are whole clusters', go shares of them in the place of counts.
+        # These logits already include the log counts, so only the log of the share left is added.
         stand_ins = [ScoredCentroids(best.logits, share, clusters.values)]
     return attend_once(query, ((picked[0], picked[1]), exact), stand_ins, *how, sink_logits)
 
 
 def _picked(held: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Rows [H, M, D] by numbers [H, R]."""
+    """Rows [H, R, D]: those of [H, M, D] with indices [H, R]."""
     H, M, D = held.shape
     flat = chosen + torch.arange(0, H * M, M, device=chosen.device)[:, None]
     return held.reshape(H * M, D).index_select(0, flat.flatten()).view(H, -1, D)

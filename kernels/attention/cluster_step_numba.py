@@ -1,9 +1,9 @@
-"""A decode step over clusters on a CPU, compiled: the choice of clusters and the attention that follows, at once.
+"""A compiled decode step over clusters on a CPU: choosing clusters and attending to them, in one function.
 
-With cold caches each operation of torch costs its code once more; here a step is one piece of code. Its threads are
-torch's own, for those of another pool would wait for cores on which torch's still spin: a job is a record of addresses,
-which OpenMP hands to the compiled function on each of them. What is compiled is kept on disk by the date of this file,
-so all of it lies here.
+With cold caches each torch operation has to load its code again; here a step is one piece of code. It runs on torch's
+own threads, because threads of another pool would wait for cores on which torch's still spin: OpenMP passes a record of
+addresses, the job, to the compiled function on each thread. numba caches compiled code by the date of its source file,
+so all of it is in this file.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ from sparsekv.kernels.attention.types import StepTensors
 if config.DISABLE_JIT:
     raise ImportError("numba is told by its environment not to compile")
 
-# Sums in any order, so that they are vectorised; but infinities and what is no number stay what they are.
+# Sums may be reordered, so that they are vectorised; infinities and NaN are still respected.
 SUMS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-# Here what is no number may be lost: it comes back in the exponents.
+# A maximum may ignore NaN: the exponentials that follow bring it back.
 LARGEST = SUMS | {"fastmath": {"reassoc", "nsz", "nnan"}}
 NOTHING = np.float32(-np.inf)
 
@@ -30,7 +30,7 @@ SIZES = "scratch output H G D C E budget replace key_step value_step exact_key_s
 
 
 class Job(ctypes.Structure):
-    """Addresses, sizes, the bytes from one head's rows to the next one's, and how logits are made of products."""
+    """Addresses, sizes, strides in bytes between heads (`_step`), and scale and soft cap of the logits."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in f"{ADDRESSES} {SIZES}".split()),
@@ -72,51 +72,51 @@ def _longs(address, shape):
 
 @njit(inline="always")
 def _scores(job):
-    """[H, C], which lie first in the scratch; then lengths, weights, parts and sums."""
+    """Scores [H, C], at the start of the scratch memory; lengths, weights, parts and sums follow them."""
     return _floats(job.scratch, (job.H, job.C))
 
 
 @njit(inline="always")
 def _ranks(job):
-    """The scores' bits as ints, which are in the same order, for none is negative."""
+    """Bits of the scores as int32, which have the same order because no score is negative."""
     return _ints(job.scratch, (job.H, job.C))
 
 
 @njit(inline="always")
 def _lengths(job):
-    """[H, C] tokens to take of each cluster."""
+    """[H, C] number of tokens to take of each cluster."""
     return _ints(job.scratch + 4 * job.H * job.C, (job.H, job.C))
 
 
 @njit(inline="always")
 def _weights(job):
-    """[H, G, C + budget + E] logits, then their exponents, of clusters, chosen rows and exact ones."""
+    """[H, G, C + budget + E] logits, later their exponentials, of clusters, chosen rows and exact rows."""
     return _floats(job.scratch + 8 * job.H * job.C, (job.H, job.G, job.C + job.budget + job.E))
 
 
 @njit(inline="always")
 def _parts(job, threads):
-    """[threads, H, G, D] outputs and [threads, H, G, 2] largest logits and sums."""
+    """Each thread's partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]."""
     H, G, D = job.H, job.G, job.D
     address = job.scratch + 8 * H * job.C + 4 * H * G * (job.C + job.budget + job.E)
     return _floats(address, (threads, H, G, D)), _floats(address + 4 * threads * H * G * D, (threads, H, G, 2))
 
 
 def _scratch_size(H: int, G: int, D: int, C: int, rows: int, threads: int) -> int:
-    """How many numbers of 32 bits these are."""
+    """Size of the scratch memory in 32-bit numbers."""
     return 2 * H * C + H * G * (C + rows) + threads * H * G * (D + 2)
 
 
 @njit(inline="always")
 def _share(before, some, everything, thread, threads):
-    """Of `some` things after others a thread's part of an even split of everything: the first, and the one after."""
+    """Start and stop of a thread's part of `some` items after `before` others, if `everything` is split evenly."""
     start, stop = thread * everything // threads - before, (thread + 1) * everything // threads - before
     return min(max(start, 0), some), min(max(stop, 0), some)
 
 
 @njit(**SUMS)
 def _exp(x):
-    """Of a number that is not above 0, within 2e-7: a polynomial, for a call would not be vectorised."""
+    """exp(x) for x of at most 0, within 2e-7, by a polynomial: a function call would not be vectorised."""
     x *= np.float32(1.442695041)
     x = np.float32(-127) if x < np.float32(-127) else x
     whole = np.floor(x + np.float32(0.5))
@@ -140,7 +140,7 @@ def _largest(numbers, start, stop, most):
 
 @njit(**SUMS)
 def _exponents(numbers, start, stop, largest):
-    """In their place; returns their sum."""
+    """Replace numbers by the exponentials of their distance to the largest; returns their sum."""
     total = np.float32(0)
     for i in range(start, stop):
         numbers[i] = _exp(numbers[i] - largest)
@@ -150,7 +150,7 @@ def _exponents(numbers, start, stop, largest):
 
 @njit(**SUMS)
 def _look_at(job, query, rows, start, stop, logits, ahead):
-    """The logits [G, ...] of queries [G, D] on rows [T, D] from one to another, `ahead` places after these."""
+    """Write the logits of queries [G, D] on rows `start` to `stop` of [T, D]; row t's go to logits [:, ahead + t]."""
     for t in range(start, stop):
         for g in range(query.shape[0]):
             product = np.float32(0)
@@ -165,8 +165,8 @@ def _look_at(job, query, rows, start, stop, logits, ahead):
 
 @njit(**SUMS)
 def _add(output, weights, ahead, rows, start, stop):
-    """To outputs [G, D] rows [T, D] from one to another, by weights `ahead` places after these; four at once, so that
-    the outputs are seldom read and written."""
+    """Add rows `start` to `stop` of [T, D] to outputs [G, D], row t weighted by weights [:, ahead + t]; four rows
+    together, so that the outputs are read and written less often."""
     fours = stop - max(stop - start, 0) % 4
     for t in range(start, fours, 4):
         for g in range(output.shape[0]):
@@ -187,7 +187,7 @@ def _add(output, weights, ahead, rows, start, stop):
 
 @njit(inline="always")
 def _score(logits, log_counts, counts, scores):
-    """S_i of one head [C], summed over the group; to its logits [G, ...] come the logarithms of the counts."""
+    """Write S_i of one head [C], summed over the group; adds the log counts to its logits [G, ...]."""
     C = len(counts)
     for c in range(C):
         scores[c] = 0
@@ -206,7 +206,7 @@ def _score(logits, log_counts, counts, scores):
 
 @njit(inline="always")
 def _last_score(ranks, counts, budget):
-    """The largest number that clusters of a budget or more reach; scores, not negative, are in order as ints, too."""
+    """The highest rank for which clusters of that rank or above have `budget` tokens or more, found bit by bit."""
     last = np.int32(0)
     for bit in range(30, -1, -1):
         tried, held = np.int32(last | (1 << bit)), np.int32(0)
@@ -218,7 +218,7 @@ def _last_score(ranks, counts, budget):
 
 @njit(inline="always")
 def _fill(ranks, counts, budget, lengths):
-    """Tokens to take: clusters above the last score, then of those that have it the first ones."""
+    """Write the tokens to take: whole clusters above the last score, then clusters with that score in order."""
     last, left = _last_score(ranks, counts, budget), np.int32(budget)
     for c in range(len(counts)):
         lengths[c] = counts[c] if ranks[c] > last else np.int32(0)
@@ -243,7 +243,7 @@ def _choose(job, thread, threads):
         _score(weights[h], log_counts[h], counts[h], scores[h])
         _fill(ranks[h], counts[h], job.budget, lengths[h])
         for c in range(C):
-            # What stands for a cluster that is chosen in part has less weight; what is chosen whole, none.
+            # A centroid represents the tokens that are not taken: none of a cluster that is taken whole.
             if lengths[h, c] > 0:
                 share = math.log(np.float32(counts[h, c] - lengths[h, c]) / np.float32(counts[h, c]))
                 for g in range(G):
@@ -252,7 +252,7 @@ def _choose(job, thread, threads):
 
 @njit(inline="always")
 def _attend(job, thread, threads):
-    """Each thread to its share of rows and stand-ins; of each head that is a part, with its largest logit and a sum."""
+    """Attend to a thread's share of all heads' rows and centroids: partial outputs, with largest logits and sums."""
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     query, starts = _floats(job.query, (H, G, D)), _longs(job.starts, (H, C))
     weights, lengths, (parts, sums) = _weights(job), _lengths(job), _parts(job, threads)
@@ -270,7 +270,7 @@ def _attend(job, thread, threads):
 
 @njit(inline="always")
 def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
-    """One head's rows and stand-ins of a thread: their logits, in places after those of all clusters, then values."""
+    """A thread's rows and centroids of one head: logits, which follow those of the clusters, then weighted values."""
     (start, stop, first, last), G, D, C, E = pieces, job.G, job.D, job.C, job.E
     keys, values = _floats(job.keys + h * job.key_step, (1, D)), _floats(job.values + h * job.value_step, (1, D))
     exact_keys = _floats(job.exact_keys + h * job.exact_key_step, (E, D))
@@ -301,7 +301,7 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
 
 @njit(inline="always")
 def _join(job, threads):
-    """The parts of each head, and its sink logit."""
+    """Merge the partial outputs of each head, and its sink logit."""
     H, G, D = job.H, job.G, job.D
     (parts, sums), output = _parts(job, threads), _floats(job.output, (H, G, D))
     for h in range(H):
@@ -333,22 +333,22 @@ def _step(job):
 
 
 def _compiled():
-    """What threads call; kept on disk, unless there is no place for it."""
+    """The function that threads call; cached on disk where that is possible."""
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **SUMS)(_step)
-    except RuntimeError:  # no folder that numba would use can be written
+    except RuntimeError:  # numba has no cache folder that it can write to
         return cfunc(signature, **SUMS)(_step)
 
 
-# Held here, because its code may not outlive it.
+# A global, because the machine code is freed with it.
 STEP = _compiled()
 _parallel = ctypes.CDLL(None).GOMP_parallel
 _parallel.argtypes, _parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
 
 
 class CompiledStep:
-    """What is the same at each step over a layer's clusters; keeps their tensors, whose addresses it tells.
+    """The compiled step over one layer's clusters; keeps their tensors, because the job has only their addresses.
 
     Args:
         clusters: float32 and contiguous, counts int32, starts int64.
@@ -376,9 +376,9 @@ class CompiledStep:
         replace: bool,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `attend_to_best`; float32, all contiguous but for the heads of rows.
+        """See `attend_to_best`; float32, all contiguous except between the heads of rows.
 
-        A job is copied and then told what is new: to make one of thirty numbers takes ten times as long.
+        Copies the prepared job and sets what is new: making a job of thirty numbers takes ten times as long.
         """
         job, (H, G, D), threads = Job.from_buffer_copy(self.job), query.shape, torch.get_num_threads()
         (keys, values), (exact_keys, exact_values) = rows, exact

@@ -1,4 +1,4 @@
-"""Attention of one decode step: to chosen runs of rows, to rows that are always attended, and to stand-ins, at once."""
+"""Attention of one decode step over chosen rows, rows that are always attended, and centroids, in one softmax."""
 
 from collections.abc import Sequence
 
@@ -19,17 +19,17 @@ def decode_attention(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax over chosen runs, exact rows and stand-ins.
+    """One softmax over chosen runs, exact rows and centroids that represent rows.
 
-    On a GPU flash-decoding: the rows of all runs of a head are split evenly, however uneven the runs are, over programs
-    that each attend for the whole group; two launches or three, shapes that depend on no data, no synchronisation.
+    On a GPU this is flash-decoding: the rows of a head are split evenly over programs, however uneven the runs are, and
+    each program attends for the whole group. Two or three launches, no data-dependent shapes, no synchronisation.
 
     Args:
         query: [H, G, D].
         exact: keys and values [H, E, D] that are always attended; a head's rows are contiguous, heads need not be.
-        stand_ins: on a GPU at most one of them with `rows`; of values too heads need not be contiguous.
+        stand_ins: centroids; on a GPU at most one of these may have `rows`. Heads of values need not be contiguous.
         sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
-        exact_count: [1] int32 on the query's device, how many of the exact rows there are; None: all.
+        exact_count: [1] int32 on the query's device, how many of the E exact rows are valid; None: all.
 
     Returns:
         [H, G, D] in the query's dtype.
@@ -37,7 +37,7 @@ def decode_attention(
     if query.is_cuda:
         from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return decode_attention_triton(
                 query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count
             )
@@ -75,7 +75,7 @@ def decode_attention_reference(
 
 
 def _single_rows(runs: RunRows) -> torch.Tensor:
-    """Lengths [H, R] of runs of one row each, 0 of those that are not used."""
+    """Lengths [H, R] of runs of one row each; 0 for unused ones."""
     used = runs.starts.new_full(runs.starts.shape[:1], runs.capacity) if runs.used is None else runs.used
     return (torch.arange(runs.starts.shape[1], device=runs.starts.device) < used[:, None]).int()
 

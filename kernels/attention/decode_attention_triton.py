@@ -1,7 +1,8 @@
-"""`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and stand-ins in one launch.
+"""`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and centroids.
 
-Partial softmaxes, each program taking an equal share of a head's chosen rows, exact rows or stand-ins; and the merge of
-those. Rows are read as a plain list, tiles ahead: those of runs are written out in a launch before.
+One kernel computes partial softmaxes, each program over an equal share of a head's centroids, exact rows and chosen
+rows; another merges them. Rows are read from a list of indices, with tiles prefetched; for runs another launch writes
+that list first.
 """
 
 from collections.abc import Sequence
@@ -27,22 +28,22 @@ from sparsekv.kernels.common.tiles_triton import (
 
 PROGRAMS_PER_SM = 4
 TILE_BYTES, WARPS = 16_384, 4
-# Tiles read ahead: of rows whose place is read first a third one is no gain, of plain stand-ins it is.
+# Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, ROW_STAGES = 3, 2
-MOST_REGISTERS = 65_536 // (PROGRAMS_PER_SM * WARPS * 32)  # so that as many programs run at once
-# Of what a chosen row costs, measured: no key, and one after another where rows are scattered.
+MOST_REGISTERS = 65_536 // (PROGRAMS_PER_SM * WARPS * 32)  # of a thread, so that PROGRAMS_PER_SM fit on an SM
+# Measured cost of a centroid, in fifths of a chosen row's: no key is read, and plain ones lie one after another.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
-# Of the chosen rows so many go, a tile at a time, to the program that is done first, where each has a few tiles:
-# equal shares are not done at the same time.
+# This share of the chosen rows goes, a tile at a time, to programs that finish early, if each has at least LEAST_TILES:
+# equal shares do not finish at the same time.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
 
 
 @triton.jit
 def _add(peak, total, output, logits, values):
-    """One tile more in a running softmax."""
+    """Add one tile to a running softmax."""
     highest = tl.maximum(peak, tl.max(logits, 1))
-    # A tile may be masked out whole, and be the first.
+    # The first tile may be masked out completely.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
     weights = tl.exp(logits - safe[:, None])
     shrink = tl.exp(peak - safe)
@@ -52,16 +53,16 @@ def _add(peak, total, output, logits, values):
 
 @triton.jit
 def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Which of some stand-ins are those of a share of all units, of which theirs are the first.
+    """Range of the centroids in a program's share of a head's work units, of which the centroids' are the first.
 
-    From one multiple of 16 to another, so that logits are read four at a time.
+    Both ends are multiples of 16, so that logits are read four at a time.
     """
     stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
     begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
     return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
 
 
-# What grows as a model decodes must not make triton compile anew.
+# These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
     query, keys, values, rows, rows_used, exact_keys, exact_values, exact_count,
@@ -83,7 +84,7 @@ def _partial_kernel(
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     output = tl.zeros([GROUP, BLOCK_D], tl.float32)
-    # All that the head reads, one after the other: stand-ins, exact rows, chosen rows; in units of what a row costs.
+    # The head's work as one sequence, in units of a row's cost: centroids, listed centroids, exact rows, chosen rows.
     if ROWS_USED:
         chosen_rows = tl.minimum(tl.load(rows_used + head * rows_used_stride), chosen_rows)
     if USED:
@@ -117,7 +118,7 @@ def _partial_kernel(
             inside = c < stop
             row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
-            # Of clusters that are attended row by row nothing is left to stand for.
+            # A cluster whose rows are all attended has nothing left to represent.
             mask = (count > -float("inf"))[:, None] & in_row
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
@@ -183,10 +184,10 @@ def _merge_kernel(
 
 
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits, counts, values and, of those that are listed, rows; whole rows of 16, copied where they are not. Values
-    of a head that do not follow one another are copied too.
+    """Logits, log counts, values and, of listed centroids, rows. Copies what is not padded to a multiple of 16, and
+    values whose heads are not contiguous.
 
-    `other` stands where there are none, and is never read.
+    `other` is returned for tensors that are missing, and is never read.
     """
     if part is None:
         return other, other, other, other
@@ -201,7 +202,7 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
 
 
 def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
-    """Several levels' stand-ins as one; copies them where they are more than one."""
+    """Centroids of several levels as one; copies them if there is more than one level."""
     if len(parts) < 2:
         return parts[0] if parts else None
     sizes = [part.values.shape[1] for part in parts]
@@ -222,8 +223,8 @@ def decode_attention_triton(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM,
-    and the numbers of the chosen rows."""
+    """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM, and the
+    row indices of runs [H, capacity] int32."""
     (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), dependent_launch(query.device)
     plain = _joined([part for part in stand_ins if part.rows is None])

@@ -1,4 +1,4 @@
-"""Which row each slot of some runs is, in Triton: what `expand_runs` tells, without a row for those past the last."""
+"""Row indices of runs, in Triton: `expand_runs`, except that slots past the last row are left unwritten."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
-SLOTS = 256  # whose rows are found together
+SLOTS = 256  # of one program
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -15,13 +15,13 @@ def _rows_kernel(
     starts, ends, rows, runs, starts_stride, ends_stride, rows_stride, capacity,
     STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The rows that some slots are: the run of each is found by a search that asks for three ends at a time."""
+    """Row indices of a program's slots; the run of each slot is found by a search that reads three ends at a step."""
     wait_for_previous_kernel(EARLY)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     starts, ends = starts + head * starts_stride, ends + head * ends_stride
     last = tl.minimum(tl.load(ends + runs - 1), capacity)
-    # The capacity may be far more than there is.
+    # The capacity may be far above the number of rows.
     if tl.program_id(0) * SLOTS < last:
         run = tl.zeros_like(slot)
         for step in tl.static_range(STEPS):
@@ -39,9 +39,9 @@ def _rows_kernel(
 
 
 def list_rows(starts: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor, capacity: int) -> None:
-    """Write the rows of runs, starts and ends [H, R], one after the other, to `rows` [H, capacity or more] int32.
+    """Write the row indices of runs, starts and ends [H, R], run after run to `rows` [H, capacity or more] int32.
 
-    What comes after the last one is left as it is.
+    Slots after the last row are left unwritten.
     """
     H, R = ends.shape
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](

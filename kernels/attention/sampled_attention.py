@@ -1,4 +1,4 @@
-"""SampleAttention's scores (arXiv 2406.15486): what a few queries of a chunk, evenly spaced, attend to."""
+"""SampleAttention's scores (arXiv 2406.15486): mean attention of a few evenly spaced queries of a chunk."""
 
 import torch
 
@@ -6,7 +6,7 @@ from sparsekv.kernels.scores.logits import attention_logits
 
 
 def spaced_places(total: int, count: int) -> torch.Tensor:
-    """[count] int64: places among `total`, at even distances, the last one among them; all where there are no more."""
+    """[count] int64: evenly spaced indices below `total`, including the last; all indices if `total` is smaller."""
     count = min(count, total)
     return torch.arange(1, count + 1) * total // count - 1
 
@@ -14,7 +14,7 @@ def spaced_places(total: int, count: int) -> torch.Tensor:
 def sampled_attention(
     query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Mean probability of each key over queries and the group; the softmax is over these keys alone.
+    """Mean attention probability of each key over queries and group; the softmax is over these keys alone.
 
     Args:
         query: [Hk, G, Q, D].

@@ -1,4 +1,4 @@
-"""What attention of one decode step reads: runs of rows, centroids with logits, and clusters to choose from."""
+"""Inputs of one decode step's attention: runs of rows, centroids with logits, and clusters to choose from."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,12 @@ from sparsekv.kernels.clusters.best_clusters import CountedClusters
 
 @dataclass(frozen=True)
 class RunRows:
-    """Rows of H heads to choose from, keys and values [H, M, D], and runs of them: starts [H, R] int, the first row of
-    each, ends [H, R] int32, the running sum of their lengths, `capacity` at most; None: each is one row, and of those
-    there are `used` [H] int32 of each head, None: all. `queue` [H] int32 zeros, which one call uses up: with it rows
-    go to programs that are done before others."""
+    """Chosen rows of keys and values [H, M, D], as runs of neighbouring rows or as single rows.
+
+    Runs: starts [H, R] int are their first rows, ends [H, R] int32 the running sums of their lengths, at most
+    `capacity`. Single rows: starts are the rows, ends is None, and the first `used` [H] int32 are valid; None: all.
+    queue [H] int32 zeros lets programs that finish early take more rows; one call uses it up.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -25,10 +27,13 @@ class RunRows:
 
 @dataclass(frozen=True)
 class ScoredCentroids:
-    """Centroids that are attended in the place of rows: logits [H, G, C] float32 of the query on their keys, as the
-    softmax sees them; log_counts [H, C] float32, of how many rows each stands for; values [H, C, D]. There may be more
-    logits and counts than values: those are minus infinity. With `rows` [H, C] int32 the values [H, V, D] are of all
-    clusters, and these tell which of them each is; there are `used` [H] int32 of each head, None: all."""
+    """Centroids that are attended in place of the rows they represent.
+
+    logits [H, G, C] float32 of the query on their keys, scaled and soft-capped; log_counts [H, C] float32, the log of
+    how many rows each represents; values [H, C, D]. Logits and log counts past the last value are minus infinity. With
+    rows [H, C] int32 the values [H, V, D] are those of all clusters, and `rows` are indices into them; the first
+    `used` [H] int32 are valid, None: all.
+    """
 
     logits: torch.Tensor
     log_counts: torch.Tensor
@@ -37,7 +42,7 @@ class ScoredCentroids:
     used: torch.Tensor | None = None
 
     def gathered(self) -> torch.Tensor:
-        """The value of each [H, C, D]; copies them where `rows` tells which they are."""
+        """Value of each centroid [H, C, D]; copies them if there are `rows`."""
         if self.rows is None:
             return self.values
         return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
@@ -45,8 +50,8 @@ class ScoredCentroids:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """C clusters of each of H heads: their first rows, starts [H, C] int64; values [H, C, D] that may stand for tokens
-    which are not chosen, None: there are none; and how logits are scaled."""
+    """C clusters of each of H heads: starts [H, C] int64 are their first rows, values [H, C, D] the centroids that can
+    represent tokens which are not chosen (None: there are none); and the scale and soft cap of logits."""
 
     counted: CountedClusters
     starts: torch.Tensor

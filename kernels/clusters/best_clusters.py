@@ -1,7 +1,7 @@
-"""Choosing whole clusters by their centroids for one decode step on a CPU, where few operations are what is fast.
+"""Choosing whole clusters by their centroids for one decode step on a CPU, in few torch operations.
 
-The same choice as `cluster_scores` (Squeezed Attention, equation 1), a sort and `fill_budget`, for one query a head. Of
-the clusters only so many are ordered as a budget mostly needs, and what depends on no query is computed beforehand.
+The same choice as `cluster_scores` (Squeezed Attention, equation 1), a sort and `fill_budget`, for one query a head.
+Only as many clusters are sorted as a budget usually needs; what does not depend on the query is computed beforehand.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ import torch
 
 from sparsekv.kernels.scores.logits import attention_logits
 
-SPARE = 32
+SPARE = 32  # clusters to sort beyond twice the number that a budget has on average
 
 
 def logs_and_shares(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of counts [H, C] int the logarithms, minus infinity for none, and 1 / counts, 0 for none; both [H, C] float32."""
+    """log(counts), minus infinity for 0, and 1 / counts, 0 for 0, of counts [H, C] int; both [H, C] float32."""
     return counts.float().log(), counts.float().reciprocal().masked_fill(counts == 0, 0)
 
 
 @dataclass(frozen=True)
 class CountedClusters:
-    """C clusters of each of H heads: centroids [H, C, D], counts [H, C] int of their tokens, what `logs_and_shares`
-    says of these, as [H, 1, C] and [H, C], and the tokens of each head."""
+    """C clusters of each of H heads: centroids [H, C, D], counts [H, C] int of their tokens, log_counts [H, 1, C] and
+    shares [H, C] from `logs_and_shares`, and the number of tokens of each head."""
 
     centroids: torch.Tensor
     counts: torch.Tensor
@@ -30,17 +30,17 @@ class CountedClusters:
     tokens: int
 
     def expected(self, budget: int) -> int:
-        """How many of the best clusters nearly always hold a budget: twice as many as of mean size."""
+        """Number of best clusters that nearly always have a budget of tokens: twice as many as at mean size."""
         C = self.counts.shape[1]
         return min(C, SPARE + 2 * C * budget // max(1, self.tokens))
 
 
 @dataclass(frozen=True)
 class BestClusters:
-    """R of C clusters of each of H heads that fill a budget, best first; of clusters that agree the order is any.
+    """R of C clusters of each of H heads that fill a budget, best first; equal ones are in any order.
 
-    logits [H, G, C] float32 of the query on all centroids, plus the logarithms of the counts; clusters [H, R] int64,
-    their numbers; lengths [H, R] int64, the tokens to take of each, left [H, R] int64, those that are not taken.
+    logits [H, G, C] float32 of the query on all centroids, plus the log counts; clusters [H, R] int64, the indices of
+    the best; lengths [H, R] int64, the tokens to take of each; left [H, R] int64, the tokens that are not taken.
     """
 
     logits: torch.Tensor
@@ -49,8 +49,8 @@ class BestClusters:
     left: torch.Tensor
 
     def log_share_left(self, shares: torch.Tensor) -> torch.Tensor:
-        """[H, 1, C] float32: the logarithm of the share of each cluster's tokens that is not taken, given `shares` of
-        the clusters; 0 for an empty one that was not looked at, minus infinity for one that was."""
+        """Log of the share of each cluster's tokens that is not taken, [H, 1, C] float32, given the clusters' `shares`;
+        for an empty cluster 0, or minus infinity if it is one of the R."""
         left = shares.gather(1, self.clusters).mul_(self.left).log_()
         return torch.zeros_like(shares).scatter_(1, self.clusters, left).unsqueeze(1)
 
@@ -62,7 +62,7 @@ def best_clusters(
 
     Args:
         query: [H, G, D].
-        budget: tokens to take of each head, which has as many at least.
+        budget: tokens to take in each head, at most as many as it has.
 
     Returns:
         See `BestClusters`. Allocates the logits twice.
@@ -73,7 +73,7 @@ def best_clusters(
     else:
         logits = attention_logits(query.unsqueeze(2), clusters.centroids, softmax_scale, softcap).squeeze(2)
         logits = logits + clusters.log_counts
-    # Of N_i S_i, a cluster's share of the attention; a mean over the group would order them as this sum does.
+    # The softmax gives N_i S_i, so it is divided by N_i; a sum over the group orders clusters like the mean.
     scores = logits.softmax(-1).sum(1).mul_(clusters.shares)
     several = clusters.expected(budget)
     while True:

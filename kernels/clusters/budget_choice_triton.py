@@ -1,10 +1,10 @@
-"""The best clusters to a budget, from their logits, in Triton.
+"""Chooses the best clusters to a budget from their logits, in Triton.
 
-A choice to a budget needs no sort: what is looked for is the rank of the last cluster that is taken, the leading bits
-of its score. Parts of a head's clusters count their tokens by the exponent of the score; then, of those that have the
-last one's exponent, by the rest of the rank; then each part knows that rank, and what those before it take, and lists
-what it takes itself. Clusters that are opened have no other rank than the exponent. All in integers, and each part by
-itself, so that no order of theirs changes anything.
+No sort is needed, only the rank of the last cluster that is taken; a rank is the leading bits of a score. A head's
+clusters are split into parts. The first kernel counts each part's tokens by the exponent of the score; the second
+counts those with the last cluster's exponent by the rest of the rank; in the third each part finds the last rank and
+how much the parts before it take, and writes what it takes itself. Clusters to open are ranked by the exponent alone,
+without the second kernel. All sums are of integers, so the order of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ from sparsekv.kernels.clusters.types import (
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import ALIGNED, aligned, power_of_two, wait_for_previous_kernel
 
-# Clusters of a part, measured: at least so many, where they are opened, where they are listed, of which about half are
-# there; and at most. More than so many parts make these larger.
+# Clusters in a part, measured: the minimum, that for opening clusters, that for listed ones (of whose slots about half
+# are filled), and the maximum, which is exceeded where there would be more than MOST_PARTS parts.
 FEWEST, FEWEST_OPENED, FEWEST_LISTED, MOST, MOST_PARTS = 512, 256, 256, 1024, 64
 CLUSTERS_A_WARP = 256
-ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and how many of each
+ENTRIES, WIDTH = 128, 8  # clusters whose members are written together, and members of each in one step
 SCORE, TOKENS, SIZE_MASK = (tl.constexpr(number) for number in (SCORE_BITS, TOKEN_BITS, 2**TOKEN_BITS - 1))
 BINS, FINE = (tl.constexpr(2**bits) for bits in (EXPONENT_BITS, SCORE_BITS))
 ROW = tl.constexpr(ALIGNED)
@@ -44,9 +44,12 @@ ROW = tl.constexpr(ALIGNED)
 
 @dataclass(frozen=True)
 class Scored:
-    """Clusters that were looked up: logits [H, G, stride], minus infinity where there are no tokens; their numbers of
-    tokens [H, stride] int32; of parts of them peaks and totals [H, G, parts] of the softmax; [H] int32 zeros, twice, to
-    count in; and how many clusters there are [H] int32, None: all."""
+    """Clusters with their logits, from which to choose.
+
+    logits [H, G, stride], minus infinity for empty clusters; numbers [H, stride] int32 of their tokens; peaks and
+    totals [H, G, parts] of the softmax over parts of them; used and queue [H] int32 zeros, counters; known [H] int32:
+    how many clusters are valid, None: all.
+    """
 
     logits: torch.Tensor
     numbers: torch.Tensor
@@ -59,14 +62,14 @@ class Scored:
 
 @triton.jit
 def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constexpr):
-    """[GROUP] of all parts; 0 where there is no query head."""
+    """Log-sum-exp [GROUP] over all parts; 0 past the last query head."""
     part = tl.arange(0, PARTS)
     place = (head * G + g[:, None]) * parts + part
     known = (g[:, None] < G) & (part < parts)
     part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
     part_totals = tl.load(totals + place, mask=known, other=0.0)
     peak = tl.max(part_peaks, 1)
-    # Where every cluster is empty there is no peak, and no score either.
+    # If every cluster is empty the peak is infinite, and all scores are 0.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(part_totals * tl.exp(part_peaks - peak[:, None]), 1)
     return tl.where(g < G, peak + tl.log(tl.maximum(total, 1e-30)), 0.0)
@@ -75,13 +78,13 @@ def _logsumexp(peaks, totals, head, g, parts, G: tl.constexpr, PARTS: tl.constex
 @triton.jit
 def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, least, threshold, G: tl.constexpr,
             GROUP: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Of some clusters of a head the rank of the score, and below it the size, in one integer.
+    """Rank of the score and, in the bits below, number of tokens of some clusters of a head, packed in one integer.
 
-    To keep what reaches a threshold, that has rank 1, and all else rank 0.
+    With KEEP the rank is 1 for scores that reach the threshold, else 0.
     """
     g = tl.arange(0, GROUP)
     size = tl.load(numbers + c, mask=inside, other=0)
-    # Read before the sums are waited for.
+    # Loaded before the log-sum-exp is waited for.
     known = inside[:, None] & (g < G)
     logit = tl.load(logits + g * stride + c[:, None], mask=known, other=-float("inf"))
     score = tl.sum(tl.exp(logit - _logsumexp(peaks, totals, head, g, parts, G, PARTS)), 1)
@@ -95,10 +98,10 @@ def _packed(logits, numbers, peaks, totals, head, c, inside, stride, parts, leas
 
 @triton.jit
 def _share(part, parts, used, head, stride, PART: tl.constexpr, USED: tl.constexpr):
-    """[PART]: a part's clusters; which of these are its own; and the first that is no part's, before the row's end."""
+    """Clusters [PART] from a part's first on; a mask of those in the part; and where the last part stops."""
     size, stop = PART, stride
     if USED:
-        # Parts of those that there are, all alike.
+        # Only the valid clusters are split, evenly.
         stop = tl.cdiv(tl.minimum(tl.load(used + head), stride), ROW) * ROW
         size = tl.cdiv(stop // ROW, parts) * ROW
     c = tl.multiple_of(part * size, ROW) + tl.arange(0, PART)
@@ -120,10 +123,10 @@ def _write_members(
     scratch, number, longest, rows, slots, order, known, starts, begins, lengths,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The rows of so many first members of a number of clusters, each cluster's from a slot on.
+    """Write the rows of the first `lengths` members of the `known` clusters, from slot `begins` of each on.
 
-    Mostly few clusters are taken: these are brought together first, and then read again, by each thread those that it
-    writes members of.
+    Usually few clusters are taken: these are first compacted in scratch memory, from which each thread then reads the
+    clusters whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -147,16 +150,16 @@ def _take(
     lengths, log_left, rows, slots, scratch, used, seen, head, inside,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OPEN: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Write what is taken of some clusters: all above the last rank, then of that rank until there is enough.
+    """Write what is taken of a part's clusters: all above the last rank, then of that rank until the budget is reached.
 
-    `held` and `had` are the tokens and members of all clusters above the last rank, `above`, `equal` and `equal_size`
-    members above it, members of it and their tokens in the clusters before these.
+    `held` and `had` are tokens and members of all clusters above the last rank. Of the parts before this one, `above`
+    are the members above that rank, `equal` the members at it, and `equal_size` the tokens at it.
     """
     above_number, equal_number = tl.where(rank > last, number, 0), tl.where(rank == last, number, 0)
-    # Of the last rank those may be taken that the parts before leave room for: of how many, the scan is to tell.
+    # Clusters of the last rank can be taken if the parts before leave some budget; the scan finds how many.
     room = (held + equal_size < budget) | (had + equal < wanted) if OPEN else held + equal < budget
     known = above_number + tl.where(room, equal_number, 0) > 0
-    # Three sums in a word, for the more registers a program takes the fewer run at once.
+    # Three running sums packed in one integer: with fewer registers each, more programs run at the same time.
     ends = (known.to(tl.int64) << (2 * TOKENS)) | (equal_number.to(tl.int64) << TOKENS) | above_number
     if OPEN:
         sizes = tl.where(rank == last, size, 0)
@@ -191,11 +194,11 @@ def _rank_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
     OPEN: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a part's clusters, and their tokens and children counted by the exponent."""
+    """Ranks of a part's clusters, and counts of their tokens (and children, to open them) by exponent."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, tl.num_programs(0), known, head, stride, PART, KNOWN)
     if OPEN:
-        # No launch writes these: they are not waited for.
+        # No launch writes these, so they are read before the wait.
         of_cluster = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     wait_for_previous_kernel(EARLY)
     packed = _packed(
@@ -211,17 +214,17 @@ def _rank_kernel(
     tl.store(place + tl.arange(0, counted_bins), counts)
 
 
-# Of a stride that is a multiple of 16 numbers would be loaded four at a time, and laid out anew to be added up.
+# If specialised on a multiple of 16, `stride` would make loads four wide, to be laid out anew before they are summed.
 @triton.jit(do_not_specialize=["budget", "stride"])
 def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part's tokens, of clusters with the last one's exponent, counted by the rest of the rank."""
+    """Count the tokens of a part's clusters with the last cluster's exponent by the rest of the rank."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)
-    # Memory of no launch that may still run.
+    # No launch that may still run uses this memory.
     tl.store(place + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))
     wait_for_previous_kernel(EARLY)
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0).to(tl.uint32, bitcast=True)
@@ -242,12 +245,12 @@ def _take_kernel(
     PART: tl.constexpr, OTHERS: tl.constexpr, KEEP: tl.constexpr, OPEN: tl.constexpr, KNOWN: tl.constexpr,
     SEEN: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What a part takes, after those before it."""
+    """Write what a part takes, after the parts before it."""
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, stop = _share(part, others, known, head, stride, PART, KNOWN)
     lengths, log_left = lengths + head * stride, log_left + head * stride
     if KNOWN:
-        # After the clusters that there are come some of no token, up to the end of a row: no other launch writes them.
+        # Slots after the valid clusters, to the end of the row, are written as empty clusters: no other launch does.
         empty, g = part * PART + tl.arange(0, PART), tl.arange(0, GROUP)
         after = (empty >= stop) & (empty < stride)
         tl.store(starts + head * starts_stride + empty, tl.zeros([PART], tl.int32), mask=after)
@@ -260,7 +263,7 @@ def _take_kernel(
         number = tl.load(children + head * clusters + c, mask=inside & (c < clusters), other=0)
     if KEEP or OPEN:
         wait_for_previous_kernel(EARLY)
-    # Where tokens are counted between, ranks are of the launch before the last, which is over: that one waited for it.
+    # With a `_count_kernel` in between, which waited for `_rank_kernel`, ranks are complete before the wait below.
     packed = tl.load(ranked + head * stride + c, mask=inside, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     size, rank = _size(packed), _rank(packed)
     if KEEP:
@@ -293,13 +296,13 @@ def _take_kernel(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take: clusters for a budget of tokens or, with a threshold, all that reach it; or, to be opened, clusters
-    until they hold the budget and have `wanted` children too, `children` [H, C] int32 of each, contiguous and there
-    before the logits were computed.
+    """What to take: clusters for a budget of tokens; or, with a threshold, all that reach it; or, with `children`,
+    clusters to open until they have `budget` tokens and `wanted` children.
 
-    starts [H, C] int: the first member of each, a token's row or a child, there before the ranks are computed; of
-    listed clusters zeros are written past the last one. slots: members of a head at most; seen [H] int64 or None: to
-    which their number is added.
+    starts [H, C] int: the first member of each cluster, a token's row or a child, written before ranks are computed;
+    for listed clusters, zeros are written past the last one. slots: capacity in members a head. children [H, C] int32:
+    number of each cluster's, contiguous and written before the logits are computed. seen [H] int64 or None: the number
+    of members taken is added to it.
     """
 
     starts: torch.Tensor
@@ -312,7 +315,7 @@ class Wanted:
 
 
 def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
-    """What is taken of so many clusters, from their logits."""
+    """Choose among `clusters` clusters of each head by their logits."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
     keep, opened, early = take.threshold is not None, take.children is not None, dependent_launch(device)
     fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED

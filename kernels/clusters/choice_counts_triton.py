@@ -1,13 +1,14 @@
-"""Sums over the parts of a head's clusters, and the last place that a budget reaches in them, for Triton.
+"""Counts of a head's clusters by place, and the last place that a budget reaches, for Triton.
 
-Several sums go in one reduction: each one by itself would wait for all threads of a program, twice.
+A place is a bin of ranks; sizes count tokens, numbers count members (children, for clusters to open). Several sums
+share one reduction, because each reduction makes all threads of a program wait twice.
 """
 
 import triton
 import triton.language as tl
 
-# After a part's counts, of tokens and of members where these differ, room for three numbers more: rows of no multiple
-# of 4, for what is loaded four at a time has to be laid out anew before it is added up.
+# Numbers after a part's counts. Three, so that row lengths are no multiple of 4: loads four wide would have to be laid
+# out anew before they are summed.
 LIMITS = tl.constexpr(3)
 
 
@@ -33,7 +34,7 @@ def sums_and_largest(a, b, c, d, e, f):
 
 @triton.jit
 def later(place, a, b, c, d, e, other, f, g, h, i, j):
-    """Of two places the later one, and what belongs to it."""
+    """The later of two places, with the values that belong to it."""
     here = place > other
     a, b, c = tl.where(here, a, f), tl.where(here, b, g), tl.where(here, c, h)
     return tl.maximum(place, other), a, b, c, tl.where(here, d, i), tl.where(here, e, j)
@@ -41,7 +42,7 @@ def later(place, a, b, c, d, e, other, f, g, h, i, j):
 
 @triton.jit
 def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
-    """[SIZE] how much of sizes is at each place, and then [SIZE] how much of numbers, if these are others."""
+    """Sum of sizes at each place [SIZE], followed with OPEN by the sum of numbers at each place [SIZE]."""
     column = tl.arange(0, 2 * SIZE if OPEN else SIZE)[None, :]
     amount = tl.where(column < SIZE, size[:, None], number[:, None]) if OPEN else size[:, None]
     return tl.sum(tl.where(place[:, None] == column % SIZE, amount, 0), 0)
@@ -49,7 +50,8 @@ def by_place(place, size, number, SIZE: tl.constexpr, OPEN: tl.constexpr):
 
 @triton.jit
 def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr, OPEN: tl.constexpr):
-    """[SIZE] each: the sizes that all parts of a head have counted, and those before one; the same of numbers."""
+    """Sizes at each place summed over all parts of a head, and over the parts before one; the same for numbers; [SIZE]
+    each."""
     other = tl.arange(0, PARTS)[:, None]
     row: tl.constexpr = (2 * SIZE if OPEN else SIZE) + LIMITS
     place = counts + (head * others + other) * row + tl.arange(0, SIZE)[None, :]
@@ -69,8 +71,8 @@ def counted(counts, head, part, others, SIZE: tl.constexpr, PARTS: tl.constexpr,
 def last_place(
     sizes, before, numbers, numbers_before, held, had, budget, wanted, SIZE: tl.constexpr, OPEN: tl.constexpr
 ):
-    """The last place that is taken, the first where there is not enough; what all places above it hold and have, with
-    what is above all of them; and of the parts before one the members above it, those at it, and what these hold."""
+    """The last place that is taken, 0 if the budget is not reached; tokens and members above it, plus `held` and `had`;
+    and of the parts before one, the members above it, the members at it, and the tokens at it."""
     place = tl.arange(0, SIZE)
     if OPEN:
         from_here, numbers_from_here, before_from_here = tl.associative_scan(

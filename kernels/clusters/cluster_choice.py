@@ -1,8 +1,8 @@
 """Choosing whole clusters by their centroids for one decode step, to a budget of tokens.
 
 The same choice as `cluster_scores` (Squeezed Attention, equation 1), a sort and `fill_budget`, for one query a head,
-and with what the attention that follows needs: logits, runs, and how many tokens each centroid has left to stand for.
-Down two levels the first choice is of clusters whose children are looked at, the second one is among those.
+with what the attention that follows needs: logits, rows, and how many tokens each centroid is left to represent. With
+two levels, the first choice opens coarse clusters, and the second chooses among their children.
 """
 
 import torch
@@ -31,12 +31,12 @@ def choose_clusters(
 ) -> ClusterChoice:
     """The best clusters by S_i averaged over the group: whole ones, then the start of the one that passes the budget.
 
-    Of scores that agree to one part in 128 the lower number is first. On a GPU three kernels, no synchronisation, and
-    shapes that depend on no data.
+    Of scores that agree to one part in 128 the lower index is first. On a GPU four kernels, no synchronisation, and no
+    data-dependent shapes.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens of each cluster and the first row.
-        budget: tokens to take of each head, which has `MOST_TOKENS` (2,097,151) at most.
+        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens and first row of each cluster.
+        budget: tokens to take in each head; a head has at most `MOST_TOKENS` (2,097,151) tokens.
 
     Returns:
         See `ClusterChoice`. Allocates the logits, the rows and nine tensors [H, C].
@@ -44,7 +44,7 @@ def choose_clusters(
     if query.is_cuda:
         from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return choose_clusters_triton(query, centroids, counts, starts, budget, softmax_scale, softcap)
     return choose_clusters_reference(query, centroids, counts, starts, budget, softmax_scale, softcap)
 
@@ -82,7 +82,7 @@ def _best(
 
 
 def _ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
-    """[H, C] numbers of clusters by rank, the highest first."""
+    """Indices [H, C] of clusters by rank, highest first."""
     ranks = (scores.view(torch.int32) >> (23 - bits)) - least_rank(budget, bits)
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)
 
@@ -90,7 +90,7 @@ def _ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.
 def _choice(
     logits: torch.Tensor, lengths: torch.Tensor, left: torch.Tensor, starts: torch.Tensor, slots: int
 ) -> ClusterChoice:
-    """The same with its rows, in the order of the clusters; there is room for `slots`."""
+    """The choice with its rows, in the order of the clusters; at most `slots` of them."""
     rows, _ = expand_runs(starts, lengths, slots)
     used = lengths.sum(-1, dtype=torch.int32)
     return ClusterChoice(logits, lengths, left.float().log(), rows.int(), used)
@@ -106,17 +106,17 @@ def open_clusters(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ClusterChoice:
-    """The best clusters, whole, until they have so many children and hold so many tokens.
+    """The best clusters, whole, until they have `wanted` children and `budget` tokens in each head.
 
-    Of scores between the same powers of two the lower number is first: which ones of those are opened, the last of all,
-    matters little, and on a GPU it takes a launch less to tell.
+    Of scores between the same powers of two the lower index is first: which of these are opened last matters little,
+    and this saves a launch on a GPU.
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts: [H, C] int32, of tokens.
-        wanted: children of each head; budget: tokens.
+        wanted: children in each head; budget: tokens in each head.
 
     Returns:
-        a choice whose members are children.
+        a `ClusterChoice` whose members are children.
     """
     if query.is_cuda:
         from sparsekv.kernels.clusters.cluster_choice_triton import open_clusters_triton
@@ -152,7 +152,7 @@ def _seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
 
 
 def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budget: int) -> torch.Tensor:
-    """Which clusters to open, [..., C] bool, of counts and children [..., C] in order: until both are reached."""
+    """Which clusters to open, [..., C] bool, given counts and children [..., C] in order: until both are reached."""
     held, had = counts.cumsum(-1) - counts, children.cumsum(-1) - children
     return (held < budget) | (had < wanted)
 
@@ -168,10 +168,10 @@ def keep_clusters(
     softcap: float | None = None,
     seen: torch.Tensor | None = None,
 ) -> ClusterChoice:
-    """All clusters whose S_i, averaged over the group, reaches a threshold; like `choose_clusters` in all else.
+    """All clusters whose S_i, averaged over the group, reaches a threshold; otherwise like `choose_clusters`.
 
     Args:
-        most: tokens of a head, for which there is room; seen: [H] int64, what is taken is added to it.
+        most: capacity in tokens of each head; seen: [H] int64, to which the number of tokens taken is added.
     """
     if query.is_cuda:
         from sparsekv.kernels.clusters.cluster_choice_triton import keep_clusters_triton
@@ -208,12 +208,12 @@ def choose_listed(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ListedChoice:
-    """`choose_clusters` among some clusters alone, whose scores are normalised over these (equation 3).
+    """`choose_clusters` among listed clusters, with scores normalised over these alone (equation 3).
 
     Args:
         query: [H, G, D]; centroids: [H, C, D]; counts, first_row: [H, C] int32.
-        listed: which clusters to choose among [H, S] int32, and how many these are of each head [H] int32.
-        budget: tokens to take of each head.
+        listed: indices [H, S] int32 of the clusters to choose among, and how many are valid in each head [H] int32.
+        budget: tokens to take in each head.
 
     Returns:
         See `ListedChoice`. Allocates the logits, the rows and nine tensors [H, S].

@@ -1,4 +1,4 @@
-"""`choose_clusters` and `choose_listed` in Triton: logits and their sums over all SMs, then the choice."""
+"""The functions of `cluster_choice` in Triton: logits and their sums over all SMs, then the choice."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from sparsekv.kernels.common.tiles_triton import (
 )
 
 WARPS = 4
-# Bytes of a tile, stages of the loop, programs an SM: measured, one below so many clusters and one above.
+# Bytes of a tile, stages of the loop, programs an SM: measured, for up to MANY clusters and for more.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
 
 
@@ -30,9 +30,9 @@ def _logits_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponents.
+    """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponentials.
 
-    Of those that are listed up to a multiple of 16; what is after these the launch that takes clusters writes.
+    For listed clusters, slots up to a multiple of 16 are written; `_take_kernel` writes those after it.
     """
     wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -40,7 +40,7 @@ def _logits_kernel(
     of_group = g < G
     known_clusters = tl.minimum(tl.load(listed + head), slots) if LISTED else C
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
-    # Heads are further apart than they have clusters where clusters take tokens in.
+    # Where tokens can be appended, heads are further apart than their clusters need.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     first_row += head * first_stride
     logits, numbers, starts = logits + head * G * stride, numbers + head * stride, starts + head * stride
@@ -50,7 +50,7 @@ def _logits_kernel(
     if part == 0:
         tl.store(used + head, 0)
         tl.store(queue + head, 0)
-    # Past the last cluster come some of no token, up to a multiple of 16.
+    # The last cluster is followed by empty ones, up to a multiple of 16.
     first, stop = share(part, parts, tl.cdiv(known_clusters, 16))
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
@@ -70,7 +70,7 @@ def _logits_kernel(
         scores = tl.where(number > 0, scores, -float("inf"))
         tl.store(logits + g[:, None] * stride + slot, scores, mask=of_group[:, None] & inside)
         highest = tl.maximum(peak, tl.max(scores, 1))
-        # There may be no cluster yet that has a token.
+        # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
         total = total * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]) * number.to(tl.float32), 1)
         peak = highest
@@ -80,7 +80,7 @@ def _logits_kernel(
 
 
 def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [H, C] or [H, C, D] without gaps but between heads; copied where they have others."""
+    """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
     return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
@@ -88,7 +88,7 @@ def _launch(
     query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, scale: float, softcap: float | None,
     first_row: torch.Tensor | None = None, listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
-    """Logits and sums of all clusters, or of those that are listed: then the first row of each of these, too."""
+    """Logits and sums of all clusters, or of the listed ones with the first row of each."""
     (H, G, D), C, device = query.shape, centroids.shape[1], query.device
     centroids, counts = _side_by_side(centroids.to(query.dtype)), _side_by_side(counts)
     clusters, known = (counts, counts) if listed is None else listed
@@ -96,7 +96,7 @@ def _launch(
     slots = clusters.shape[1]
     tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
     rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
-    # No more than have a tile each, for fewer programs' sums are added up sooner.
+    # At most one program for each tile: the sums of fewer programs are merged sooner.
     programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), count_sms(device)))
     parts = num_splits(H, slots, max(programs, 1) * count_sms(device))
     stride = aligned(slots)
@@ -172,7 +172,7 @@ def choose_listed_triton(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> ListedChoice:
-    """`choose_listed` on a GPU; reads the centroids that are listed once."""
+    """`choose_listed` on a GPU; reads the listed centroids once, their logits once more."""
     scored, starts = _launch(query, centroids, counts, softmax_scale, softcap, first_row, listed)
     slots = listed[0].shape[1]
     return ListedChoice(choose(scored, slots, Wanted(starts, budget, budget)), starts[:, :slots])

@@ -1,4 +1,4 @@
-"""Lookup in a hierarchy of centroids that only reads the children of the clusters it opened."""
+"""Lookup in a hierarchy of centroids that reads only the children of opened clusters."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 @dataclass(frozen=True)
 class Tree:
-    """Levels, finest first: centroids [Hk, C_I, D], counts of tokens [Hk, C_I]; children of level I >= 1 are the
-    clusters `first_child[I - 1]` .. `+ children[I - 1]` ([Hk, C_I]) of the level below."""
+    """Levels of clusters, finest first: centroids [Hk, C_I, D] and counts of tokens [Hk, C_I]. A cluster of level
+    I >= 1 has `children[I - 1]` [Hk, C_I] children in the level below, from `first_child[I - 1]` [Hk, C_I] on."""
 
     centroids: tuple[torch.Tensor, ...]
     counts: tuple[torch.Tensor, ...]
@@ -44,22 +44,22 @@ def child_scores(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores of some clusters of a level, normalised over these alone (Squeezed Attention, equation 3).
+    """Scores of given clusters of a level, normalised over these alone (Squeezed Attention, equation 3).
 
     Args:
         query: [Hk, G, Q, D].
-        level: the level that `starts` and `lengths` [Hk, Q or 1, R] are runs of.
-        capacity: slots for them; allocates [Hk, Q or 1, capacity, D] centroids.
+        level: the level of the clusters, which are given as runs, `starts` and `lengths` [Hk, Q or 1, R].
+        capacity: slots for the clusters; allocates [Hk, Q or 1, capacity, D] centroids.
 
     Returns:
-        scores [Hk, Q, capacity] (0 in unused slots), cluster numbers and token counts [Hk, Q or 1, capacity].
+        scores [Hk, Q, capacity] (0 in unused slots), cluster indices and token counts [Hk, Q or 1, capacity].
     """
     clusters, valid = expand_runs(starts, lengths, capacity)
     Hk, rows = clusters.shape[0], clusters.shape[1]
     head = torch.arange(Hk, device=clusters.device)[:, None, None].expand(Hk, rows, 1)
     centroids = tree.centroids[level][head, clusters]
     counts = torch.where(valid, tree.counts[level][head, clusters], 0)
-    # Queries that share their clusters are scored together, others each against its own.
+    # Queries that share their clusters are scored together, others against their own clusters.
     by_row = query.unflatten(2, (rows, -1)).transpose(1, 2).flatten(0, 1)
     logits = attention_logits(by_row, centroids.flatten(0, 1), softmax_scale, softcap)
     logits = logits.unflatten(0, (Hk, rows)).transpose(1, 2).flatten(2, 3)

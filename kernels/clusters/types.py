@@ -1,24 +1,24 @@
-"""What choosing clusters gives, and how finely scores are told apart: for the reference and its kernels alike."""
+"""Results of choosing clusters, and the precision in which scores are compared, for the reference and its kernels."""
 
 from dataclasses import dataclass
 
 import torch
 
-# A score is compared by its exponent and 7 bits of its fraction: as much as bfloat16 keeps of the keys it comes from.
+# Scores are compared by their exponent and 7 bits of their fraction, the precision of the bfloat16 keys they come from.
 SCORE_BITS = 7
-# Of clusters that are opened by the exponent alone: their children are told apart again.
+# Clusters to open are compared by the exponent alone, because their children are scored again.
 OPENED_BITS = 0
-# No more than `budget` tokens have a score above 1 / budget, and with the best of a head's tokens above that divided by
-# 2 ** 16, all others together are nothing: it is only between these that clusters are told apart.
+# Scores are probabilities, so at most `budget` tokens are above 1 / budget, and tokens below 2 ** -16 of that are
+# negligible together: only the 16 octaves between are distinguished.
 EXPONENT_BITS = 4
 TOKEN_BITS = 32 - EXPONENT_BITS - SCORE_BITS
 MOST_TOKENS = 2**TOKEN_BITS - 1
 
 
 def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
-    """What is subtracted from a float32's leading bits, `bits` of them of its fraction, to make ranks of scores.
+    """Offset to subtract from a float32 score's leading bits, `bits` of them fraction bits, to get its rank.
 
-    The highest rank is of all scores that reach 1 / budget, rounded up to a power of two: whatever has it is taken.
+    Scores that reach 1 / budget, rounded up to a power of two, share the highest rank: all of these are taken.
     """
     exponent = 1 - max(budget, 1).bit_length()
     return ((127 + exponent - int(2**EXPONENT_BITS)) << bits) + 1
@@ -26,13 +26,13 @@ def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """What was chosen of C clusters of each of H heads.
+    """Members taken of C clusters of each of H heads; a member is a token, or a child of a cluster to open.
 
-    logits [H, G, C or more] float32 of the query on the centroids, minus infinity on empty clusters and past the last;
-    lengths [H, C] int32, members taken of each cluster, the first ones; log_left [H, C or more] float32, the logarithm
-    of how many tokens of each were not taken, minus infinity for none; rows [H, R] int32, all members that were taken,
-    of which there are used [H] int32: what comes after these is nothing. Kernels leave zeros, queue [H] int32, for the
-    attention that follows to count in.
+    logits [H, G, C or more] float32 of the query on the centroids, minus infinity for empty clusters and past the last;
+    lengths [H, C] int32, how many members are taken of each cluster, from its first on; log_left [H, C or more]
+    float32, the log of how many tokens of each are not taken, minus infinity for none; rows [H, R] int32, all members
+    taken, of which the first used [H] int32 are valid. Kernels also return queue [H] int32 zeros, a counter for the
+    attention that follows.
     """
 
     logits: torch.Tensor
@@ -45,8 +45,8 @@ class ClusterChoice:
 
 @dataclass(frozen=True)
 class Children:
-    """Clusters of a level as members of those above: numbers [H, C] int32 of each one's, and first [H, C] int, which;
-    slots: for how many of a head there is to be room. seen [H] int64 or None: what is opened is added to it."""
+    """Children of C clusters in the level below: numbers [H, C] int32, how many each has; first [H, C] int, the first
+    of them; slots: capacity in children of a head. seen [H] int64 or None: the number of children taken is added."""
 
     numbers: torch.Tensor
     first: torch.Tensor
@@ -56,8 +56,8 @@ class Children:
 
 @dataclass(frozen=True)
 class ListedChoice:
-    """What was chosen of the clusters in S slots of each of H heads: `ClusterChoice` of these, and the first row of
-    each, starts [H, S] int32."""
+    """Choice among the clusters listed in S slots of each of H heads: the `ClusterChoice` of the slots, and starts
+    [H, S] int32, the first row of each cluster."""
 
     chosen: ClusterChoice
     starts: torch.Tensor

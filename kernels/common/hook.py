@@ -1,4 +1,4 @@
-"""Routes a model's attention to a function of ours, through transformers' own `AttentionInterface`."""
+"""Routes a model's attention to a given function, through transformers' `AttentionInterface`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ IMPLEMENTATION = "sparsekv"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention as the model asks for it.
+    """Arguments of one layer's attention call.
 
-    query [Hq, Q, D]; keys, values [Hk, T, D] are what the cache's `update` returned; all after RoPE and norms. The
-    sequences of a batch lie one after another along the heads.
+    query [Hq, Q, D]; keys and values [Hk, T, D] as the cache's `update` returned them; all after RoPE and norms. The
+    sequences of a batch are concatenated along the heads.
     """
 
     layer: int
@@ -38,7 +38,7 @@ _active: ContextVar[AttentionFunction] = ContextVar("sparsekv_attention")
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
 
-    No mask is made by transformers: the function knows what each query may see.
+    transformers makes no mask: the function itself has to mask what a query may not see.
     """
     previous = model.config._attn_implementation
     token = _active.set(function)

@@ -1,21 +1,21 @@
-"""Turning rows by their positions, as rotary embeddings do it (arXiv 2104.09864), and back."""
+"""Rotary position embeddings (arXiv 2104.09864): rotating rows by their positions, and undoing it."""
 
 import torch
 
 
 def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rows turned by so many positions; negative positions undo it.
+    """Rows rotated by the given positions; negative positions undo a rotation.
 
     Args:
         rows: [..., T, D].
-        positions: [..., T] int64, broadcast over the dimensions that it lacks.
-        frequencies: [P] float32, radians a position of each pair of channels; 2 P at most D.
-        interleaved: pairs are channels 2 i and 2 i + 1, else i and i + P; channels from 2 P on stay as they are.
+        positions: [..., T] int64; missing leading dimensions are broadcast.
+        frequencies: [P] float32, radians per position of each pair of channels; 2 P at most D.
+        interleaved: pairs are channels 2 i and 2 i + 1, else i and i + P; channels from 2 P on are not rotated.
 
     Returns:
-        [..., T, D] float32. Allocates them two times over.
+        [..., T, D] float32. Allocates two more of this size.
     """
-    # In float32, as models do it: what a model turned by a rounded angle is turned back by the same one.
+    # Angles in float32, as in models, so that undoing a model's rotation uses the same rounded angle.
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = split_pairs(rows.float(), len(frequencies), interleaved)
@@ -25,7 +25,7 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
 
 
 def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First and second channels [..., P] of the pairs that `rotate` turns, and the others [..., D - 2 P]: views."""
+    """Views: first and second channels [..., P] of the pairs that `rotate` rotates, and the rest [..., D - 2 P]."""
     turned, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
     if interleaved:
         return turned[..., 0::2], turned[..., 1::2], rest

@@ -1,4 +1,4 @@
-"""Runs of neighbouring rows: how a choice of clusters becomes rows to read, with shapes fixed in advance."""
+"""Runs of neighbouring rows: turn chosen clusters into row indices, with shapes fixed in advance."""
 
 from functools import lru_cache
 
@@ -6,7 +6,7 @@ import torch
 
 
 def fill_budget(lengths: torch.Tensor, budget: int) -> torch.Tensor:
-    """Cut runs, best first, so that they hold `budget` rows: whole runs, then the start of the one that passes it.
+    """Cut runs, ordered best first, to `budget` rows in all: whole runs, then the start of the run that exceeds it.
 
     Args:
         lengths: [..., R] int, in order of score.
@@ -20,12 +20,12 @@ def fill_budget(lengths: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def expand_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of runs, one after the other, in a fixed number of slots.
+    """Row indices of runs, run after run, in a fixed number of slots.
 
     Args:
         starts: [..., R] int, first row of each run.
         lengths: [..., R] int, rows in each run; 0 is allowed anywhere.
-        capacity: slots; rows past it are left out.
+        capacity: number of slots; rows that exceed it are left out.
 
     Returns:
         rows [..., capacity] int64 (0 in unused slots) and valid [..., capacity] bool.
@@ -40,11 +40,14 @@ def expand_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> t
 
 
 def expand_full_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The rows of `expand_runs` where the runs leave no slot unused: [..., capacity] int64.
+    """Row indices [..., capacity] int64 of runs that fill all slots; `expand_runs` allows unused ones.
 
     Args:
         starts: [..., R] int64.
-        lengths: [..., R] int64, with sum `capacity` everywhere; RuntimeError where the sum of all is another.
+        lengths: [..., R] int64, each row of which must sum to `capacity`.
+
+    Raises:
+        RuntimeError: the lengths do not sum to `capacity` over all rows together.
     """
     apart = starts - (lengths.cumsum(-1) - lengths)
     size = capacity * starts.shape[:-1].numel()

@@ -1,29 +1,29 @@
-"""What several Triton kernels share: shapes and shares of work, products, soft caps, how one follows another."""
+"""Helpers of several Triton kernels: tile shapes, shares of work, products, soft caps, dependent launches."""
 
 import torch
 import triton
 import triton.language as tl
 
-# The interpreter multiplies bfloat16 as the integers that it keeps them in.
+# The interpreter stores bfloat16 as integers, and would multiply those.
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def power_of_two(size: int) -> int:
-    """The block size that holds so many elements."""
+    """The smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def group_rows(group: int) -> int:
-    """Rows of a tile of query heads: tensor cores take no fewer than 16."""
+    """Rows of a tile that holds a group of query heads: tensor cores need at least 16."""
     return max(16, power_of_two(group))
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
-    """Rows of a tile of `size` bytes, as far as tensor cores take them: 16 to 128."""
+    """Rows of a tile of `size` bytes, limited to 16 to 128."""
     return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
 
 
-ALIGNED = 16  # numbers: rows of them that begin so, and are as long, are read four at a time
+ALIGNED = 16  # elements: rows whose start and length are multiples of this can be read four elements at a time
 
 
 def aligned(size: int) -> int:
@@ -33,7 +33,7 @@ def aligned(size: int) -> int:
 
 @triton.jit
 def share(part, parts, rows):
-    """First and last row (not included) of one of the equal parts of some rows; the first ones have one more."""
+    """Start and stop of one of `parts` equal parts of some rows; the first parts may have one row more."""
     size, more = rows // parts, rows % parts
     first = part * size + tl.minimum(part, more)
     return first, first + size + (part < more).to(tl.int32)
@@ -41,9 +41,9 @@ def share(part, parts, rows):
 
 @triton.jit
 def wait_for_previous_kernel(EARLY: tl.constexpr):
-    """Wait for the kernel before this one, where it was launched early, and let the next one be launched.
+    """Wait for the previous kernel if this one was launched early, then let the next one launch.
 
-    The first thing that a program does: before it nothing that other kernels write is there for sure.
+    Must come before a program reads what another kernel writes.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -52,16 +52,16 @@ def wait_for_previous_kernel(EARLY: tl.constexpr):
 
 @triton.jit
 def capped(logits, softcap, CAPPED: tl.constexpr):
-    """softcap tanh(logits / softcap), where there is a soft cap."""
+    """softcap tanh(logits / softcap) if there is a soft cap, else the logits."""
     if CAPPED:
-        # tanh(x) = 2 sigmoid(2 x) - 1: there is no tanh in triton.language.
+        # triton.language has no tanh: tanh(x) = 2 sigmoid(2 x) - 1.
         logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
     return logits
 
 
 @triton.jit
 def dot(a, b):
-    """a b on tensor cores, in float32; float32 itself unrounded."""
+    """Matrix product a b in float32, on tensor cores; float32 inputs are not rounded to tf32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     precision: tl.constexpr = "ieee" if a.dtype == tl.float32 else "tf32"

@@ -1,15 +1,15 @@
-"""Where a growing sequence is cut into blocks that are clustered one by one (Multipole Attention, section 3.3)."""
+"""Cuts a growing sequence into blocks that are clustered separately (Multipole Attention, section 3.3)."""
 
 
 def block_offsets(tokens: int, block: int) -> list[int]:
-    """First token of each block, and the end: closed blocks of W tokens, then one that is still open.
+    """First token of each block, and the end of the last: closed blocks of W tokens, then an open one.
 
-    The open block holds between alpha = W / 2 and W + alpha tokens (fewer only when there are fewer in all): when it
-    reaches W + alpha its first W become a closed block. So the cuts depend on the number of tokens alone, however they
-    came.
+    The open block has between alpha = W / 2 and W + alpha tokens (fewer only if the sequence is shorter): when it
+    reaches W + alpha, its first W tokens become a closed block. So the cuts depend only on the number of tokens, not on
+    how they were appended.
 
     Args:
-        tokens: tokens so far, at least 1.
+        tokens: length of the sequence, at least 1.
         block: W, at least 2.
     """
     least_open = block // 2

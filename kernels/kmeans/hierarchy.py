@@ -1,4 +1,4 @@
-"""A hierarchy of clusters, numbered so that members of one cluster, and children of one parent, are neighbours."""
+"""A hierarchy of clusters, numbered so that the tokens of a cluster and the children of a parent are contiguous."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class Level:
 
 
 Cluster = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
-"""Labels [Hk, M] of points [Hk, M, D] float32 in so many clusters; only points where [Hk, M] is True take part."""
+"""From points [Hk, M, D] float32, a number of clusters, and a mask [Hk, M] of the points to use: labels [Hk, M]."""
 
 
 def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], cluster: Cluster) -> list[Level]:
-    """The finest level from its labels, and coarser ones by clustering centroids.
+    """All levels, finest first: the finest from its labels, coarser ones by clustering the centroids below.
 
-    A coarse centroid is the count-weighted mean of its children, so it is the mean of its member keys; empty
-    clusters take no part in the next level.
+    A coarse centroid is the count-weighted mean of its children, and so the mean of its member keys; empty clusters
+    are not clustered again.
 
     Args:
-        keys: [Hk, M, D]; labels: [Hk, M] in the finest level.
-        sizes: number of clusters, descending, the finest level's first.
+        keys: [Hk, M, D]; labels: [Hk, M] of the finest level.
+        sizes: number of clusters of each level, finest first, descending.
     """
     levels = [Level(*cluster_means(keys, labels, sizes[0]))]
     for size in sizes[1:]:
@@ -43,21 +43,21 @@ def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], clu
 
 
 def level_sizes(shares: Sequence[float], tokens: int) -> list[int]:
-    """Number of clusters of each level for so many tokens that are clustered together; at least one."""
+    """Number of clusters of each level, at least one, for `tokens` that are clustered together."""
     return [max(1, round(share * tokens)) for share in shares]
 
 
 def number_neighbours(levels: list[Level], labels: torch.Tensor) -> torch.Tensor:
-    """Renumber every level in place, from the coarsest down, by parent and with empty clusters last.
+    """Renumber the clusters of every level in place, from the coarsest down: by parent, empty clusters last.
 
     Returns:
-        [Hk, M] labels of the tokens in the new numbers of the finest level.
+        [Hk, M] labels of the tokens in the finest level's new numbers.
     """
     new_number = None
     for level in reversed(levels):
         key = (level.counts == 0).long() * (1 << 40)
         if level.parent is not None and new_number is not None:
-            # An empty cluster has no parent of its own; the last one keeps the children of each parent neighbours.
+            # An empty cluster has no parent; the last number keeps the children of each parent contiguous.
             empty = level.counts == 0
             level.parent = new_number.gather(1, level.parent).masked_fill(empty, new_number.shape[1] - 1)
             key = key + level.parent
@@ -86,14 +86,14 @@ def level_tensors(
 
     Args:
         labels: [Hk, M] of the tokens in the finest level.
-        values: [Hk, M, D] of the tokens, whose dtype the centroids get.
-        first_token: position in the prompt of the first of them.
-        keys: [Hk, M, D] as attended, where the levels are of others, by which clusters are looked up.
+        values: [Hk, M, D] of the tokens; the centroids get their dtype.
+        first_token: position in the prompt of the first token.
+        keys: [Hk, M, D] as attended, if the levels were clustered from other keys (such as keys with RoPE undone).
 
     Returns:
         levelI.centroids and levelI.value_centroids [Hk, C_I, D], levelI.counts and levelI.parent [Hk, C_I] int32,
         token_order [Hk, M] int32 (positions in the prompt, cluster by cluster), token_offsets [Hk, C_0 + 1] int32.
-        With `keys` they are what the centroids are the means of, and levelI.lookup_centroids are those of the levels.
+        With `keys`, levelI.centroids are their means, and levelI.lookup_centroids the levels' own centroids.
     """
     own_name, other_rows = "centroids", {"value_centroids": values}
     if keys is not None:
@@ -116,11 +116,11 @@ def level_tensors(
 
 
 def join_blocks(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One hierarchy out of those of neighbouring blocks, whose clusters keep to themselves.
+    """Concatenate the hierarchies of neighbouring blocks; no cluster crosses a block.
 
     Returns:
-        the tensors of `level_tensors`, numbered on from block to block, and block_clusters [Hk, blocks + 1] int32:
-        the first cluster of the finest level in each block.
+        the tensors of `level_tensors`, with clusters numbered on from block to block, and block_clusters
+        [Hk, blocks + 1] int32: the first finest-level cluster of each block, then the number of clusters.
     """
     joined = {name: torch.cat([block[name] for block in blocks], 1) for name in blocks[0] if name != "token_offsets"}
     for name in joined:

@@ -1,6 +1,6 @@
-"""k-means of the keys of all heads at once: assignment, means, and iterations of both.
+"""k-means of the keys of all heads, batched: assignment, means, and Lloyd iterations.
 
-On a GPU the first two are kernels of their own; nothing here waits for it, so that a graph can record all of it.
+On a GPU assignment and means have their own kernels; nothing here synchronises, so that a CUDA graph can record it.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,13 @@ SPACES = ("normalised", "raw", "centred")
 
 
 def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Keys [Hk, M, D] as k-means sees them, in float32: unit vectors, as they are, or unit after centring.
+    """Keys [Hk, M, D] in the space in which they are clustered, in float32.
 
-    `normalised` is Squeezed Attention, section 3.1; `centred` subtracts each head's mean key first (RetroInfer).
+    `normalised` makes unit vectors (Squeezed Attention, section 3.1); `centred` subtracts each head's mean key first
+    (RetroInfer); `raw` leaves keys unchanged.
 
     Args:
-        valid: [Hk, M] bool, at least one a head; other keys take no part in the mean. None: all do.
+        valid: [Hk, M] bool, at least one True in each head: keys to include in the mean. None: all.
     """
     keys = keys.float()
     if space == "raw":
@@ -36,15 +37,15 @@ def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
         points: [Hk, M, D]; centres: [Hk, C, D].
 
     Returns:
-        [Hk, M] int64. Allocates [Hk, 16384, C] scores at a time; on a GPU the points once more in float16.
+        [Hk, M] int64. Allocates [Hk, 16384, C] scores at a time; on a GPU instead the points in float16.
     """
     return nearest_centres(points)(centres)
 
 
 def nearest_centres(points: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`assign` of points [Hk, M, D] that stay, to centres that move: on a GPU the points are rounded once."""
+    """`assign` as a function of the centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
     if points.is_cuda:
-        # Triton is imported where it is used: it takes long, and only Linux has it.
+        # Imported here because Triton takes long to import, and exists on Linux only.
         from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres
 
         return NearestCentres(points)
@@ -67,7 +68,7 @@ def cluster_means(
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
 
     Returns:
-        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32; the same in every run.
+        means [Hk, C, D] float32 (zeros for an empty cluster) and weights [Hk, C] float32, both deterministic.
     """
     if points.is_cuda:
         from sparsekv.kernels.kmeans import kmeans_triton
@@ -79,7 +80,7 @@ def cluster_means(
 def cluster_means_plainly(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cluster_means` in plain torch, whose sums a GPU adds up in an order that differs between runs."""
+    """`cluster_means` in plain torch; on a GPU its order of summation would differ between runs."""
     weights = points.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights.float()
     total = torch.zeros(len(points), clusters, device=points.device).scatter_add_(1, labels, weights)
     sums = torch.zeros(len(points), clusters, points.shape[-1], device=points.device)
@@ -91,14 +92,14 @@ def cluster_means_plainly(
 def lloyd(
     points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Iterations of assignment and means; a centre that no point is nearest to stays where it is.
+    """Lloyd iterations of assignment and means; a centre without points does not move.
 
     Args:
-        points: [Hk, M, D] float32; centres: [Hk, C, D], where to begin.
-        weights: [Hk, M] float32, 0 for a point that takes no part.
+        points: [Hk, M, D] float32; centres: [Hk, C, D], the initial ones.
+        weights: [Hk, M] float32, 0 for points to ignore.
 
     Returns:
-        labels [Hk, M] of one last assignment, and the centres [Hk, C, D] that it was made to.
+        labels [Hk, M] of a last assignment, and the centres [Hk, C, D] that it used.
     """
     nearest = nearest_centres(points)
     for _ in range(iterations):
@@ -114,13 +115,13 @@ def random_kmeans(
     generator: torch.Generator,
     valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Labels of a k-means that starts from random points of each head.
+    """Labels from k-means with random points of each head as initial centres.
 
     Args:
         points: [Hk, M, D] float32.
         clusters: at most the number of valid points of any head.
-        generator: chooses them, on the points' device.
-        valid: [Hk, M] bool; points that take no part get label 0. None: all do.
+        generator: draws the initial centres, on the points' device.
+        valid: [Hk, M] bool: points to cluster; the others get label 0. None: all.
 
     Returns:
         [Hk, M] int64.

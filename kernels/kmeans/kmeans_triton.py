@@ -1,4 +1,4 @@
-"""k-means on a GPU: nearest centres on tensor cores with the argmax in the same pass, and means over sorted labels."""
+"""k-means on a GPU: nearest centres by tensor cores with the argmax fused, and means over sorted labels."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ import triton.language as tl
 
 from sparsekv.kernels.common.tiles_triton import power_of_two
 
-FARTHEST_MEAN = 4096.0  # largest entry of the mean once scaled, so that centres at 16 times it are finite still
+FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
 REGISTERS = 65_536  # of an SM
-ROWS_AT_ONCE = 32  # rows that a program of the means, or of the rounding, holds
+ROWS_AT_ONCE = 32  # rows in a tile of the kernels for means and for rounding
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the search is cut: points and centres of one product, and the warps and the stages of a program.
+    """Tile sizes of the search for nearest centres: points and centres of one product, warps and pipeline stages.
 
-    `programs` shall fit on an SM: while one looks for the highest scores, another keeps tensor cores busy.
+    `programs` are to fit on an SM: while one takes the maximum of its scores, another keeps the tensor cores busy.
     """
 
     points: int
@@ -28,16 +28,16 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Most registers of a thread."""
+        """Register limit of a thread."""
         return min(255, REGISTERS // (32 * self.warps * self.programs))
 
     def shared_bytes(self, dims: int) -> int:
-        """Shared memory of a program: its points, and as many tiles of centres as are in flight."""
+        """Shared memory of a program: its points, and one tile of centres for each stage, in float16."""
         return 2 * dims * (self.points + self.stages * self.centres)
 
 
-# The largest that fits is taken. Tensor cores read both tiles from shared memory, at N = 64 as fast as it gives them,
-# at N = 128 with a quarter to spare; and centres are read once for each tile of points.
+# The first that fits in shared memory is used. Tensor cores read both tiles from shared memory: 64 centres use all of
+# its bandwidth, 128 three quarters. Centres are read once for each tile of points.
 TILES = (Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1))
 
 
@@ -46,7 +46,7 @@ def _round_rows(
     rows, means, scales, rounded, half_norms, count, padded_count, head_stride, row_stride, dims,
     DIMS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rows around their head's mean and scaled, in float16, and half their squared norms; zeros past the last."""
+    """Write rows in float16, centred on their head's mean and scaled, zeros past the last; and half squared norms."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
@@ -55,7 +55,7 @@ def _round_rows(
     found = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(means + head * dims + dim, mask=dim < dims, other=0.0)
     scaled = (found - mean[None, :]) * tl.load(scales + head)
-    # The largest finite float16: infinity would make products of no meaning.
+    # Clamped to the largest finite float16, because products of infinities may be NaN.
     half = tl.where(inside, tl.minimum(tl.maximum(scaled, -65504.0), 65504.0), 0.0).to(tl.float16)
     to = head * padded_count + row
     tl.store(rounded + to[:, None] * DIMS + dim[None, :], half, mask=(row < padded_count)[:, None])
@@ -70,7 +70,7 @@ def _find_nearest(
     points, centres, half_norms, labels, count, padded_clusters,
     DIMS: tl.constexpr, POINTS: tl.constexpr, CENTRES: tl.constexpr,
 ):  # fmt: skip
-    """The centre of highest q c - |c|^2 / 2 for a tile of points; the scores never leave the registers."""
+    """For a tile of points p the centre c of highest p c - |c|^2 / 2; the scores never leave the registers."""
     head = tl.program_id(1).to(tl.int64)
     point = tl.program_id(0) * POINTS + tl.arange(0, POINTS)
     dim, column = tl.arange(0, DIMS), tl.arange(0, CENTRES)
@@ -96,7 +96,7 @@ def _sum_runs(
     points, order, starts, weights, means, totals, count, clusters, head_stride, row_stride, dims, DIMS: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of one cluster, whose points are a run of the sorted order; always in the same order."""
+    """Weighted mean of one cluster, whose points are a run of the sorted order; the order of summation is fixed."""
     cluster = tl.program_id(0).to(tl.int64)
     head = cluster // clusters
     start, end = tl.load(starts + cluster), tl.load(starts + cluster + 1)
@@ -118,29 +118,29 @@ def _sum_runs(
 
 
 class NearestCentres:
-    """Finds the nearest centre of points that stay while centres move.
+    """Finds the nearest centre of fixed points, for centres that change between calls.
 
-    Points and centres are rounded to float16 around the head's mean point, scaled so that no coordinate of a point is
-    above 1, and products are added up in float32. So the labels are those of points and centres that are off by 2^-11
-    of their distance to the mean: no chosen centre is further than the nearest by more than 2^-10 of the two distances
-    to the mean. bfloat16 costs as much and is off by eight times that; tf32 is off by as much and costs twice. The
-    norms are those of the rounded centres, so that a point which is a centre is at distance 0 from it. Centres further
-    out than 60,000 times the furthest point are told apart no more.
+    Points and centres are centred on the head's mean point, scaled so that no coordinate of a point exceeds 1, and
+    rounded to float16; products are summed in float32. Rounding moves a point or centre by 2^-11 of its distance to the
+    mean, so the chosen centre is at most 2^-10 of the two distances to the mean further away than the nearest. bfloat16
+    costs as much with eight times the error; tf32 has the same error and costs twice as much. Norms are those of the
+    rounded centres, so that a point which equals a centre is at distance 0 from it. Centres more than 60,000 times
+    further out than the furthest point are clamped, and no longer distinguished.
     """
 
     def __init__(self, points: torch.Tensor, tiles: Tiles | None = None):
-        """Points [Hk, M, D] of any floating dtype; copies them in float16, D padded to a power of two."""
+        """Takes points [Hk, M, D] of any floating dtype; copies them in float16, with D padded to a power of two."""
         self.tiles = tiles or _fitting_tiles(_padded(points.shape[2]), points.device)
         self.means = points.mean(1, dtype=torch.float32)
         least, greatest = points.aminmax(dim=1)
         radius = torch.maximum(greatest.float() - self.means, self.means - least.float()).amax(1)
-        # Where all points are one, the mean is the only scale there is.
+        # If all points are equal, only the mean gives a scale.
         radius = torch.maximum(radius, self.means.abs().amax(1) / FARTHEST_MEAN)
         self.scales = 1 / radius.clamp(min=1e-30)
         self.points, _ = self._rounded(points, points.shape[1])
 
     def __call__(self, centres: torch.Tensor) -> torch.Tensor:
-        """Labels [Hk, M] int64 of the nearest of centres [Hk, C, D], which are copied in float16."""
+        """Label [Hk, M] int64 of the nearest of centres [Hk, C, D] for each point; copies the centres in float16."""
         Hk, count, dims = self.points.shape
         clusters = triton.cdiv(centres.shape[1], self.tiles.centres) * self.tiles.centres
         rounded, half_norms = self._rounded(centres, clusters, norms=True)
@@ -156,7 +156,8 @@ class NearestCentres:
     def _rounded(
         self, rows: torch.Tensor, padded_count: int, *, norms: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float16 [Hk, padded_count, padded D], and half norms [Hk, padded_count] float32, infinite where padded."""
+        """Rows [Hk, padded_count, padded D] float16, and half squared norms [Hk, padded_count] float32, infinite where
+        padded."""
         rows, (Hk, count, dims) = _rows(rows), rows.shape
         rounded = rows.new_empty(Hk, padded_count, _padded(dims), dtype=torch.float16)
         half_norms = rows.new_empty(Hk, padded_count if norms else 0, dtype=torch.float32)
@@ -171,11 +172,10 @@ class NearestCentres:
 def cluster_means(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean and weight of each cluster, added up in the order of the points: the same in every run.
+    """Weighted mean and weight of each cluster, summed in the order of the points, so deterministic.
 
-    Sorting the labels moves 12 bytes a point a few times, where the sums read 4 D bytes of it once; adding rows to
-    their cluster by atomic operations would read as much, then write all of it to the second-level cache, and round
-    in the order in which they come.
+    Sorting the labels moves 12 bytes a point a few times, while the sums read 4 D bytes a point once. Atomic additions
+    would read as much, write all of it to the L2 cache, and round in the order in which they happen to come.
 
     Args:
         points: [Hk, M, D]; labels: [Hk, M]; weights: [Hk, M], ones when None.
@@ -204,7 +204,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(dims: int) -> int:
-    """What the products take: a power of two, 16 or more."""
+    """D padded for `tl.dot`: a power of two, at least 16."""
     return max(16, power_of_two(dims))
 
 

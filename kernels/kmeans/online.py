@@ -1,4 +1,4 @@
-"""New tokens join a block of clusters without clustering it from scratch (Multipole Attention, section 3.3)."""
+"""Appends tokens to a clustered block without clustering it from scratch (Multipole Attention, section 3.3)."""
 
 import torch
 from torch.nn.functional import pad
@@ -6,23 +6,23 @@ from torch.nn.functional import pad
 from sparsekv.kernels.kmeans.hierarchy import Level, level_sizes, levels_above
 from sparsekv.kernels.kmeans.kmeans import assign, cluster_means, lloyd, random_kmeans, to_space
 
-REFINEMENTS = 3  # full iterations over the block after new tokens were assigned to it
+REFINEMENTS = 3  # full k-means iterations over the block after new tokens were assigned
 
 
 def join_tokens(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Labels of a block after tokens were added to its end.
+    """Labels of a block after tokens were appended to it.
 
-    Centres sampled from the new tokens join the old ones, and replace those that hold no token; the new tokens go to
-    their nearest centre, which moves to the mean of what it holds then (a step of sequential k-means); a few iterations
-    over the whole block refine both.
+    Centres sampled from the new tokens are added, and replace empty ones; each new token is assigned to its nearest
+    centre, which moves to the mean of its members (a step of sequential k-means); then a few iterations over the whole
+    block follow.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space they are clustered in, old tokens first.
-        labels: [Hk, T_old] int64 of the old ones.
-        clusters: how many clusters these have; all_clusters: how many there shall be, as many or more.
-        generator: chooses the samples, on the points' device.
+        labels: [Hk, T_old] int64 of the old tokens.
+        clusters: number of clusters of the old tokens; all_clusters: number to end with, at least as many.
+        generator: draws the samples, on the points' device.
 
     Returns:
         [Hk, T] int64. Allocates the centres, and on a CPU [Hk, 16384, C] scores at a time.
@@ -31,7 +31,7 @@ def join_tokens(
 
 
 def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """[Hk, T_new] int64: in which order the new ones of `join_tokens`' points become centres."""
+    """Random order [Hk, T_new] int64 in which the new points of `join_tokens` become centres."""
     size = len(points), points.shape[1] - labels.shape[1]
     return torch.rand(size, generator=generator, device=points.device).argsort(dim=-1)
 
@@ -39,8 +39,8 @@ def sampling_order(points: torch.Tensor, labels: torch.Tensor, generator: torch.
 def join_in_order(
     points: torch.Tensor, labels: torch.Tensor, clusters: int, all_clusters: int, order: torch.Tensor
 ) -> torch.Tensor:
-    """`join_tokens` from their `sampling_order`. A CUDA graph can record it: nothing waits for the GPU, and no shape
-    depends on what the tokens are."""
+    """`join_tokens` with a given `sampling_order`. A CUDA graph can record it: no synchronisation, no data-dependent
+    shapes."""
     old, new = points[:, : labels.shape[1]], points[:, labels.shape[1] :]
     more = all_clusters - clusters
     centres, counts = cluster_means(old, labels, clusters)
@@ -64,7 +64,8 @@ def online_levels(
     iterations: int,
     generator: torch.Generator,
 ) -> list[Level]:
-    """All levels of a block from the labels [Hk, T] of its finest, for keys [Hk, T, D]; coarse ones are made anew."""
+    """All levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest; coarse levels are clustered
+    from scratch."""
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
         return random_kmeans(to_space(points, space, valid), clusters, iterations, generator, valid)

@@ -1,4 +1,4 @@
-"""Centroid lookup: how much of the attention falls on each token of a cluster, on average."""
+"""Attention logits, and centroid scores: the estimated attention probability of a cluster's tokens."""
 
 import torch
 
@@ -20,7 +20,8 @@ def attention_logits(
 
 
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q k [Hk, R, T] in float32: rounded to bfloat16, one near 200 would be off by up to half."""
+    """Products [Hk, R, T] of queries [Hk, R, D] and keys [Hk, T, D] in float32: in bfloat16 one near 200 would be off
+    by up to 0.5."""
     if query.is_cuda and query.dtype == keys.dtype != torch.float32:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(query.float(), keys.float().transpose(1, 2))
@@ -38,18 +39,18 @@ def cluster_scores(
     Args:
         query: [Hk, G, Q, D].
         centroids: [Hk, C, D].
-        counts: [Hk, C] int; clusters of no token score 0.
+        counts: [Hk, C] int; empty clusters score 0.
 
     Returns:
-        [Hk, Q, C] float32: the estimated attention probability of one token of the cluster.
+        [Hk, Q, C] float32: the estimated attention probability of each token of the cluster.
     """
     logits = attention_logits(query, centroids, softmax_scale, softcap)
     return scores_from_logits(logits, counts[:, None, None, :])
 
 
 def scores_from_logits(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """S_i from logits [Hk, G, Q, C] and counts that broadcast to it; returns [Hk, Q, C]."""
+    """S_i [Hk, Q, C] from logits [Hk, G, Q, C] and counts that broadcast to them."""
     empty = counts == 0
     weights = logits.masked_fill(empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
-    # The weights' sum is 1, so a total well below 1 means that all clusters are empty.
+    # The weights sum to 1 and counts are at least 1, so a sum below 1 means that all clusters are empty.
     return (weights / (counts * weights).sum(-1, keepdim=True).clamp(min=1)).mean(1)

@@ -1,25 +1,25 @@
-"""QuoKA's scores (section 3 of the paper): which keys a chunk of queries needs, by cosine to a few of its queries."""
+"""QuoKA's scores (section 3 of the paper): which keys a chunk needs, by cosine to a few of the chunk's queries."""
 
 import torch
 from torch.nn.functional import normalize
 
 from sparsekv.kernels.scores.logits import products
 
-# What kernels hold in registers: directions that keys are compared with, and queries of a group to choose from.
+# Limits of the kernels, which hold these in registers: directions to compare keys with, queries of a group.
 MOST_DIRECTIONS, MOST_QUERIES = 64, 2**14
 
 
 def subselect_queries(query: torch.Tensor, count: int, subset: str = "far", seed: int = 0) -> torch.Tensor:
-    """The queries of each head that stand for its chunk: those of lowest cosine similarity to the chunk's mean query.
+    """The queries of each head that represent its chunk: those of lowest cosine similarity to the chunk's mean query.
 
     Args:
         query: [Hk, G, B, D].
-        count: how many; all of them where there are no more.
-        subset: `far`; `random` and `all` are what the paper compares it with.
-        seed: of the random ones.
+        count: how many to keep; all are kept if B is no larger.
+        subset: `far` as described; `random` and `all` are the paper's ablations.
+        seed: for `random`.
 
     Returns:
-        [Hk, G, count, D].
+        [Hk, G, count, D], or all of the queries.
     """
     if subset == "all" or query.shape[2] <= count:
         return query
@@ -39,13 +39,13 @@ def directions(query: torch.Tensor) -> torch.Tensor:
 
 
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
-    """The directions of the queries that `subselect_queries` keeps, in the order of their similarity.
+    """`directions` of the queries that `subselect_queries` keeps, least similar to the mean first.
 
-    On a GPU two kernels; where two queries are as near to the mean, another may come first than in torch.
+    Two kernels on a GPU, which may order queries of equal similarity differently from torch.
 
     Args:
         query: [Hk, G, B, D].
-        count: how many; all of them where there are no more.
+        count: how many to keep; all are kept if B is no larger.
 
     Returns:
         [Hk, count, D] float32.
@@ -54,7 +54,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     if query.is_cuda and count <= MOST_DIRECTIONS and count < B and G * B <= MOST_QUERIES:
         from sparsekv.kernels.scores.quoka_triton import far_directions_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return far_directions_triton(query, count)
     return directions(subselect_queries(query, count))
 
@@ -62,10 +62,10 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
 def nearest_keys(
     some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, last: int = 0, across: str = "max"
 ) -> torch.Tensor:
-    """The first and last keys and those of highest cosine to some directions: `count` of each head in all.
+    """Indices of the first and last keys and of those with the highest cosine to some directions: `count` per head.
 
-    On a GPU two kernels, which read the keys once: in rising order, and of cosines that agree to 2 ** -15 the lower
-    number first.
+    On a GPU two kernels read the keys once and return indices in ascending order; of cosines that agree to 2 ** -15 the
+    lower index wins.
 
     Args:
         some: [Hk, Q, D].
@@ -80,20 +80,20 @@ def nearest_keys(
     if keys.is_cuda and some.shape[1] <= MOST_DIRECTIONS:
         from sparsekv.kernels.scores.quoka_triton import nearest_keys_triton
 
-        with torch.cuda.device_of(keys):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(keys):  # Triton launches on the current device, which may be another
             return nearest_keys_triton(some, keys, count, first, last)
     return best_keys(_highest(some, keys) / key_norms(keys), count, first, last)
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """[Hk, count] int64: the first and last keys, and those of highest score [Hk, T], which is overwritten."""
+    """Indices [Hk, count] int64 of the first and last keys and of the highest scores [Hk, T]; overwrites the scores."""
     scores[:, scores.shape[1] - last :] = torch.inf
     scores[:, :first] = torch.inf
     return scores.topk(count, -1, sorted=False).indices
 
 
 def key_norms(keys: torch.Tensor) -> torch.Tensor:
-    """[Hk, T] float32 of keys [Hk, T, D]; at least a tiny number, so that they can be divided by."""
+    """Norms [Hk, T] float32 of keys [Hk, T, D], at least 1e-12 so that they can be divided by."""
     norms: torch.Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     return norms.clamp(min=1e-12)
 
@@ -105,24 +105,24 @@ def quoka_scores(
     similarity: str = "cosine",
     across: str = "max",
 ) -> torch.Tensor:
-    """How near each key is to the nearest of some queries, averaged over the group.
+    """Similarity of each key to the most similar of some queries, averaged over the group.
 
-    Normalised queries are averaged over the group before they meet a key: products are linear, so this is the mean of
-    the heads' scores at the cost of one head.
+    Normalised queries are averaged over the group before the products with keys: products are linear, so this gives the
+    mean of the heads' scores at the cost of one head.
 
     Args:
         query: [Hk, G, Q, D].
         keys: [Hk, T, D].
-        norms: [Hk, T] of the keys, where they are known.
-        similarity: `cosine`, or `dot`, which the paper compares it with.
-        across: `max` over the queries, or their `mean`, likewise; `none` keeps them apart.
+        norms: [Hk, T] of the keys, if already known.
+        similarity: `cosine`, or `dot`, the paper's ablation.
+        across: `max` over the queries, or `mean`, the paper's ablation; `none` keeps the queries apart.
 
     Returns:
-        [Hk, 1, T] float32, or [Hk, Q, T]. Allocates [Hk, Q, T] float32.
+        [Hk, 1, T] float32, or [Hk, Q, T] for `none`. Allocates [Hk, Q, T] float32.
     """
     averaged = query.float().mean(1) if similarity == "dot" else directions(query)
     averaged = averaged.mean(1, keepdim=True) if across == "mean" else averaged
-    # Before the division: a norm is positive, so the largest product is the largest cosine.
+    # The maximum comes before the division: norms are positive, so the largest product is the largest cosine.
     scores = _highest(averaged, keys)[:, None] if across == "max" else products(averaged.to(keys.dtype), keys)
     if similarity == "dot":
         return scores
@@ -130,5 +130,5 @@ def quoka_scores(
 
 
 def _highest(some: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[Hk, T] float32: of the products of some vectors [Hk, Q, D] with keys [Hk, T, D] the largest."""
+    """Largest product [Hk, T] float32 of each key [Hk, T, D] with any of some vectors [Hk, Q, D]."""
     return products(some.to(keys.dtype), keys).amax(1)

@@ -1,7 +1,7 @@
-"""QuoKA's choice of keys in Triton: directions of a chunk's odd queries, ranks of all keys by these, the best of them.
+"""QuoKA's choice of keys in Triton: directions of a chunk's outlying queries, ranks of all keys by these, best keys.
 
-Ranks are cosines in steps of 2 ** -15. How many keys have each rank is counted in the pass over the keys, by integers,
-whose sums do not depend on their order; from these counts every program knows the rank of the last key that is chosen.
+Ranks are cosines in steps of 2 ** -15. The pass over the keys counts how many keys have each rank, in integers, whose
+sums do not depend on their order; from these counts every program derives the rank of the last key that is chosen.
 """
 
 import torch
@@ -19,13 +19,13 @@ from sparsekv.kernels.common.tiles_triton import (
     wait_for_previous_kernel,
 )
 
-HALF_BITS = 8  # of a rank: counts are kept of its upper half and of all of it
+HALF_BITS = 8  # half of a rank's bits: keys are counted by their rank, and by its upper half
 RANKS = 4**HALF_BITS
-ALWAYS = RANKS - 1  # the rank of keys that are chosen whatever their cosine
+ALWAYS = RANKS - 1  # rank of keys that are always chosen
 PROGRAMS_PER_SM = 6
 TILE_BYTES, WARPS, STAGES = 8192, 4, 1
 QUERY_TILE_BYTES, QUERY_WARPS, QUERY_STAGES = 32_768, 8, 3
-PARTS, CHUNK = 32, 2048  # programs a head that write rows; keys that one looks at in one go
+PARTS, CHUNK = 32, 2048  # programs a head that write rows; keys that one of them reads at a time
 LARGEST = tl.constexpr(2**63 - 1)
 
 
@@ -34,7 +34,7 @@ def _nearness_kernel(
     query, nearness, B, head_stride, row_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Cosines of a head's queries to their mean, but for the mean's length, which all have in common."""
+    """Cosines of a head's queries to their mean, times the mean's length, which does not change their order."""
     wait_for_previous_kernel(EARLY)
     head = tl.program_id(0).to(tl.int64)
     t, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
@@ -57,13 +57,13 @@ def _directions_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr, SLOTS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a KV head: of each query head the lowest, one after the other; their directions over the group."""
+    """One program a KV head: finds the `count` queries of lowest cosine in each head, and averages their directions."""
     wait_for_previous_kernel(EARLY)
     first = tl.program_id(0).to(tl.int64) * G
     g, b, slot, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_B), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     known = (g < G)[:, None] & (b < B)
     near = tl.load(nearness + (first + g[:, None]) * B + b, mask=known, other=0.0)
-    # Integers that are ordered as the floats are, and below them the place, so that no two are equal.
+    # Integers in the order of the floats, with the query's index in the low bits so that no two are equal.
     bits = near.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     packed = tl.where(known, (ordered << 32) | b.to(tl.int64), LARGEST)
@@ -84,7 +84,7 @@ def _directions_kernel(
 
 
 def far_directions_triton(query: torch.Tensor, count: int) -> torch.Tensor:
-    """`far_directions` on a GPU, of fewer queries than there are."""
+    """`far_directions` on a GPU, for `count` less than the number of queries."""
     Hk, G, B, D = query.shape
     heads = query.flatten(0, 1)
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
@@ -109,8 +109,8 @@ def _ranks_kernel(
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     HALF_BITS: tl.constexpr, ALWAYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a program's share of a head's keys, and how many have each: keys from `first_kept` to before
-    `last_kept` by the highest cosine, others always. A rank is stored less 2 ** 15."""
+    """Ranks of a program's share of a head's keys, and how many keys have each rank. Keys from `first_kept` to before
+    `last_kept` are ranked by their highest cosine, others get rank `ALWAYS`. Ranks are stored minus 2 ** 15."""
     wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -130,7 +130,7 @@ def _ranks_kernel(
         wide = k.to(tl.float32)
         cosine = highest / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
         scaled = (cosine + 1.0) * 32768.0
-        # What is no number must not be cast to one: it counts as the lowest.
+        # NaN must not be cast to an integer: it gets the lowest rank.
         rank = tl.minimum(tl.where(scaled > 0.0, scaled, 0.0), ALWAYS - 1.0).to(tl.int32)
         rank = tl.where((c < first_kept) | (c >= last_kept), ALWAYS, rank)
         tl.store(ranks + c, (rank - 32768).to(tl.int16), mask=inside)
@@ -140,7 +140,7 @@ def _ranks_kernel(
 
 @triton.jit
 def _last_reached(counts, wanted, HALF_BITS: tl.constexpr):
-    """The largest of some ranks that so many keys reach, and how many of these keys are above it."""
+    """The largest rank that at least `wanted` keys reach, and how many keys are above it."""
     rank = tl.arange(0, 1 << HALF_BITS)
     number = tl.load(counts + rank)
     reach = tl.cumsum(number, 0, reverse=True)
@@ -153,7 +153,7 @@ def _rows_kernel(
     ranks, counts, rows, T, rank_stride, count, part_rows, CHUNK: tl.constexpr, HALF_BITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of the best keys of a program's share, after those of the shares before it."""
+    """Write the indices of the chosen keys in a program's share, after those of the shares before it."""
     wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     coarse = counts + head * ((1 << 2 * HALF_BITS) + (1 << HALF_BITS))
@@ -166,7 +166,7 @@ def _rows_kernel(
     t = tl.arange(0, CHUNK)
     above, equal = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
     own = part * part_rows
-    # `inside` decides, and no lowest rank as `other`: a negative one of 16 bits Triton 3.6 puts in every second place.
+    # Masked by `inside`, not by a low rank as `other`: Triton 3.6 puts a negative 16-bit one in every second element.
     for at in range(0, own, CHUNK):
         inside = at + t < T
         rank = tl.load(ranks + at + t, mask=inside, other=0).to(tl.int32)
@@ -178,7 +178,7 @@ def _rows_kernel(
         inside = c < T
         rank = tl.load(ranks + c, mask=inside, other=0).to(tl.int32)
         is_above, is_equal = ((rank > last) & inside).to(tl.int32), ((rank == last) & inside).to(tl.int32)
-        # Two sums of at most CHUNK in one integer.
+        # Two running sums of at most CHUNK, packed in one integer.
         sums = tl.cumsum(is_above + (is_equal << 16), 0)
         above_ends, equal_ends = above_before + (sums & 0xFFFF), equal_before + (sums >> 16)
         chosen = (is_above > 0) | ((is_equal > 0) & (equal_ends <= room))
@@ -189,7 +189,7 @@ def _rows_kernel(
 
 
 def nearest_keys_triton(some: torch.Tensor, keys: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
-    """`nearest_keys` on a GPU, by the largest cosine; keys may lie among others, a head's side by side in a row."""
+    """`nearest_keys` on a GPU, by the largest cosine; reads views of keys in place if their last axis is contiguous."""
     (H, T, D), Q = keys.shape, some.shape[1]
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     parts = num_splits(H, T, PROGRAMS_PER_SM * count_sms(keys.device))

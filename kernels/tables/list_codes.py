@@ -1,8 +1,8 @@
-"""Query-centric lists laid out to be read by token: four bits for every key in each list, whether it is listed or not.
+"""Posting lists laid out by token: a four-bit code for every key in each list, whether the list names it or not.
 
-A list of positions has to be scattered into the logits. Read by token instead, lists add up in registers, eight tokens
-in a word; four bits are a third of what an entry of a list of a quarter of all keys takes. What four bits round away is
-little beside what a centroid says of another query.
+A list of positions has to be scattered into the logits; lists by token are summed in registers, eight tokens to a word.
+Four bits a key are a third of the memory of a list that names a quarter of all keys, at 6 bytes an entry. The rounding
+error is small beside the error of using a centroid's scores for another query.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import torch
 from sparsekv.kernels.tables.table_lookup import Tables, score_of_others
 
 TILE_TOKENS, TILE_WORDS = 4096, 512
-HIGHEST = 15
-# A few scores may lie far above all others of their list, and would leave these no codes: where to cut them off.
+HIGHEST = 15  # largest code
+# Shares of a list's highest score to clip at: a few scores far above all others would leave these too few codes.
 CUTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
@@ -21,12 +21,12 @@ CUTS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 class ListCodes:
     """All lists of one layer, by token.
 
-    codes [Hk, m, C, words] int32: four words, which a thread of a GPU reads at once, have the codes of 32 tokens that
-    follow each other; of the token 8 j + 2 i + h of these, in binary j = j1 j0, word i has the code in its bits from
-    16 j1 + 8 h + 4 j0 on. A key's score in a list is origins + steps times its code, both [Hk, m, C] float32;
-    `reaching` is whether a score counts as much as the query's part reaches along the centroid. centroids
-    [Hk, m, C, D / m] float32, channels [m, D / m] int32, and weights [Hk, m] float32 of the subspaces. Keys past the
-    last are as ones that no list names.
+    codes [Hk, m, C, words] int32: four words, which a GPU thread reads together, have the codes of 32 consecutive
+    tokens. With j = 2 j1 + j0, the code of token 8 j + 2 i + h of the 32 is in word i from bit 16 j1 + 8 h + 4 j0 on.
+    A key's score in a list is origin + step * code, with origins and steps [Hk, m, C] float32; if `reaching`, scores
+    are multiplied by the projection of the query's part on the centroid. centroids [Hk, m, C, D / m] float32, channels
+    [m, D / m] int32, and weights [Hk, m] float32 of the subspaces. Past the last of `keys` keys, codes are those of
+    keys that are not listed.
     """
 
     codes: torch.Tensor
@@ -40,14 +40,14 @@ class ListCodes:
 
 
 def encode_lists(tables: Tables, scoring: str, weights: torch.Tensor | None = None) -> ListCodes:
-    """Lay lists out by token.
+    """Lay out posting lists by token.
 
     Args:
-        scoring: what keys that a list leaves out count as; see `estimate_part`.
-        weights: [Hk, m] of the subspaces; None: 1.
+        scoring: the score of keys that a list leaves out; see `estimate_part`.
+        weights: [Hk, m] of the subspaces; None: all 1.
 
     Returns:
-        See `ListCodes`. Allocates half a byte for every key and list, and one subspace's lists a few times over.
+        See `ListCodes`. Allocates half a byte for every key and list, and a few times the lists of one subspace.
     """
     Hk, m, C, _ = tables.tokens.shape
     words = -(-tables.keys // TILE_TOKENS) * TILE_WORDS
@@ -81,7 +81,7 @@ def _codes(heights: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
 
 def _best_step(heights: torch.Tensor) -> torch.Tensor:
-    """[C] of lists [C, L]: the step of codes that heights above their origin are least wrong with, by their squares."""
+    """Code step [C] with the least squared error for lists of scores [C, L], given as heights above their origin."""
     highest = heights.amax(-1).clamp(min=torch.finfo(torch.float16).tiny) / HIGHEST
     steps = torch.stack([highest * cut for cut in CUTS])
     wrong = torch.stack([(_codes(heights, step[:, None]) * step[:, None] - heights).square().sum(-1) for step in steps])
@@ -90,21 +90,21 @@ def _best_step(heights: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(dense: torch.Tensor) -> torch.Tensor:
-    """Words [C, words] int32 of codes [C, 8 words]."""
+    """Codes [C, 8 words] packed into words [C, words] int32."""
     by_place = dense.view(len(dense), -1, 2, 2, 4, 2).int()
     words: torch.Tensor = (by_place << _shifts(dense.device)).sum((2, 3, 5), dtype=torch.int32).flatten(1)
     return words
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
-    """Codes [..., 8 words] int32, in order of token, of words [..., words] int32."""
+    """Codes [..., 8 words] int32, in token order, from words [..., words] int32."""
     fours = words.unflatten(-1, (-1, 1, 1, 4, 1))
     codes: torch.Tensor = ((fours >> _shifts(words.device)) & HIGHEST).flatten(-5)
     return codes
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """[2, 2, 1, 2] int32: the first bit in a word of the code of each j1, j0 and h."""
+    """First bit of a code in its word, by j1, j0 and h: [2, 2, 1, 2] int32."""
     j1, j0, h = torch.arange(2, dtype=torch.int32, device=device).expand(3, 2)
     shifts: torch.Tensor = 16 * j1[:, None, None, None] + 4 * j0[:, None, None] + 8 * h
     return shifts

@@ -1,4 +1,4 @@
-"""Ranking all keys of a head for one query by its lists, laid out by token: what a choice of the best of them reads."""
+"""Ranks all keys of a head for one query by posting lists laid out by token; `top_ranked` chooses by these ranks."""
 
 import torch
 from torch.nn.functional import pad
@@ -27,16 +27,16 @@ def rank_tokens(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Ranks by the estimated attention probability, mean over the group; those below 1 / (65536 wanted) are 0.
+    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0.
 
-    A query's part takes the list of its nearest centroid. Logits are sums of lists' codes times whole numbers, 12 bits
-    in all, right to a few thousandths of the largest that the query's lists could give; ranks tell scores apart that
-    differ by one part in 16. Both are less than what four bits have rounded away. On a GPU three kernels, which have
-    each query's probabilities to 8 parts in 100, and no synchronisation.
+    Each part of a query uses the list of its nearest centroid. Logits are sums of codes times integers, 12 bits in all,
+    accurate to a few thousandths of the largest that the query's lists could give; ranks distinguish scores that differ
+    by one part in 16. Both errors are below that of four-bit codes. On a GPU there are three kernels, in which each
+    query's probabilities are accurate to 8 parts in 100, and no synchronisation.
 
     Args:
         query: [H, G, D].
-        wanted: how many keys are to be chosen.
+        wanted: number of keys that will be chosen.
 
     Returns:
         See `TokenRanks`. Allocates ranks, one byte a key, and weights of one byte [H, G, M].
@@ -44,7 +44,7 @@ def rank_tokens(
     if query.is_cuda:
         from sparsekv.kernels.tables.list_ranks_triton import rank_tokens_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap)
     return rank_tokens_reference(query, lists, exact, wanted, softmax_scale, softcap)
 
@@ -66,7 +66,7 @@ def rank_tokens_reference(
 
 
 def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:
-    """Ranks by logits [H, G, M] and the logarithms [H, G] of what their exponents are divided by, in plain torch."""
+    """Ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch."""
     scores = (logits - logsumexp[..., None]).exp().mean(1)
     ranks = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)
     return laid_out(ranks.clamp(0, RANKS - 1), logsumexp)
@@ -75,7 +75,7 @@ def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> Toke
 def list_logits(
     query: torch.Tensor, lists: ListCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Logits [H, G, M or more] float32 of queries [H, G, D] as their lists' codes have them."""
+    """Logits [H, G, M or more] float32 of queries [H, G, D], estimated from the codes of their lists."""
     (H, m, C, _), G = lists.codes.shape, query.shape[1]
     parts = query[..., lists.channels.long()].float().transpose(1, 2)
     reach, nearest = (parts @ lists.centroids.transpose(-1, -2)).max(-1)

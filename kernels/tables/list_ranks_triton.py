@@ -1,8 +1,8 @@
-"""`rank_tokens` in Triton: lists of the nearest centroids, logits and their sums, then ranks and counts of them.
+"""`rank_tokens` in Triton: lists of the nearest centroids, then logits and their sums, then ranks and their counts.
 
-Logits are added up as two numbers of 12 bits in a word: a mask takes two codes out of a list's word at once, and one
-multiplication adds them to both. Their exponents over the tile's largest wait for the sum of all in a byte each, the
-bits of a bfloat16 in which they differ: what is left to do for a rank is then an instruction or two for each query.
+Logits are summed as two 12-bit integers in a word: a mask extracts two codes from a list's word, and one multiply-add
+adds both. Exponentials relative to the tile's largest are stored as a byte each, the bits of a bfloat16 that vary,
+until the sum over all tiles is known; a rank then takes an instruction or two for each query.
 """
 
 import math
@@ -37,13 +37,13 @@ from sparsekv.kernels.tables.packed_triton import (
 )
 from sparsekv.kernels.tables.types import BINS, LARGEST, ExactKeys, TokenRanks, lowest_rank
 
-# Small tiles, one at a time: shared memory for more would have fewer of the programs wait for memory together.
+# Small tiles and one stage: with more shared memory each, fewer programs could wait for memory at the same time.
 EXACT_PROGRAMS, TILE_BYTES, LOOK_UP_STAGES = 4, 8192, 1
 LOOK_UP_WARPS, LOGIT_WARPS = 4, 4
-# Many programs are bound by instructions, of which one warp has fewer: what all threads of a program do, it does once.
+# Many programs are bound by instructions: one warp runs once what is common to the program, four warps run it each.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
-TILES_OF_A_PROGRAM = 2  # where there are enough for all SMs: what a query's sums begin with is paid once
-MANY = 16  # programs of an SM
+TILES_OF_A_PROGRAM = 2  # if there are tiles enough for all SMs: a query's scale is then computed once for two tiles
+MANY = 16  # programs for each SM that keep it busy
 TWO_CODES, NEXT_TWO_CODES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
 BOTH = tl.constexpr(0x00010001)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -55,7 +55,7 @@ def _add_exact(
     CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Peak, over the logarithm of 2, and sum of a program's share of the exact keys, after those of all tiles."""
+    """Write peak logit / ln 2 and sum of exponentials of a program's share of the exact keys, after those of tiles."""
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
@@ -88,7 +88,10 @@ def _look_up_kernel(
     PARTS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A subspace of a head: of each query the nearest centroid's list, and what a code of it is worth."""
+    """For a subspace of a head, the list of each query's nearest centroid, and slope and floor of a code's logit.
+
+    The last EXACT_PROGRAMS programs of a head attend to the exact keys instead.
+    """
     wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part >= PARTS:
@@ -103,11 +106,11 @@ def _look_up_kernel(
         q = tl.load(query + (head * G + g[:, None]) * D + channel, mask=of_query, other=0.0).to(tl.float32)
         place = ((head * PARTS + part) * C + c[:, None]) * SIZE + j
         centroid = tl.load(centroids + place, mask=(c < C)[:, None] & (j < SIZE), other=0.0)
-        # Of all lists, for memory is slow: asked for once the nearest is known, they would be waited for once more.
+        # Read for all lists: reading only the nearest one's would wait for memory once more.
         place = (head * PARTS + part) * C + c
         step, origin = tl.load(steps + place, mask=c < C, other=0.0), tl.load(origins + place, mask=c < C, other=0.0)
         products = tl.sum(q[:, None, :] * centroid[None, :, :], 2)
-        # Of products that are no numbers the largest could be past the last list.
+        # If products are NaN, the index of the largest could be past the last list.
         known = (c < C) & (products > -float("inf"))
         best, nearest = tl.max(tl.where(known, products, -float("inf")), 1, return_indices=True)
         found = (head * PARTS + part) * C + nearest
@@ -122,8 +125,8 @@ def _look_up_kernel(
 
 @triton.jit
 def _scale(slopes, floors, PARTS: tl.constexpr, ROOM: tl.constexpr, HIGHEST: tl.constexpr):
-    """Of one query: whole numbers per unit of slope, the logit that 1 in a sum is worth, that of 0, and the sum to
-    begin with, from which negative weights take."""
+    """For one query: the integer weight per unit of slope, the logit of 1 in an integer sum, the logit of 0, and the
+    initial sum, large enough that negative weights leave no negative sum."""
     size, base = 0.0, 0.0
     for part in tl.static_range(PARTS):
         size += tl.abs(tl.load(slopes + part))
@@ -142,18 +145,18 @@ def _whole(slope, per):
 
 @triton.jit
 def _logit(number, unit, base, softcap, CAPPED: tl.constexpr):
-    """Of a number and 2 ** 23, over the logarithm of 2."""
+    """Logit / ln 2 of an integer sum, which is passed plus 2 ** 23."""
     return capped((number - 8388608.0) * unit + base, softcap, CAPPED) * LOG2_E
 
 
 @triton.jit
 def _weights(word, slope, unit, base, peak, highest, left, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
-    """Exponents of the two logits in each word over the tile's largest, as a word, and their sums."""
+    """Exponentials of the two logits in each word relative to the tile's largest, packed in a word, and their sum."""
     low, high = two_numbers(word)
     if CAPPED:
         low, high = _logit(low, unit, base, softcap, True) - peak, _logit(high, unit, base, softcap, True) - peak
     else:
-        # Whole numbers are subtracted first: that is exact.
+        # Integers are subtracted first, which is exact.
         low, high = (low - highest) * slope, (high - highest) * slope
     low, high = exp2(low), exp2(high)
     if not WHOLE:
@@ -166,7 +169,7 @@ def _store_weights(
     a, b, c, d, unit, base, target, peaks, totals, left, softcap, CAPPED: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's sums: what `_weights` makes of them, their peak and total."""
+    """Write the `_weights` of a tile's integer sums as bytes, with their peak and total."""
     highest = _highest(a, left, WHOLE)
     highest = tl.maximum(highest, _highest(b, left - 8, WHOLE))
     highest = tl.maximum(highest, tl.maximum(_highest(c, left - 1, WHOLE), _highest(d, left - 9, WHOLE)))
@@ -196,8 +199,8 @@ def _weights_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, ROOM: tl.constexpr, HIGHEST: tl.constexpr, TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One query's exponents of logits over the largest of their tile, as bytes, for some tiles of keys; and of each
-    tile that largest, over the logarithm of 2, and their sum."""
+    """For one query and some tiles of keys: exponentials of logits relative to their tile's largest, as bytes; and each
+    tile's largest logit / ln 2 and sum of exponentials."""
     wait_for_previous_kernel(EARLY)
     query = tl.program_id(1).to(tl.int64)
     w = tl.arange(0, WORDS)
@@ -217,7 +220,7 @@ def _weights_kernel(
             word >>= 8
             c += (word & TWO_CODES) * weight
             d += (word & NEXT_TWO_CODES) * weight
-        # These began four bits further up, and none has more than 12.
+        # These sums are shifted up by four bits; none has more than 12.
         b, d = (b >> 4) & 0x0FFF0FFF, (d >> 4) & 0x0FFF0FFF
         target = weights + (query * tiles + tile) * (2 * WORDS) + w
         left = keys - (tile * (8 * WORDS) + 32 * (w // 4) + 2 * (w % 4))
@@ -243,10 +246,10 @@ def _rank_kernel(
     weights, peaks, totals, ranks, coarse, logsumexps, least, sums, G: tl.constexpr, FEW: tl.constexpr,
     WORDS: tl.constexpr, SUMS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a tile of keys, and how many there are of each 16."""
+    """Ranks of a tile of keys, and their counts in bins of 16 ranks."""
     wait_for_previous_kernel(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
-    # What was written last is still in the cache.
+    # Heads in reverse order: what was written last is still in the cache.
     head = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     w, s, g = tl.arange(0, WORDS), tl.arange(0, SUMS), tl.arange(0, FEW)
     place = (head * G + g[:, None]) * sums + s
@@ -269,7 +272,7 @@ def _rank_kernel(
         first, second = tl.load(source), tl.load(source + WORDS)
         a, b = add_scaled(a, even_bytes(first), one), add_scaled(b, odd_bytes(first), one)
         c, d = add_scaled(c, even_bytes(second), one), add_scaled(d, odd_bytes(second), one)
-    # Scores of the first rank and of the last, two bfloat16 in a word: these have three bits more than a rank.
+    # Scores of the first and last rank as bfloat16 pairs, which have three bits more than a rank.
     lowest = (least << 3) * BOTH
     last = lowest + (8 * BINS * BINS - 1) * BOTH
     ab, cd = _four_ranks(a, b, lowest, last), _four_ranks(c, d, lowest, last)
@@ -284,7 +287,7 @@ def _rank_kernel(
 
 
 def many(programs: int, device: torch.device) -> bool:
-    """Whether so many programs leave no SM idle."""
+    """Whether there are programs enough to keep all SMs busy."""
     return programs >= MANY * count_sms(device)
 
 
@@ -296,7 +299,7 @@ def rank_tokens_triton(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """`rank_tokens` on a GPU; reads the lists' codes once, and a byte of each logit once more."""
+    """`rank_tokens` on a GPU; reads the lists' codes once, and one byte for each logit."""
     (H, G, D), (_, m, C, size), device = query.shape, lists.centroids.shape, query.device
     query, early, tiles = query.contiguous(), dependent_launch(device), lists.codes.shape[3] // TILE_WORDS
     sums = tiles + EXACT_PROGRAMS
@@ -311,7 +314,7 @@ def rank_tokens_triton(
         PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size, BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
         EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=LOOK_UP_WARPS,
         num_stages=LOOK_UP_STAGES,
-        # A product fused with what another thread has summed is rounded otherwise than there: each would write its own.
+        # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
         enable_fp_fusion=False, **early,
     )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)

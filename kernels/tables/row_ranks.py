@@ -1,4 +1,4 @@
-"""Ranking some rows of each head for one query by their exact logits: the second look at what a cheap one has found."""
+"""Re-ranking: ranks given rows of each head for one query by their exact logits, after a cheaper method chose them."""
 
 import torch
 
@@ -22,8 +22,8 @@ def rank_rows(
 
     Args:
         query: [H, G, D]; keys: [H, M, D], a head's rows contiguous; rows: [H, S] int32 of these.
-        logsumexp: [H, G] float32 of everything, as estimated; the rows' own, where they have more.
-        wanted: how many of the rows are to be chosen.
+        logsumexp: [H, G] float32, estimated over all keys; the log-sum-exp of the rows is used where it is larger.
+        wanted: number of rows that will be chosen.
 
     Returns:
         See `TokenRanks`, of S keys. Allocates logits [H, G, S] float32.
@@ -31,7 +31,7 @@ def rank_rows(
     if query.is_cuda:
         from sparsekv.kernels.tables.row_ranks_triton import rank_rows_triton
 
-        with torch.cuda.device_of(query):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return rank_rows_triton(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
     return rank_rows_reference(query, keys, rows, logsumexp, wanted, softmax_scale, softcap)
 

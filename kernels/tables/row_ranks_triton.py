@@ -29,7 +29,7 @@ def _row_logits_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a program's share of a head's rows, their peak and sum, all over the logarithm of 2."""
+    """Logits / ln 2 of a program's share of a head's rows, their peak, and the sum of their exponentials."""
     wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -60,7 +60,7 @@ def _row_rank_kernel(
     SLOTS: tl.constexpr, PARTS: tl.constexpr, FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a tile of slots, laid out as `TokenRanks`, and how many there are of each 16."""
+    """Ranks of a tile of slots in the layout of `TokenRanks`, and their counts in bins of 16 ranks."""
     wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     i, s = tl.arange(0, SLOTS), tl.arange(0, PARTS)

@@ -1,7 +1,7 @@
-"""Logits estimated from query-centric tables (CSAttention, section 3.3): nearest centroids, and their lists summed.
+"""Logits estimated from query-centric tables (CSAttention, section 3.3) by summing posting lists of nearest centroids.
 
-A list's entries are in order of position and no key is in it twice, so each subspace adds its list to the logits in one
-pass without a sort, and the order of summation is always that of the subspaces.
+A list is in order of position and has no key twice, so each subspace adds its list to the logits in one pass without a
+sort, and the order of summation is always that of the subspaces.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from torch.nn.functional import normalize
 
 from sparsekv.kernels.tables.tables import split_channels
 
-RIDGE = 1e-2
+RIDGE = 1e-2  # of the mean diagonal of the normal equations in `fit_weights`
 SCORINGS = ("mean", "floor", "paper")
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a lookup reads of one layer.
+    """The tables of one layer.
 
-    channels [m, D / m]; centroids [Hk, m, C, D / m] float32, unit vectors; tokens and scores [Hk, m, C, L]: the keys of
-    highest score of each, counted from `first_token` on; key_mean [Hk, m, D / m]: the mean of all `keys` keys.
+    channels [m, D / m]; centroids [Hk, m, C, D / m] float32, unit vectors; tokens and scores [Hk, m, C, L]: the posting
+    list of each centroid, with positions in the prompt, where `first_token` is the first of `keys` indexed keys;
+    key_mean [Hk, m, D / m]: the mean of all these keys.
     """
 
     channels: torch.Tensor
@@ -47,9 +48,9 @@ class Tables:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Queries and the centroids they were given: parts [Hk, m, R, D / m] and, T to a part, nearest [Hk, m, R, T].
+    """Parts of queries [Hk, m, R, D / m] with the T nearest centroids of each, nearest [Hk, m, R, T].
 
-    share [Hk, m, R, T] is how much of a part each of its centroids stands for, times the weight of its subspace.
+    share [Hk, m, R, T] is the weight of each centroid within its part, times the weight of the subspace.
     """
 
     parts: torch.Tensor
@@ -58,18 +59,19 @@ class Lookup:
 
 
 def cosines(tables: Tables, query: torch.Tensor) -> torch.Tensor:
-    """[Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
+    """Cosines [Hk, m, R, C] of the parts of queries [Hk, R, D] with the centroids."""
     return normalize(split_channels(query, tables.channels), dim=-1) @ tables.centroids.transpose(-1, -2)
 
 
 def look_up(
     tables: Tables, query: torch.Tensor, backoff: float | None = None, weights: torch.Tensor | None = None
 ) -> Lookup:
-    """The centroid of highest cosine of each part of queries [Hk, R, D].
+    """Nearest centroids, by cosine, of each part of queries [Hk, R, D].
 
     Args:
-        backoff: a part whose best cosine is below it is given its two nearest centroids, half of it to each.
-        weights: [Hk, m] of the subspaces; None: 1.
+        backoff: a part whose best cosine is below this uses its two nearest centroids, with half the weight each; None:
+            one centroid always.
+        weights: [Hk, m] of the subspaces; None: all 1.
     """
     best, nearest = cosines(tables, query).topk(1 if backoff is None else min(2, tables.centroids.shape[2]), -1)
     share = torch.ones_like(best)
@@ -82,8 +84,8 @@ def look_up(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One subspace's part of the logits: of listed tokens [Hk, R, L] it is `floor` [Hk, R] + values [Hk, R, L], of all
-    others the floor alone."""
+    """One subspace's part of the logits: `floor` [Hk, R] + values [Hk, R, L] for listed tokens [Hk, R, L], and the
+    floor alone for all other keys."""
 
     tokens: torch.Tensor
     values: torch.Tensor
@@ -91,13 +93,13 @@ class Estimate:
 
 
 def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring: str) -> Estimate:
-    """What one subspace's lists say of q k, without the softmax scale; reads R lists.
+    """One subspace's estimate of its part of q k, without the softmax scale; reads R lists.
 
     Args:
-        place: which of each part's nearest centroids.
-        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is weighted
-            by how far the query's part reaches along the centroid, and keys that are not listed have the lowest score
-            of the list (`floor`) or the mean of all that it leaves out (`mean`).
+        place: which of each part's nearest centroids to use.
+        scoring: `paper` sums the listed scores, and keys that are not listed count as 0. Otherwise a score is
+            multiplied by the projection of the query's part on the centroid, 0 if negative, and keys that are not
+            listed get the lowest score of the list (`floor`) or the mean of all that it leaves out (`mean`).
     """
     chosen, share = lookup.nearest[:, part, :, place], lookup.share[:, part, :, place]
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
@@ -111,7 +113,7 @@ def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring
 def score_of_others(
     scores: torch.Tensor, centroids: torch.Tensor, key_mean: torch.Tensor, keys: int, scoring: str
 ) -> torch.Tensor:
-    """What keys that a list leaves out count as: [...] of lists with scores [..., L] float32.
+    """Score [...] of the keys that a list leaves out, for lists with scores [..., L] float32.
 
     Args:
         centroids: [..., d]; key_mean: broadcasts to it, the mean of all `keys` keys.
@@ -121,13 +123,13 @@ def score_of_others(
     lowest, left = scores.amin(-1), keys - scores.shape[-1]
     if scoring == "mean" and left:
         total = (centroids * key_mean).sum(-1) * keys
-        # By rounding of the stored scores the mean of the others could come out above the lowest that is listed.
+        # Rounding of the stored scores could put the mean of the others above the lowest listed score.
         lowest = torch.minimum(lowest, (total - scores.sum(-1)) / left)
     return lowest
 
 
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
-    """q k of queries and all keys, estimated: [Hk, R, keys] float32, without the softmax scale."""
+    """Estimated q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale."""
     Hk, parts, R, places = lookup.nearest.shape
     logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)
     for part in range(parts):
@@ -139,7 +141,7 @@ def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tenso
 
 
 def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tensor:
-    """[Hk, R / together]: how many lists so many neighbouring queries read, each of them once."""
+    """Number of lists [Hk, R / together] that each `together` neighbouring queries read, shared lists counted once."""
     Hk, parts, R, places = lookup.nearest.shape
     read = (lookup.share > 0).transpose(1, 2).reshape(Hk, R // together, together, parts, places)
     numbers = lookup.nearest.transpose(1, 2).reshape(read.shape)
@@ -151,10 +153,10 @@ def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tenso
 
 
 def fit_weights(tables: Tables, query: torch.Tensor, keys: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Weights [Hk, m] with which the subspaces' estimates (scoring `mean`) come nearest to the logits of some queries.
+    """Subspace weights [Hk, m] that fit the estimates (scoring `mean`) to the true logits of some queries.
 
-    Least squares over all keys, weighted by the square root of their attention; an offset that all keys of a query
-    share is left to the softmax. Drawn to 1 where the queries do not tell.
+    Least squares over all keys, weighted by the square root of their attention; an offset common to all keys of a query
+    is ignored, as by the softmax. A ridge term draws the weights to 1.
 
     Args:
         query: [Hk, R, D]; keys: [Hk, keys, D].
@@ -181,7 +183,7 @@ def _spread(tokens: torch.Tensor, values: torch.Tensor, keys: int) -> torch.Tens
 
 
 def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """[m] from estimates [m, R, keys] and logits [R, keys]."""
+    """Weights [m] from estimates [m, R, keys] and logits [R, keys]."""
     importance = (logits * softmax_scale).softmax(-1).sqrt()
     importance = importance / importance.sum(-1, keepdim=True)
     centred = estimates - (estimates * importance).sum(-1, keepdim=True)

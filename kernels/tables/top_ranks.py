@@ -1,4 +1,4 @@
-"""The keys of highest rank, of each head as many: a choice without a sort, from counts of ranks."""
+"""Chooses the keys of highest rank, the same number in each head; on a GPU from counts of ranks, without a sort."""
 
 import torch
 
@@ -6,13 +6,13 @@ from sparsekv.kernels.tables.types import TokenRanks
 
 
 def top_ranked(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers of the keys of highest rank, of equal ones the first.
+    """Indices of the `wanted` keys of highest rank in each head; of equal ranks the first keys.
 
     On a GPU two kernels, no synchronisation, and the same result in every run.
 
     Args:
-        wanted: K, at most as many as there are keys.
-        names: [H, keys] int32, given in the place of the keys' numbers.
+        wanted: K, at most the number of keys.
+        names: [H, keys] int32, returned in place of the keys' indices.
 
     Returns:
         [H, K] int32, in the order of the keys.
@@ -20,7 +20,7 @@ def top_ranked(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = Non
     if ranked.ranks.is_cuda:
         from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
 
-        with torch.cuda.device_of(ranked.ranks):  # Triton launches on the current one, which may be another
+        with torch.cuda.device_of(ranked.ranks):  # Triton launches on the current device, which may be another
             return top_ranked_triton(ranked, wanted, names)
     return top_ranked_reference(ranked, wanted, names)
 

@@ -1,4 +1,4 @@
-"""`top_ranked` in Triton: the last rank that is taken is found from counts, which every program adds up for itself."""
+"""`top_ranked` in Triton: every program sums the counts of ranks itself, and finds the last rank that is chosen."""
 
 import torch
 import triton
@@ -12,14 +12,14 @@ from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
 from sparsekv.kernels.tables.types import BINS, TokenRanks
 
 ROWS = 32
-COUNT_WARPS_OF_MANY = 2  # measured: of one it takes half as long again, of four a fifth longer
-TOP_BITS = tl.constexpr(-2139062144)  # of the four bytes of a word
+COUNT_WARPS_OF_MANY = 2  # measured: one warp takes 50% longer, four take 20% longer
+TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
 
 
 @triton.jit
 def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Of a head's counts [tiles, BINS]: all of them, and those of the tiles before one, [BINS] each."""
+    """Sums of a head's counts [tiles, BINS] over all tiles, and over the tiles before one: [BINS] each."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BINS)
     every = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
@@ -33,7 +33,7 @@ def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _last(counts, wanted, BINS: tl.constexpr):
-    """The highest bin that enough keys are in or above, 0 where all are too few; and how many it is to give."""
+    """The highest bin with `wanted` keys in it or above (0 if there are too few), and how many to take from it."""
     column = tl.arange(0, BINS)
     from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     last = tl.max(tl.where(from_here >= wanted, column, 0), 0)
@@ -44,7 +44,7 @@ def _last(counts, wanted, BINS: tl.constexpr):
 def _count_kernel(
     ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
 ):
-    """How many of a tile have each rank of the coarse bin that is taken in part."""
+    """Count a tile's keys by rank within the coarse bin that holds the last chosen rank."""
     wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
@@ -61,7 +61,7 @@ def _count_kernel(
 
 @triton.jit
 def _at_least(words, bound):
-    """The top bit of each byte of words that is not below a bound from 0 to 256, and no other."""
+    """Words with the top bit set of each byte that is at least `bound`, 0 to 256, and no other bits."""
     low_bits_are = (words | TOP_BITS) - (bound & 127) * ONES
     found = tl.where(bound < 128, low_bits_are | words, low_bits_are & words)
     return tl.where(bound < 256, found & TOP_BITS, 0)
@@ -69,7 +69,7 @@ def _at_least(words, bound):
 
 @triton.jit
 def _marks(words, next_words, bound, QUADS: tl.constexpr):
-    """Of each 32 keys one word, a bit for each that has such a rank or a higher one, in the order of the keys."""
+    """One word for each 32 keys, in the order of the keys, with a bit set for each rank of at least `bound`."""
     shift = 2 * (tl.arange(0, 4 * QUADS) % 4)
     found, of_next = _at_least(words, bound), _at_least(next_words, bound)
     both = ((found >> 7) & ONES) | ((of_next >> 6) & (2 * ONES))
@@ -78,7 +78,7 @@ def _marks(words, next_words, bound, QUADS: tl.constexpr):
 
 @triton.jit
 def _number(marks):
-    """How many bits are set."""
+    """Number of set bits."""
     marks = marks.to(tl.uint32, bitcast=True)
     marks -= (marks >> 1) & 0x55555555
     marks = (marks & 0x33333333) + ((marks >> 2) & 0x33333333)
@@ -87,7 +87,7 @@ def _number(marks):
 
 @triton.jit
 def _first_of(marks, number):
-    """The lowest so many bits of words."""
+    """Words with only their lowest `number` set bits kept."""
     kept = tl.zeros_like(marks)
     for at in range(tl.max(number, 0)):
         lowest = marks & -marks
@@ -101,7 +101,7 @@ def _place_kernel(
     ranks, coarse, fine, names, chosen, wanted, keys, NAMED: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Each chosen key of a tile in its place, after those of the tiles before."""
+    """Write the chosen keys of a tile, after those of the tiles before it."""
     wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
@@ -121,7 +121,7 @@ def _place_kernel(
     equal = _marks(words, next_words, last, QUADS) ^ taken
     equals = _number(equal)
     taking = tl.minimum(tl.maximum(room - (tl.cumsum(equals, 0) - equals), 0), equals)
-    # Nearly all take all of theirs, or none.
+    # Nearly all words take all of their equal keys, or none.
     taken |= tl.where(taking == equals, equal, 0) | _first_of(equal, tl.where(taking == equals, 0, taking))
     number = _number(taken)
     slot = tl.cumsum(number, 0) - number
@@ -129,7 +129,7 @@ def _place_kernel(
     names, chosen = names + head * keys, chosen + head * wanted + first
     for _ in range(tl.max(number, 0)):
         lowest = taken & -taken
-        # The exponent of a power of two is which bit it is.
+        # The exponent of a power of two is the index of its bit.
         bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
         tl.store(chosen + slot, name, mask=taken != 0)

@@ -1,4 +1,4 @@
-"""Hashes against their definitions, and what chained ones say about an edited document."""
+"""Hashes against their definitions, and the prefix of an edited document that chained hashes find."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A build touches what it names itself, in a folder that is an index: through no link, and nothing else there."""
+"""A build touches only its own files, in a folder that is an index, and never through a link."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ def test_a_journal_that_names_what_is_elsewhere_is_not_followed(tmp_path: Path, 
 
 
 def _victims(root: Path) -> dict[str, Path]:
-    """A file and a folder outside the index that links may lead to."""
+    """A file and a folder outside the index, as targets of links."""
     (root / "victim").write_text("precious")
     (root / "victims").mkdir()
     for name in ("layer_000.safetensors", "layer_000.safetensors.01234567.tmp", "model.safetensors"):

@@ -1,4 +1,4 @@
-"""The setting that an index is used with: written alone, whole or not at all, and gone when the index is another."""
+"""The default setting of an index: written atomically, changing nothing else, and gone when the index is replaced."""
 
 import json
 import resource
@@ -83,7 +83,7 @@ def test_a_kill_leaves_the_manifest_before_or_after(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("force", [False, True], ids=["changed", "forced"])
 def test_another_build_makes_an_index_without_defaults(tmp_path: Path, force: bool) -> None:
-    """At whatever point it is killed: the setting is there as long as the index that it was measured on."""
+    """Wherever a build is killed, the setting exists as long as the index that it was measured on."""
     base, build = tmp_path / "base.skv", partial(small_artifact, context=1, method=1, force=force)
     small_artifact(base)
     uuid = write(base).uuid

@@ -1,4 +1,4 @@
-"""What makes two models or tokenizers the same, and what does not."""
+"""Which changes of a model or tokenizer change its fingerprint, and which do not."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An index and a model that do not belong together: the field, both values, and the way out."""
+"""The error for an index and a model that do not belong together: the field, both values, and the remedy."""
 
 from typing import Any
 

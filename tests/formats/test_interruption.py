@@ -19,7 +19,7 @@ def inodes(folder: Path, paths: set[str]) -> dict[str, int]:
 
 
 def journalled(folder: Path) -> set[str]:
-    """Paths that the journal in a folder says are whole."""
+    """Paths of the files that the journal in a folder lists as whole."""
     journal = folder / JOURNAL
     return (
         {record["path"] for record in json.loads(journal.read_bytes())["files"].values()} if journal.exists() else set()
@@ -52,7 +52,7 @@ def test_a_finished_index_stays_valid_until_another_takes_its_place(tmp_path: Pa
         replaced = Artifact(folder).manifest.uuid != Artifact(base).manifest.uuid
         outcomes.append(replaced)
         assert_holds(folder, context=int(replaced), method=int(replaced))
-        # back to the first build, on with the second, or to a third
+        # Back to the first build, resuming the second, or starting a third.
         wanted = number % 3
         small_artifact(folder, context=wanted, method=wanted)
         assert_holds(folder, context=wanted, method=wanted)

@@ -1,4 +1,4 @@
-"""A manifest that contradicts itself, or the files beside it, is refused when it is opened."""
+"""A manifest that contradicts itself or the files beside it is refused on opening."""
 
 from collections.abc import Callable
 from pathlib import Path

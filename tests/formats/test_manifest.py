@@ -1,4 +1,4 @@
-"""Each way in which a manifest can be wrong, and what the one line says about it."""
+"""Each way in which a manifest can be wrong, and its one-line error."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def refusal(folder: Path) -> str:
 
 
 def change(folder: Path, edit: Callable[[Fields], object], *, seal: bool) -> None:
-    """Edit a manifest's fields on disk; `seal` makes its own hash right again."""
+    """Edit a manifest's fields on disk; `seal` updates its own hash."""
     fields = json.loads((folder / MANIFEST).read_bytes())
     edit(fields)
     if seal:

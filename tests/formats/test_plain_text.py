@@ -1,4 +1,4 @@
-"""Text as tokens: what a tokenizer marks special is plain text, and nothing else changes."""
+"""Tokenising text: tokens marked special are plain text, and nothing else changes."""
 
 import pytest
 from hypothesis import given, settings
@@ -80,5 +80,5 @@ def test_characters_that_a_tokenizer_does_not_know_are_no_control_tokens() -> No
 
 def test_what_cannot_be_read_as_plain_text_is_refused_with_its_name() -> None:
     with pytest.raises(SparsekvError, match=r"contains \[END\], which .*cannot read as plain text.*--special-tokens"):
-        # as one word of the vocabulary, in wide brackets, which the tokenizer's own rules make narrow
+        # One word of the vocabulary in full-width brackets, which the tokenizer normalises to ordinary ones.
         encode_text(word_tokenizer(), "a \uff3bEND\uff3d")

@@ -1,4 +1,4 @@
-"""A finished index: what was written comes back, and every damage is noticed and named."""
+"""A finished index: it reads back as written, and any damage is detected and named."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A manifest comes back from disk as it was written, whatever stands in it."""
+"""A manifest reads back from disk as it was written, whatever it contains."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

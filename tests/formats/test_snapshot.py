@@ -1,4 +1,4 @@
-"""An index that is open stays as it was, and one that is being replaced can be opened at any moment."""
+"""An open index stays as it was, and an index that is being replaced can be opened at any moment."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The bytes of a file against those of the format's own library."""
+"""The bytes of a file against those that the safetensors library writes."""
 
 import hypothesis.strategies as st
 import torch

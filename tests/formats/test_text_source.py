@@ -1,4 +1,4 @@
-"""A text from anywhere is read, or one line says why not; a pipe that nobody writes to does not hang."""
+"""A text from any source is read, or one line says why not; a pipe without a writer does not hang."""
 
 import io
 import os
@@ -21,7 +21,7 @@ DATA = bytes(range(256)) * 5000
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> str:
-    """The name of a named pipe."""
+    """Path of a named pipe."""
     os.mkfifo(tmp_path / "pipe")
     return str(tmp_path / "pipe")
 
@@ -100,7 +100,7 @@ def test_a_pipe_whose_writer_wrote_nothing_is_empty(pipe: str) -> None:
 
 @pytest.mark.parametrize(("command", "text"), [("true", b""), ("echo late", b"late\n"), ("sleep 1; echo b", b"b\n")])
 def test_process_substitution(command: str, text: bytes) -> None:
-    """One that wrote nothing has its end there already: it is not waited for."""
+    """A pipe whose writer wrote nothing is at its end already, and is not waited for."""
     script = (
         "import sys\nfrom sparsekv.formats import text_source\ntext_source.PATIENCE = 0.2\n"
         "sys.stdout.buffer.write(text_source.read_bytes(sys.argv[1]))"
@@ -112,7 +112,7 @@ def test_process_substitution(command: str, text: bytes) -> None:
 
 
 def _socket(place: Path) -> str:
-    os.chdir(place)  # a socket's path may have 107 bytes
+    os.chdir(place)  # a socket's path may have at most 107 bytes
     with socket.socket(socket.AF_UNIX) as one:
         one.bind("socket")
     return "socket"

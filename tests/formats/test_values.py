@@ -1,4 +1,4 @@
-"""Tensors that a kernel follows are looked at first: what a build writes passes, what leads elsewhere does not."""
+"""Tensors are checked before kernels use them as indices: those that a build writes pass, invalid ones do not."""
 
 from collections.abc import Callable
 

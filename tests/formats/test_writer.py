@@ -1,4 +1,4 @@
-"""What a build takes over, what it writes anew, and what it leaves behind."""
+"""What a build reuses, what it writes again, and what it leaves behind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ RECIPE = small_recipe(CONTEXT, 0, 0)
 
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
-    """A folder whose build was given up after the context's file."""
+    """A folder whose build stopped after the context's file."""
     folder = tmp_path / "unfinished.skv"
     with ArtifactWriter(folder) as writer:
         writer.write(CONTEXT, TENSORS, RECIPE)
@@ -154,7 +154,7 @@ def test_many_files_are_written_at_once_and_told_in_their_order(tmp_path: Path) 
     folder, rows = tmp_path / "some.skv", torch.randn(60, 50_000)
     with ArtifactWriter(folder) as writer:
         for number, row in enumerate(rows):
-            # the later, the smaller
+            # Later files are smaller.
             writer.write(f"context/{number}.safetensors", {"keys": row[: 50_000 - 800 * number]}, "recipe")
         assert list(writer.files) == [f"context/{number}.safetensors" for number in range(60)]
     with ArtifactWriter(folder) as writer:

@@ -1,4 +1,4 @@
-"""When a folder cannot be written: one clear line, and nothing lost."""
+"""If a folder cannot be written, the error is one clear line and nothing is lost."""
 
 import resource
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def refused(*words: str) -> Iterator[None]:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing past `size` bytes fails, as it does on a full disk."""
+    """Writing past `size` bytes fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

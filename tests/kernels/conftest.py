@@ -1,4 +1,4 @@
-"""Kernels that are interpreted are held to the memory that they are given."""
+"""Fails tests in which an interpreted kernel accesses memory outside its tensors."""
 
 from collections.abc import Iterator
 

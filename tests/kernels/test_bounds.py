@@ -1,4 +1,4 @@
-"""That an interpreted kernel which reads or writes past its tensors is found out."""
+"""An interpreted kernel that reads or writes past its tensors is detected."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def _copy(source, target, total, LOADED: tl.constexpr, STORED: tl.constexpr, ADD
 
 @pytest.mark.parametrize("reached", [(10, 10, 1), (11, 10, 1), (10, 11, 1), (10, 10, 2)])
 def test_what_lies_past_a_tensor(reached: tuple[int, int, int]) -> None:
-    """In memory that is there, between other tensors, so that nothing else tells."""
+    """The memory past a tensor exists, inside a larger one, so that nothing else would fail."""
     source, target, total = torch.arange(64)[16:26], torch.zeros(64).long()[16:26], torch.zeros(64).long()[16:17]
     if reached == (10, 10, 1):
         _copy[(1,)](source, target, total, *reached)

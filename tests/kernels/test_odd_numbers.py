@@ -1,4 +1,4 @@
-"""Kernels given numbers that are none, infinite or huge: what they choose may be anything, but it is what there is."""
+"""Kernels with NaN, infinite or huge inputs: any choice is allowed, but every index that they return must be valid."""
 
 from dataclasses import fields, replace
 
@@ -39,7 +39,7 @@ from sparsekv.kernels.tables.top_ranks import top_ranked_reference
 from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
 from sparsekv.kernels.tables.types import ExactKeys
 
-# In the interpreter numpy tells of each such number that it meets.
+# In the interpreter numpy warns of each such number.
 pytestmark = [*compiled_or_interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 SCALE = 0.3
 by_form = pytest.mark.parametrize("form", ["kernels", "torch"])
@@ -51,7 +51,7 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_filled(found: ClusterChoice, counts: torch.Tensor, budget: int) -> None:
-    """Of each head the budget's tokens or, where it has fewer, all of them; and their rows, each a cluster's own."""
+    """Each head has `budget` tokens, or all of its tokens if it has fewer; its rows are valid, and none is twice."""
     lengths, used, rows = found.lengths.cpu(), found.used.cpu(), found.rows.cpu()
     assert bool(((lengths >= 0) & (lengths <= counts)).all())
     assert lengths.sum(-1).tolist() == used.tolist() == [min(budget, total) for total in counts.sum(-1).tolist()]
@@ -61,7 +61,7 @@ def assert_filled(found: ClusterChoice, counts: torch.Tensor, budget: int) -> No
 
 
 def some_clusters(kind: str) -> list[torch.Tensor]:
-    """Query, centroids, counts and first rows of two heads' clusters."""
+    """Query, centroids, counts and first rows of the clusters of two heads."""
     counts = uneven_counts(0, 2, 21)
     rows = normal(0, 2, 3, 32), normal(1, 2, 21, 32)
     return on_device(*odd(kind, *rows), counts, counts.cumsum(-1) - counts)
@@ -99,7 +99,7 @@ def test_clusters_by_threshold(form: str, kind: str) -> None:
 @few_kinds
 @by_form
 def test_clusters_down_two_levels(form: str, kind: str) -> None:
-    """All that is opened has room, and what is chosen among that is the budget."""
+    """Opened children are valid and fit in the slots, and the choice among them fills the budget."""
     kernels = open_clusters_triton, choose_listed_triton
     opening, choosing = kernels if form == "kernels" else (open_clusters_reference, choose_listed_reference)
     query, fine, counts, first_row = some_clusters(kind)
@@ -120,8 +120,8 @@ def test_clusters_down_two_levels(form: str, kind: str) -> None:
 @by_form
 @pytest.mark.parametrize(("centroids", "kind"), [*((8, kind) for kind in KINDS), *((6, kind) for kind in FEW)])
 def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form: str, kind: str) -> None:
-    """The nearest list is one that there is, also where kernels hold room for more; and no place after the last key is
-    ranked above those that are keys."""
+    """The nearest list exists, also where kernels pad the number of lists; and no padding after the last key is ranked
+    above a key."""
     ranking, again, top = (
         (rank_tokens_triton, rank_rows_triton, top_ranked_triton)
         if form == "kernels"
@@ -147,7 +147,7 @@ def test_ranks_of_listed_tokens_and_of_rows_looked_at_again(centroids: int, form
 @by_form
 @by_dtype
 def test_attention_ends(dtype: torch.dtype, form: str, kind: str) -> None:
-    """Of rows in runs, a list of rows that programs take from a queue, exact rows and stand-ins."""
+    """Over rows in runs, single rows that programs take from a queue, exact rows and centroids."""
     attention = decode_attention_triton if form == "kernels" else decode_attention_reference
     H, G, D, M, C = 2, 3, 16, 40, 9
     query, keys, values = odd(kind, *(normal(seed, H, size, D).to(dtype) for seed, size in enumerate((G, M, M))))

@@ -27,7 +27,7 @@ def some_sinks(Hk: int = 2, G: int = 3) -> torch.Tensor:
 
 
 def expected_mask(queries: int, keys: int, window: int | None) -> torch.Tensor:
-    """Query i stands at keys - queries + i and sees itself and what is before it, `window` of them in all."""
+    """Query i is at position keys - queries + i and sees itself and earlier keys, `window` in all."""
     rows = []
     for position in range(keys - queries, keys):
         first = 0 if window is None else position - window + 1
@@ -60,7 +60,7 @@ def test_one_query_attends_to_rows_and_stand_ins_at_once(
     query, keys, values = random_attention(Hk=Hk, G=G, Q=1, T=T + 9, D=D, dtype=dtype)
     logits = torch.einsum("hgd,htd->hgt", query[:, :, 0].double(), keys[:, T:].double()) * D**-0.5
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    # A stand-in for n rows is attended like n copies of it, and not at all where none is left.
+    # A centroid that represents n rows is attended like n copies of it, and not at all if n is 0.
     copies = torch.arange(9).roll(Hk).expand(Hk, -1)
     stand_in = ScoredCentroids(logits.float(), copies.float().log(), values[:, T:])
     again = torch.cat([torch.arange(T), T + torch.arange(9).repeat_interleave(copies[0])])
@@ -140,7 +140,7 @@ def test_masked_slots_weigh_nothing_however_low_the_other_logits_are() -> None:
 def test_a_row_with_the_logarithm_of_a_count_as_its_bias_weighs_as_so_many_rows(
     dtype: torch.dtype, tolerance: float, softcap: float | None, shape: tuple[int, ...]
 ) -> None:
-    """Counts from 0, which is no row at all, to far more than half precision counts to; rows are in full precision."""
+    """Counts from 0, which removes the row, to more than bfloat16 represents exactly; biased rows are in float32."""
     query, keys, values = random_attention(T=30, dtype=dtype)
     counts = torch.randint(0, 400, (*shape, 20), generator=torch.Generator().manual_seed(2))
     biased = Segment(keys[:, :20].float(), values[:, :20].float(), bias=counts.float().log())

@@ -1,4 +1,4 @@
-"""Attention of a chunk to few keys before it, against its definition in float64."""
+"""Attention of a chunk to itself and a few keys before it, against its definition in float64."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ BEFORE = 60
 
 
 def some_of(count: int, before: int, heads: int = 2) -> torch.Tensor:
-    """[heads, count] int64, of so many rows."""
+    """Random rows [heads, count] int64 below `before`, none twice in a head."""
     return torch.rand(heads, before, generator=torch.Generator().manual_seed(count)).argsort(1)[:, :count]
 
 
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[Hq, Q, D] float64."""
+    """Output [Hq, Q, D] float64."""
     (Hk, T, _), chunk = keys.shape, query.shape[2]
     seen = torch.zeros(Hk, T, dtype=torch.bool).scatter_(1, chosen, True)
     seen[:, T - chunk :] = True

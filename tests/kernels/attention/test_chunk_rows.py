@@ -1,4 +1,4 @@
-"""What a chunk's attention reads, copied by a kernel, against plain torch: the very same numbers."""
+"""The rows that a chunk attends to, gathered by a kernel, are bit for bit those of plain torch."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ pytestmark = compiled_or_interpreted
 
 
 def some_rows(seed: int, heads: int, tokens: int, count: int) -> torch.Tensor:
-    """[heads, count] int64: each of its head once, in any order."""
+    """Random rows [heads, count] int64, none twice in a head, in any order."""
     scores = torch.rand(heads, tokens, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(1)[:, :count]
 
 
 def assert_copied(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor) -> None:
-    """With queries before the chunk's, which may be anything, and without."""
+    """With uninitialised queries in front of the chunk's, and without."""
     tensors = query, keys, values, chosen
     for padded in (False, True):
         expected = chunk_rows_reference(*tensors, padded=padded)

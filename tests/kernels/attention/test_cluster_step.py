@@ -1,4 +1,4 @@
-"""A decode step over clusters, compiled and in torch, against its definition in float64: choice, then one softmax."""
+"""A decode step over clusters, compiled and in torch, against a choice and one softmax in float64."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """Queries [H, G, D], clusters, rows of more room than is used, exact rows, and what is asked of them."""
+    """Inputs of a step: queries [H, G, D], clusters, rows and exact rows in larger buffers, and options."""
 
     query: torch.Tensor
     clusters: StepClusters
@@ -46,7 +46,7 @@ class Step:
         return FORMS[form](self.query, self.clusters, self.rows, self.exact, self.budget, **rest)
 
     def scores(self) -> torch.Tensor:
-        """[H, C] float64, S_i of Squeezed Attention's equation 1, averaged over the group."""
+        """S_i [H, C] float64 of Squeezed Attention's equation 1, averaged over the group."""
         counted, cap = self.clusters.counted, self.clusters.softcap
         logits = torch.einsum("hgd,hcd->hgc", self.query.double(), counted.centroids.double()) * SCALE
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -54,7 +54,7 @@ class Step:
         return (logits - total).exp().mean(1).masked_fill(counted.counts == 0, 0)
 
     def expected(self) -> torch.Tensor:
-        """[H, G, D] float64: a centroid that stands for n tokens is attended like n copies of it."""
+        """Output [H, G, D] float64; a centroid that represents n tokens is attended like n copies of it."""
         counted, outputs = self.clusters.counted, []
         for head, order in enumerate(self.scores().argsort(dim=-1, descending=True, stable=True)):
             counts, taken = counted.counts[head].long(), torch.zeros_like(order)
@@ -88,7 +88,7 @@ def some_step(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Clusters of uneven sizes, runs of rows in an order of their own, `share` of whose tokens are to be taken."""
+    """A step over clusters of uneven sizes, whose rows are in random order; the budget is `share` of the tokens."""
     counts = uneven_counts(seed, H, C)
     M = int(counts[0].sum())
     query, centroids, stand_values = random_attention(Hk=H, G=G, Q=1, T=C, D=D, dtype=dtype, seed=seed)
@@ -156,7 +156,7 @@ def test_numba_is_there_to_be_tested() -> None:
 
 @every_form
 def test_nothing_but_chosen_rows_and_stand_ins_may_be_attended(form: str) -> None:
-    """No exact row at all, and more threads than there are rows."""
+    """With no exact row, and more threads than rows."""
     step = some_step(C=3, E=0, share=0.1)
     with with_threads(3), poisoned_memory():
         assert_close(step.attend(form), step.expected(), 5e-6)
@@ -164,7 +164,7 @@ def test_nothing_but_chosen_rows_and_stand_ins_may_be_attended(form: str) -> Non
 
 @every_form
 def test_of_clusters_that_agree_the_output_is_that_of_some_of_them(form: str) -> None:
-    """All scores are equal: whichever are chosen, their rows are alike."""
+    """All scores are equal, and so are all rows, so that the choice does not matter."""
     step = some_step(H=1)
     counted = step.clusters.counted
     alike = replace(counted, centroids=torch.zeros_like(counted.centroids))
@@ -177,7 +177,7 @@ def test_of_clusters_that_agree_the_output_is_that_of_some_of_them(form: str) ->
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("far", [3e3, -3e3])
 def test_logits_far_from_each_other_neither_overflow_nor_vanish(form: str, far: float, share: float) -> None:
-    """All clusters chosen, or none; between, those whose score is 0 in float32 are in no order."""
+    """All clusters are chosen, or none: between, clusters whose score is 0 in float32 would have no order."""
     step = some_step(seed=4, share=share)
     counted = step.clusters.counted
     centroids = counted.centroids.clone()
@@ -189,7 +189,7 @@ def test_logits_far_from_each_other_neither_overflow_nor_vanish(form: str, far: 
 @every_form
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_no_number_is_not_lost(form: str, bad: float) -> None:
-    """Or else a broken model would give text, and a broken step a time."""
+    """NaN must reach the output, so that a broken model does not produce text, nor a broken step a timing."""
     step = some_step()
     step.query[1, 2, 7] = bad
     assert not bool(step.attend(form)[1, 2].isfinite().any())
@@ -216,7 +216,7 @@ def test_half_precision_and_gradients_go_another_way() -> None:
 
 
 def test_heads_of_another_layout_go_another_way() -> None:
-    """Rows that are not next to each other, such as every other one of a buffer."""
+    """Rows that are not contiguous, such as every other row of a buffer, are computed in torch."""
     step = some_step()
     apart = tuple(held.repeat_interleave(2, 1)[:, ::2] for held in step.exact)
     moved = replace(step, exact=(apart[0], apart[1]))
@@ -244,6 +244,6 @@ print(float(output))
 
 
 def test_without_numba_a_step_is_one_of_torch() -> None:
-    """Of two clusters the first one is the better, whose rows, 3 and 4, are attended alike."""
+    """The first of two clusters is the better one; its rows, 3 and 4, get equal weight."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, capture_output=True, text=True)
     assert float(done.stdout) == pytest.approx(3.5)

@@ -22,7 +22,7 @@ bits = st.integers(-(2**31), 2**31 - 1)
     budget=st.integers(0, 300),
 )
 def test_the_budget_is_filled_whatever_bits_scores_have(clusters: list[tuple[int, int]], budget: int) -> None:
-    """A score is looked at as an integer alone: so nothing that follows depends on whether it is a number."""
+    """Scores are compared as integers only, so that NaN needs no special treatment."""
     kernels = compiled_kernels()
     assert kernels is not None
     ranks, counts = np.array(clusters, np.int32).T.copy()

@@ -1,4 +1,4 @@
-"""One decode step's attention by kernels: against its definition in float64, and against plain torch."""
+"""Attention of one decode step by kernels: against its definition in float64, and against plain torch."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -23,7 +23,7 @@ by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), i
 
 @dataclass(frozen=True)
 class Step:
-    """What a step attends to: query [H, G, D], middle and exact rows, runs of the middle, and stand-ins."""
+    """Inputs of a step: query [H, G, D], middle and exact rows, runs of the middle, and centroids (`stand_`)."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -55,7 +55,7 @@ def some_step(
     seed: int = 0, *, H: int = 2, G: int = 3, D: int = 64, clusters: int = 40, budget: int = 90, exact: int = 70,
     dtype: torch.dtype = torch.float32,
 ) -> Step:  # fmt: skip
-    """Runs are uneven clusters in an order of their own, of which the first ones are taken up to the budget."""
+    """A step whose runs are uneven clusters; in a random order, the first ones are taken up to the budget."""
     counts = uneven_counts(seed, H, clusters)
     M = int(counts.sum(1)[0])
     rows = [normal(seed + n, H, size, D).to(dtype) for n, size in enumerate((G, M, M, exact, exact, clusters))]
@@ -68,7 +68,7 @@ def some_step(
 
 
 def expected(step: Step, stands: bool, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """[H, G, D] float64, one head after another."""
+    """Output [H, G, D] float64, computed one head after another."""
     outputs = []
     for h, query in enumerate(step.query.double()):
         runs = zip(step.starts[h].tolist(), step.lengths[h].tolist(), strict=True)
@@ -90,7 +90,7 @@ def expected(step: Step, stands: bool, scale: float, softcap: float | None, sink
 def attended(
     step: Step, stands: int, scale: float, softcap: float | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What the kernels give, back on the CPU."""
+    """Output of the kernels, back on the CPU."""
     moved, sinks = step.on(DEVICE), None if sinks is None else sinks.to(DEVICE)
     with poisoned_memory():
         return decode_attention_triton(*moved.arguments(stands), scale, softcap, sinks).cpu()
@@ -151,7 +151,7 @@ def test_the_reference_by_the_definition(stands: int) -> None:
 
 @pytest.mark.parametrize("stands", [1, 2])
 def test_rows_in_a_buffer_with_room(stands: int) -> None:
-    """A cache's exact rows lie so, and values of clusters that take tokens in."""
+    """Exact rows of a cache have such a layout, and so do values of clusters to which tokens are appended."""
     step = some_step(exact=40)
     query, runs, exact, stand_ins = step.on(DEVICE).arguments(stands)
     keys, values = (with_room(rows) for rows in exact)
@@ -164,7 +164,7 @@ def test_rows_in_a_buffer_with_room(stands: int) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("slots", [1, 16, 75])
 def test_stand_ins_that_are_listed(slots: int, D: int, counted: bool) -> None:
-    """Some of all clusters' values, beside others that come as they lie; how many may be known on the device alone."""
+    """Listed centroids are indices into all clusters' values, beside plain ones; their number may be on the device."""
     step = some_step(slots, D=D)
     rows = torch.rand(2, 40, generator=torch.Generator().manual_seed(slots)).argsort(-1)
     rows = torch.cat([rows, rows], 1)[:, :slots]
@@ -200,7 +200,7 @@ def test_runs_of_one_row(exact: int, used: tuple[int, int] | None) -> None:
     there = torch.arange(33) < (33 if used is None else torch.tensor(used)[:, None])
     single = replace(step, starts=rows, lengths=torch.ones_like(rows) * there)
     moved = step.on(DEVICE)
-    # What comes after those that are used is no row's number.
+    # Entries after the used ones are invalid row indices.
     runs = RunRows(moved.keys, moved.values, torch.where(there, rows, 10**8).to(DEVICE), None, 33, numbers)
     arguments = moved.query, runs, (moved.exact_keys, moved.exact_values), ()
     truth = expected(single, False, 0.125, None, None)

@@ -1,4 +1,4 @@
-"""The choice of clusters on a CPU against its definition in float64 (arXiv 2411.09688, equation 1)."""
+"""Choosing clusters on a CPU, against the definition in float64 (arXiv 2411.09688, equation 1)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ G = 3
 
 
 def uneven_counts(Hk: int, C: int, seed: int) -> torch.Tensor:
-    """[Hk, C] int32: log-normal sizes, a fifth of them nothing, the same sum in each head."""
+    """Counts [Hk, C] int32: log-normal sizes, a fifth of them 0, with the same sum in each head."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randn(Hk, C, generator=generator).exp().mul(9).round().int()
     counts[torch.rand(Hk, C, generator=generator) < 0.2] = 0
@@ -37,7 +37,7 @@ def defined_scores(
 
 
 def taken_of_each(best: BestClusters, counts: torch.Tensor) -> torch.Tensor:
-    """[Hk, C] tokens."""
+    """Number of tokens [Hk, C] taken of each cluster."""
     return torch.zeros(counts.shape, dtype=torch.int64).scatter_add_(1, best.clusters, best.lengths)
 
 
@@ -89,7 +89,7 @@ def test_what_is_left_is_counted_once(Hk: int, C: int, seed: int, share: float) 
 
 
 def test_many_small_clusters_may_be_the_best_ones() -> None:
-    """Then more of them are needed than a budget mostly needs."""
+    """Then more clusters are needed than `expected` returns."""
     C = 400
     query, centroids = torch.ones(2, G, 8), torch.zeros(2, C, 8)
     centroids[:, 10:] = torch.linspace(20, 10, C - 10)[:, None]

@@ -1,4 +1,4 @@
-"""Choosing clusters by kernels: against plain torch, against float64, and what is promised of any choice."""
+"""Choosing clusters by kernels: against plain torch, against float64, and properties of any choice."""
 
 from dataclasses import replace
 
@@ -23,13 +23,12 @@ RESOLUTION = 1 + 2**-7
 
 
 def first_rows(counts: torch.Tensor) -> torch.Tensor:
-    """[H, C]: of clusters that lie one after another, with a gap after each."""
+    """First rows [H, C] of clusters that follow each other with a gap after each."""
     return (counts + 2).cumsum(-1) - counts
 
 
 def assert_rows(found: ClusterChoice, starts: torch.Tensor) -> None:
-    """The rows are the members that were taken, each once, in any order; where kernels chose, what the attention
-    counts in is zero."""
+    """The rows are the members that were taken, each once, in any order; the kernels' queue is zero."""
     assert found.queue is None or not found.queue.any()
     assert torch.equal(found.used, found.lengths.sum(-1).int())
     for head, used in enumerate(found.used.tolist()):
@@ -40,7 +39,7 @@ def assert_rows(found: ClusterChoice, starts: torch.Tensor) -> None:
 def choose(
     query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, budget: int, softcap: float | None = None
 ) -> ClusterChoice:
-    """What the kernels choose, back on the CPU."""
+    """Choice of the kernels, back on the CPU."""
     starts = first_rows(counts)
     moved = [tensor.to(DEVICE) for tensor in (query, centroids, counts, starts)]
     with poisoned_memory():
@@ -50,7 +49,7 @@ def choose(
 
 
 def on_cpu(found: ClusterChoice, clusters: int) -> ClusterChoice:
-    """A choice among so many clusters, without what comes after them, which is nothing."""
+    """A choice cut to its clusters; the padding after them must be minus infinity."""
     logits, log_left = found.logits.cpu(), found.log_left.cpu()
     assert all(bool((one[..., clusters:] == -torch.inf).all()) for one in (logits, log_left))
     cut = logits[..., :clusters], found.lengths.cpu(), log_left[..., :clusters]
@@ -59,19 +58,19 @@ def on_cpu(found: ClusterChoice, clusters: int) -> ClusterChoice:
 
 
 def assert_best(scores: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, budget: int) -> None:
-    """Whole clusters, the best ones as far as scores are told apart, and at most one of each head in part."""
+    """The best clusters to within the resolution of scores; all whole, except for at most one in each head."""
     assert lengths.sum(-1).tolist() == [min(budget, total) for total in counts.sum(-1).tolist()]
     assert bool(((lengths >= 0) & (lengths <= counts)).all())
     assert int(((lengths > 0) & (lengths < counts)).sum(-1).max()) <= 1
     for head_scores, head_counts, head_lengths in zip(scores, counts, lengths, strict=True):
         taken, left = head_scores[head_lengths > 0], head_scores[(head_lengths == 0) & (head_counts > 0)]
-        # Of those below the best 2 ** 16 times what the budget's tokens could have each, none is told from another.
+        # Scores below about 2 ** -16 / budget are not distinguished.
         told_apart = left > 2.0**-15 / max(budget, 1)
         assert not len(taken) or not bool(told_apart.any()) or left.max() <= taken.min() * RESOLUTION * 1.001
 
 
 def test_clusters_in_buffers_with_room() -> None:
-    """Where clusters take tokens in, their tensors grow."""
+    """Tensors of clusters to which tokens are appended have spare capacity."""
     counts = uneven_counts(4, 3, 70)
     query, centroids, starts = normal(0, 3, 2, 64), normal(1, 3, 70, 64), first_rows(counts)
     expected = choose(query, centroids, counts, 90)
@@ -100,7 +99,7 @@ def test_logits_and_choice(G: int, D: int, dtype: torch.dtype, tolerance: float)
 @pytest.mark.parametrize("clusters", [1, 2, 129, 200])
 @pytest.mark.parametrize("budget", [0, 1, 77, 10**6])
 def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
-    """To the token: in float32 no two scores here are so near to a boundary that rounding moves one."""
+    """Exactly: no float32 score here is so near to a boundary between ranks that rounding could move it across."""
     counts = uneven_counts(clusters, 3, clusters)
     query, centroids = normal(2, 3, 4, 64), 2 * normal(3, 3, clusters, 64)
     found, expected = (
@@ -117,7 +116,7 @@ def test_the_same_as_in_plain_torch(clusters: int, budget: int) -> None:
 def test_the_same_by_many_parts_of_a_head(
     clusters: int, budget: int, most_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of 128 clusters, the last one not full, as with many thousands in larger parts; or in two at most."""
+    """With parts of 128 clusters, the last one smaller, like larger parts of thousands of clusters; or two at most."""
     for name, value in {"FEWEST": 128, "MOST": 128, "MOST_PARTS": most_parts, "ENTRIES": 16}.items():
         monkeypatch.setattr(f"sparsekv.kernels.clusters.budget_choice_triton.{name}", value)
     counts = uneven_counts(6, 2, clusters)

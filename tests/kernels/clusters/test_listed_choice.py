@@ -1,4 +1,4 @@
-"""Choosing down two levels by kernels: children of clusters, and clusters among those of some runs."""
+"""Choosing in two levels by kernels: opening clusters, and choosing among their children."""
 
 from dataclasses import dataclass, fields
 
@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Levels:
-    """Two levels of H heads: fine clusters with tokens, and coarse ones of 0 to 12 of them, numbered by parent.
+    """Two levels of H heads: fine clusters numbered by parent, and coarse ones with mostly 0 to 12 children.
 
     centroids [H, C, D], counts and first_row [H, C] of the fine ones; coarse [H, P, D], tokens, children and
     first_child [H, P].
@@ -58,7 +58,7 @@ def on(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
-    """What the kernels open, back on the CPU."""
+    """Clusters that the kernels open, back on the CPU."""
     moved = on(DEVICE, query, levels.coarse, levels.tokens)
     seen, slots = torch.tensor([7, 0], device=DEVICE), levels.centroids.shape[1]
     with poisoned_memory():
@@ -69,7 +69,7 @@ def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> Clu
 
 
 def on_cpu(found: ClusterChoice) -> ClusterChoice:
-    """A choice without what comes after its clusters; what the attention counts in is zero."""
+    """A choice cut to its clusters; its queue must be zero."""
     assert found.queue is not None
     assert not found.queue.any()
     clusters = found.lengths.shape[1]
@@ -81,7 +81,7 @@ def listed(
     levels: Levels, query: torch.Tensor, some: tuple[torch.Tensor, torch.Tensor], budget: int,
     softcap: float | None = None,
 ) -> ListedChoice:  # fmt: skip
-    """What the kernels choose among some clusters, back on the CPU."""
+    """Choice of the kernels among listed clusters, back on the CPU."""
     tensors = on(DEVICE, query, levels.centroids, levels.counts, levels.first_row)
     clusters, used = on(DEVICE, *some)
     with poisoned_memory():
@@ -90,7 +90,7 @@ def listed(
 
 
 def members(levels: Levels, lengths: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Children of some clusters [H, slots], and how many; what comes after these is no cluster's number."""
+    """Children [H, slots] of opened clusters and their number [H]; entries after these are invalid indices."""
     clusters, valid = expand_runs(levels.first_child, lengths, slots)
     return torch.where(valid, clusters, -(10**6)).int(), valid.sum(-1).int()
 
@@ -118,7 +118,7 @@ def test_the_best_are_opened_until_there_is_enough(
 
 
 def test_levels_in_buffers_with_room() -> None:
-    """Where clusters take tokens in, their tensors grow."""
+    """Tensors of clusters to which tokens are appended have spare capacity."""
     levels, query = some_levels(3), normal(9, 2, 4, 64)
     expected = opened(levels, query, 40, 60)
     roomy = Levels(*(with_room(getattr(levels, field.name)) for field in fields(levels)))
@@ -137,7 +137,7 @@ def test_levels_in_buffers_with_room() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 150), st.integers(0, 600))
 @settings(max_examples=40, deadline=None)
 def test_no_more_is_opened_than_is_needed(seed: int, parents: int, wanted: int, budget: int) -> None:
-    """Both sums are reached, if there is as much, and without the worst that was opened one of them is not."""
+    """Tokens and children reach their targets if there are enough; without the worst opened cluster one would not."""
     levels, query = some_levels(seed, H=1, parents=parents, D=16), normal(seed + 2, 1, 2, 16)
     tokens, children = levels.tokens[0], levels.children[0]
     below = levels.of_coarse(query.device, levels.centroids.shape[1])
@@ -164,7 +164,7 @@ def test_what_is_opened_is_the_best_to_a_power_of_two(seed: int, parents: int, b
     scores = cluster_scores(query[:, :, None], levels.coarse, levels.tokens, 0.25)[0, 0]
     is_left = found.log_left[0] > -torch.inf
     taken, left = scores[~is_left & (levels.tokens[0] > 0)], scores[is_left]
-    # Below 2 ** 14 times less than what the budget's tokens could have each none is told from another.
+    # Scores below about 2 ** -14 / budget are not distinguished.
     told_apart = left > 2.0**-13 / max(budget, 1)
     assert not len(taken) or not bool(told_apart.any()) or left.max() <= 2 * taken.min() * 1.001
 
@@ -190,7 +190,7 @@ def test_logits_of_listed_clusters(D: int, dtype: torch.dtype, tolerance: float)
 def test_the_best_of_listed_clusters(
     budget: int, softcap: float | None, slots: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one part of a head or, of slots of which few are used, by many that share these."""
+    """With one part in each head, or with many parts that share the few slots in use."""
     for name in ("FEWEST_LISTED", "MOST"):
         monkeypatch.setattr(f"sparsekv.kernels.clusters.budget_choice_triton.{name}", part)
     levels, query = some_levels(5, parents=60), normal(2, 2, 4, 64)

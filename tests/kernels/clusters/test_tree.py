@@ -1,4 +1,4 @@
-"""Lookup of children: the same scores as a flat lookup, over those that were opened alone."""
+"""Lookup of children: the scores of a flat lookup, normalised over the children of opened clusters alone."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ FINE, COARSE, SCALE = 30, 7, 0.125
 
 
 def random_tree(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Tree]:
-    """A query [2, 3, 4, 64] and two levels; the last coarse cluster is empty and holds the empty fine ones."""
+    """A query [2, 3, 4, 64] and two levels; the last coarse cluster is empty, and parent of the empty fine ones."""
     query, centroids, coarse = random_attention(T=FINE, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     counts = torch.randint(1, 300, (2, FINE), generator=generator, dtype=torch.int32)
@@ -33,7 +33,7 @@ def random_tree(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Tree]
 
 
 def children_of(tree: Tree, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of the fine clusters of `parents` [2, Q or 1, R]."""
+    """Runs of the children of `parents` [2, Q or 1, R]."""
     return tuple(  # type: ignore[return-value]
         values[0][:, None].expand(-1, parents.shape[1], -1).gather(2, parents)
         for values in (tree.first_child, tree.children)

@@ -1,4 +1,4 @@
-"""A model whose attention is routed to dense causal attention of ours gives its own logits back."""
+"""A model whose attention is routed to our dense causal attention returns its own logits."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dense_attention_of_ours_is_the_models_own(family: str) -> None:
     model = FAMILIES[family]()
-    # in some releases gemma-2's faster attention leaves the soft cap out
+    # Some releases leave out the soft cap in gemma-2's faster attention.
     model.set_attn_implementation("eager")
     own = logits(model)
     with route_attention(model, dense):

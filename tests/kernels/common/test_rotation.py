@@ -1,4 +1,4 @@
-"""Turning rows by their positions: against complex numbers, back again, and what dot products see of it."""
+"""Rotating rows by their positions: against complex numbers, undone again, and its effect on dot products."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ properties = settings(max_examples=40, deadline=None)
 ropes = st.builds(RopeFacts, frequencies=st.lists(st.floats(0, 1, width=32), max_size=4), interleaved=st.booleans())
 sizes = st.integers(8, 12)
 seeds = st.integers(0, 10**6)
-FAR = 500  # radians that float32 holds to 3e-5
+FAR = 500  # radians, which float32 represents to 3e-5
 
 
 def _rotate(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torch.Tensor:

@@ -14,7 +14,7 @@ Run = tuple[int, int]
 
 @st.composite
 def rows_of_runs(draw: st.DrawFn) -> list[list[Run]]:
-    """Several rows of equally many runs (start, length), some of them of no length."""
+    """Several rows with the same number of runs (start, length), some of length 0."""
     runs = draw(st.integers(1, 8))
     run = st.tuples(st.integers(0, 1000), st.integers(0, 6))
     return draw(st.lists(st.lists(run, min_size=runs, max_size=runs), min_size=1, max_size=4))
@@ -80,7 +80,7 @@ def test_leading_dimensions_are_independent(rows: list[list[Run]], capacity: int
 @given(rows_of_runs(), st.integers(0, 30))
 def test_runs_that_leave_no_slot_unused_expand_alike(rows: list[list[Run]], capacity: int) -> None:
     total = [sum(length for _, length in runs) for runs in rows]
-    # One more run of each makes up what its others are short of.
+    # One more run in each row fills it up to the same total.
     capacity = max([capacity, *total])
     filled = [[*runs, (7, capacity - short)] for runs, short in zip(rows, total, strict=True)]
     starts, lengths = tensors(filled, torch.int64)

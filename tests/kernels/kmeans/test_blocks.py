@@ -1,4 +1,4 @@
-"""Where a growing sequence is cut in blocks: closed ones of W tokens, and one that is open."""
+"""Where a growing sequence is cut into blocks: closed blocks of W tokens, and an open one."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ def test_closed_blocks_have_w_tokens_and_the_open_one_what_is_left(tokens: int, 
 
 @given(block=block_sizes, steps=st.lists(st.integers(1, 400), min_size=1, max_size=40))
 def test_tokens_that_come_in_steps_close_blocks_as_they_would_one_by_one(block: int, steps: list[int]) -> None:
-    """By the rule itself: whenever the open block reaches W + alpha, its first W tokens are closed."""
+    """The rule itself: when the open block reaches W + alpha, its first W tokens become a closed block."""
     closed, tokens = 0, 0
     for step in steps:
         for _ in range(step):

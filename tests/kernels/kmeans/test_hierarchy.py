@@ -1,4 +1,4 @@
-"""A hierarchy of clusters: every token in one cluster, every number and mean consistent from level to level."""
+"""A hierarchy of clusters: every token is in one cluster, and counts, numbers and means agree between levels."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class _Built:
         return self.tensors[f"level{number}.{name}"]
 
     def labels(self, number: int) -> torch.Tensor:
-        """[Hk, M]: the cluster of each token at a level, by what the artifact's tensors say."""
+        """Cluster [Hk, M] of each token at a level, according to the artifact's tensors."""
         return token_labels(self.tensors, number, FIRST)
 
 
@@ -51,7 +51,7 @@ def _levels(
 
 @st.composite
 def _hierarchies(draw: st.DrawFn) -> _Built:
-    """Hierarchies of keys with repetitions, whose clusters come out uneven and some of them empty."""
+    """Hierarchies of keys with repetitions, so that clusters are uneven and some are empty."""
     heads, tokens, seed = draw(st.integers(1, 3)), draw(st.integers(12, 90)), draw(st.integers(0, 10**6))
     distinct = draw(st.integers(1, tokens))
     rows = torch.randint(distinct, (tokens,), generator=torch.Generator().manual_seed(seed))
@@ -127,7 +127,7 @@ def test_tokens_of_a_cluster_keep_their_order() -> None:
 
 
 def test_an_empty_cluster_never_reaches_the_next_level() -> None:
-    """Three kinds of key, near to each other and far from 0, fill three of ten clusters, and then one each of three."""
+    """Three different keys, near each other and far from 0, fill three of ten clusters, and three at the next level."""
     kinds = torch.tensor([[1.0, 0.0], [1.0, 0.2], [1.0, -0.2]])
     levels, _ = _levels(kinds[None, torch.arange(30) % 3], [10, 5], space="raw", iterations=5, seed=0)
     assert int((levels[0].counts > 0).sum()) == 3
@@ -147,7 +147,7 @@ def test_numbering_puts_the_children_of_an_empty_parent_last() -> None:
 
 
 def _block(seed: int, tokens: int, first: int, sizes: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Values of a block's tokens, and its tensors; keys repeat, so that some clusters are empty."""
+    """Values and tensors of a block; keys repeat, so that some clusters are empty."""
     keys = clustered(seed, 2, tokens, 4, 5)[:, torch.arange(tokens) // 2]
     values = normal(seed + 5, 2, tokens, 4)
     levels, labels = _levels(keys, sizes, space="normalised", iterations=3, seed=seed)
@@ -156,7 +156,7 @@ def _block(seed: int, tokens: int, first: int, sizes: list[int]) -> tuple[torch.
 
 @st.composite
 def _blocks(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], int]:
-    """Values and tensors of one to four neighbouring blocks of one to three levels, and how many levels."""
+    """Values and tensors of one to four neighbouring blocks, and their number of levels, one to three."""
     depth, lengths = draw(st.integers(1, 3)), draw(st.lists(st.integers(6, 40), min_size=1, max_size=4))
     first, built = FIRST, []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The parts of k-means: nearest centres, means, and what an iteration and its last assignment promise."""
+"""The parts of k-means: nearest centres, means, iterations and the last assignment."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ seeds = st.integers(0, 10**6)
 
 
 def _distances(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """[Hk, M, C] float64, squared."""
+    """Squared distances [Hk, M, C] float64."""
     return (points.double()[:, :, None] - centres.double()[:, None]).square().sum(-1)
 
 
@@ -27,7 +27,7 @@ def _inertia(points: torch.Tensor, labels: torch.Tensor, centres: torch.Tensor) 
 @properties
 @given(seed=seeds, clusters=st.integers(1, 20), far=st.sampled_from([0.0, 30.0]))
 def test_a_point_is_assigned_to_its_nearest_centre_by_euclidean_distance(seed: int, clusters: int, far: float) -> None:
-    """Centres of very different norms, so that the largest product is not the shortest distance."""
+    """Centres have very different norms, so that the largest product is not the shortest distance."""
     scale = torch.linspace(0.1, 3, clusters)[:, None]
     points, centres = far + normal(seed, 2, 50, 5), far + scale * normal(seed + 1, 2, clusters, 5)
     distances, labels = _distances(points, centres), assign(points, centres)
@@ -90,7 +90,7 @@ def test_points_of_weight_0_move_no_centre(seed: int, left_out: float) -> None:
 
 @pytest.mark.parametrize("clusters", [1, 7, 30])
 def test_random_kmeans_starts_from_points_of_each_head_that_take_part(clusters: int) -> None:
-    """Without an iteration the centres are points: as many clusters as valid points gives each of them its own."""
+    """Without iterations the centres are points: with as many clusters as valid points, each point has its own."""
     points = normal(3, 2, 60, 4)
     valid = torch.arange(60) >= 30
     labels = random_kmeans(points, clusters, 0, torch.Generator().manual_seed(0), valid.expand(2, -1))

@@ -23,7 +23,7 @@ def _nearest(points: torch.Tensor, centres: torch.Tensor, tiles: Tiles | None = 
 
 
 def _assert_nearest(points: torch.Tensor, centres: torch.Tensor, labels: torch.Tensor) -> None:
-    """No chosen centre is further than the nearest by more than rounding both to float16 around the mean explains."""
+    """A chosen centre is further than the nearest by no more than the rounding to float16 around the mean allows."""
     points, centres = points.double(), centres.double()
     assert labels.shape == points.shape[:2]
     assert int(labels.min()) >= 0
@@ -32,7 +32,7 @@ def _assert_nearest(points: torch.Tensor, centres: torch.Tensor, labels: torch.T
     distances = (points[:, :, None] - centres[:, None]).square().sum(-1).sqrt()
     chosen = distances.gather(2, labels[..., None])[..., 0]
     lengths = (points - mean).norm(dim=-1) + (centres - mean).norm(dim=-1).amax(1, keepdim=True)
-    # Rounding moves a distance by 2^-11 of the lengths, and two are compared; the squares are summed up in float32.
+    # Rounding changes a distance by 2^-11 of the lengths, and two are compared; squares are summed in float32.
     allowed = ((distances.amin(-1) + 2**-10 * lengths).square() + 2**-19 * lengths.square()).sqrt()
     assert bool((chosen <= allowed).all()), f"further by {float((chosen - allowed).max())}"
 
@@ -41,7 +41,7 @@ def _assert_nearest(points: torch.Tensor, centres: torch.Tensor, labels: torch.T
 @dtypes
 @pytest.mark.parametrize(("count", "clusters"), [(1, 1), (1, 40), (70, 1), (131, 67)])
 def test_no_centre_is_nearer_than_the_one_of_the_label(dtype: torch.dtype, D: int, count: int, clusters: int) -> None:
-    """Around a mean that is longer than the spread, as keys are, and with centres of several norms near some points."""
+    """The mean is far from 0 compared to the spread, as for keys; centres of several norms are near some points."""
     points = (3 + normal(D, 2, count, D)).to(dtype)
     near = points[:, torch.arange(clusters) % count].float()
     shrunk = 3 + torch.linspace(0.4, 1.2, clusters)[:, None] * (near - 3)
@@ -58,7 +58,7 @@ def test_the_scale_of_the_points_makes_no_difference(seed: int, clusters: int, s
 
 @pytest.mark.parametrize("apart", [0.001, 1.0, 1000.0])
 def test_points_that_are_all_one(apart: float) -> None:
-    """Nothing but their mean gives them a scale; the only centre at their place is found."""
+    """If all points are equal, only their mean gives a scale; the one centre equal to them is found."""
     points = torch.full((1, 20, 16), 7.0)
     centres = 7 + apart * normal(0, 1, 50, 16)
     centres[0, 33] = 7
@@ -89,7 +89,7 @@ def test_every_block_shape_finds_the_same(tiles: Tiles) -> None:
 @dtypes
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_means_are_those_of_the_members(dtype: torch.dtype, D: int, weighted: bool) -> None:
-    """Clusters of no point, of one, and of more points than a program holds at once; rows with gaps between them."""
+    """Clusters of no point, of few, and of more points than a program's tile; rows with gaps between them."""
     points = normal(D, 2, 150, D + 3).to(dtype).to(DEVICE)[..., :D]
     labels = (torch.arange(150) % 7).minimum(torch.tensor(4)).repeat(2, 1)
     labels[1, :100] = 6

@@ -1,4 +1,4 @@
-"""New tokens that join a block's clusters: where they go, and what the levels above are made of."""
+"""Tokens appended to a clustered block: their clusters, and the levels above."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def _seeded(seed: int = 0) -> torch.Generator:
 
 
 def _spread(points: torch.Tensor, labels: torch.Tensor, clusters: int) -> float:
-    """Mean squared distance of points [Hk, T, D] to the mean of their cluster."""
+    """Mean squared distance of points [Hk, T, D] from the mean of their cluster."""
     means, _ = cluster_means(points, labels, clusters)
     return float((points - means.gather(1, labels[..., None].expand_as(points))).square().sum(-1).mean())
 
@@ -65,7 +65,7 @@ def test_tokens_like_those_of_a_cluster_join_it_when_there_are_no_more_clusters(
 
 
 def test_a_cluster_that_holds_nothing_is_filled_by_new_tokens() -> None:
-    """All old tokens lie in cluster 2 of four, none of which is added."""
+    """All old tokens are in cluster 2 of four, and no cluster is added."""
     points = torch.cat([normal(0, 1, 30, 6), 100 + 50 * normal(1, 1, 12, 6)], 1)
     joined = join_tokens(points, torch.full((1, 30), 2), 4, 4, _seeded())
     assert set(joined[0, :30].tolist()) == {2}
@@ -83,7 +83,7 @@ def test_joining_many_times_stays_as_tight_as_clustering_once() -> None:
 
 @pytest.mark.gpu
 def test_one_graph_records_joining_and_repeats_it() -> None:
-    """Nothing waits for the GPU, and no shape depends on what is joined."""
+    """There is no synchronisation, and no shape depends on the tokens."""
     points = clustered(0, 2, 400, 64, 30).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     labels = random_kmeans(points[:, :380], 20, 3, generator)

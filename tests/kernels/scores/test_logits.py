@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def defined_scores(
     query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """exp(q C_i) / sum_j N_j exp(q C_j), averaged over the group: [Hk, Q, C] float64."""
+    """exp(q C_i) / sum_j N_j exp(q C_j) averaged over the group: [Hk, Q, C] float64."""
     logits = torch.einsum("hgqd,hcd->hgqc", query.double(), centroids.double()) * scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     total = (logits + counts[:, None, None].double().log()).logsumexp(-1, keepdim=True)
@@ -22,7 +22,7 @@ def defined_scores(
 
 
 def random_counts(Hk: int, clusters: int, seed: int = 0) -> torch.Tensor:
-    """[Hk, C] int32 with some empty clusters, and the first never one of them."""
+    """Counts [Hk, C] int32 with some empty clusters, never the first."""
     counts = torch.randint(0, 400, (Hk, clusters), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     counts[:, 1::5] = 0
     counts[:, 0] = 300
@@ -36,7 +36,7 @@ def test_scores_equal_their_definition(D: int, dtype: torch.dtype) -> None:
     counts = random_counts(2, 50)
     scores = cluster_scores(query, centroids, counts, D**-0.5)
     assert scores.dtype == torch.float32
-    # half-precision inputs are scored as exactly as float32 ones: neither logits nor counts are rounded
+    # Half-precision inputs are scored as exactly as float32 ones: neither logits nor counts are rounded.
     assert_close(scores, defined_scores(query, centroids, counts, D**-0.5), 5e-6)
 
 

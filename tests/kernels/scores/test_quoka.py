@@ -18,7 +18,7 @@ def cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def defined_scores(query: torch.Tensor, keys: torch.Tensor, similarity: str, across: str) -> torch.Tensor:
-    """[Hk, 1 or Q, T] float64: each head's own scores, averaged over the group, then joined over the queries."""
+    """Scores [Hk, 1 or Q, T] float64: those of each head, averaged over the group, then combined over the queries."""
     each = torch.einsum("hgqd,htd->hgqt", query.double(), keys.double())
     if similarity == "cosine":
         each = cosines(query[:, :, :, None], keys[:, None, None])

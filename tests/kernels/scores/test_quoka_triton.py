@@ -10,7 +10,7 @@ from sparsekv.kernels.scores.quoka import nearest_keys
 from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
 
 pytestmark = compiled_or_interpreted
-STEP = 2.0**-15  # what cosines are told apart by
+STEP = 2.0**-15  # resolution of cosines
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
@@ -20,13 +20,13 @@ def chosen(some: torch.Tensor, keys: torch.Tensor, count: int, first: int = 0, l
 
 
 def highest_cosines(some: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[H, T] float64."""
+    """Highest cosine [H, T] float64 of each key with any direction."""
     products = torch.einsum("hqd,htd->hqt", some.double(), keys.double()).amax(1)
     return products / keys.double().norm(dim=-1).clamp(min=1e-12)
 
 
 def assert_best(rows: torch.Tensor, cosines: torch.Tensor, count: int, first: int, last: int) -> None:
-    """So many keys of each head, rising, the first and last among them, and none better left out."""
+    """Each head has `count` keys, ascending, with the first and last keys, and no better key is left out."""
     heads, tokens = cosines.shape
     assert rows.shape == (heads, count)
     assert bool((rows.diff(dim=-1) > 0).all())
@@ -59,7 +59,7 @@ def test_directions_are_those_of_the_queries_least_like_their_mean(G: int, D: in
 @by_dtype
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 def test_the_nearest_keys_are_chosen(D: int, dtype: torch.dtype) -> None:
-    # Rounded beforehand: the interpreter rounds to bfloat16 in another way than a GPU does.
+    # Rounded beforehand, because the interpreter rounds to bfloat16 differently from a GPU.
     some, keys = unit(0, 2, 5, D).to(dtype).float(), (2 * normal(1, 2, 300, D)).to(dtype)
     assert_best(chosen(some, keys, 40, 3, 6), highest_cosines(some, keys), 40, 3, 6)
 
@@ -73,7 +73,7 @@ def test_first_and_last_keys_whatever_their_cosine(tokens: int, first: int, last
 
 
 def test_more_keys_than_a_program_looks_at_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In three programs a head, of several chunks of 64 keys each, the last one not full."""
+    """With three programs a head, each with several chunks of 64 keys, of which the last is not full."""
     monkeypatch.setattr("sparsekv.kernels.scores.quoka_triton.CHUNK", 64)
     monkeypatch.setattr("sparsekv.kernels.scores.quoka_triton.PARTS", 3)
     some, keys = unit(4, 2, 1, 64), normal(5, 2, 500, 64)
@@ -101,14 +101,14 @@ def test_a_part_of_longer_rows_in_which_heads_alternate() -> None:
 
 
 def test_keys_of_nothing_have_no_direction() -> None:
-    """A cosine of 0: behind those that point as a direction does, before those that point the other way."""
+    """Their cosine is 0: they rank after keys along a direction, and before keys in the opposite one."""
     some = unit(9, 1, 1, 64)
     keys = torch.cat([-some, 0 * some, some, -some], 1)
     assert chosen(some, keys, 2).tolist() == [[1, 2]]
 
 
 def test_the_same_as_in_plain_torch() -> None:
-    """No two cosines here are so near to a boundary that a step of the ranks moves one."""
+    """The cosines are far enough apart here that rounding them to ranks changes no choice."""
     some, keys = unit(10, 3, 16, 64), normal(11, 3, 400, 64)
     for across in ("max", "mean"):
         expected = nearest_keys(some, keys, 50, 4, 8, across).sort(-1).values

@@ -1,4 +1,4 @@
-"""A softmax and its denominator against their definition in float64."""
+"""A softmax and its log-sum-exp against their definition in float64."""
 
 import pytest
 import torch

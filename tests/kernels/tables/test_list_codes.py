@@ -1,4 +1,4 @@
-"""Lists laid out by token: what comes back of each score, and where."""
+"""Posting lists laid out by token: each score is decoded at its token, to within the rounding of its code."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from sparsekv.kernels.tables.table_lookup import SCORINGS, Tables, score_of_othe
 
 
 def tables_of(seed: int, keys: int, scores: torch.Tensor) -> Tables:
-    """Lists with scores [Hk, m, C, L] of random tokens, counted from 3."""
+    """Lists with scores [Hk, m, C, L] of random tokens, where the first key is token 3."""
     drawn = torch.rand(*scores.shape[:3], keys, generator=torch.Generator().manual_seed(seed))
     tokens = drawn.topk(scores.shape[3], -1).indices.sort(-1).values.int() + 3
     base = tabled_layer(seed).tables
@@ -24,7 +24,7 @@ def tables_of(seed: int, keys: int, scores: torch.Tensor) -> Tables:
 @given(st.integers(0, 10**6), st.sampled_from([40, TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 17]))
 @settings(max_examples=10, deadline=None)
 def test_each_score_is_where_its_token_is(seed: int, keys: int) -> None:
-    """Scores in 15 equal steps lose nothing, and what no list names, keys that there are none of included, is 0."""
+    """Scores in 15 equal steps are exact; tokens that are not listed, and padding past the last key, have code 0."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, HIGHEST + 1, (2, 4, 6, 20), generator=generator)
     scores[..., 0] = HIGHEST

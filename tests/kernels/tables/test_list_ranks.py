@@ -1,4 +1,4 @@
-"""Ranking keys by their lists' codes: against the definition in float64, plain torch, and the lists themselves."""
+"""Ranking keys by the codes of lists: against the definition in float64, plain torch, and the lists themselves."""
 
 from dataclasses import fields, replace
 
@@ -21,7 +21,7 @@ SCALE = 0.3
 
 
 def small_lists(seed: int, m: int = 4, size: int = 4, keys: int = 4500, heads: int = 2) -> ListCodes:
-    """Random lists of three keys in four."""
+    """Random lists, in which a code is 0 with probability 81/256."""
     generator = torch.Generator().manual_seed(seed)
     words = -(-keys // 4096) * 512
     codes = torch.randint(-(2**31), 2**31, (heads, m, 6, words), generator=generator).int()
@@ -35,7 +35,7 @@ def small_lists(seed: int, m: int = 4, size: int = 4, keys: int = 4500, heads: i
 def rank(
     query: torch.Tensor, lists: ListCodes, exact: ExactKeys, wanted: int, softcap: float | None = None
 ) -> TokenRanks:
-    """What the kernels give, back on the CPU."""
+    """Ranks from the kernels, back on the CPU."""
     moved = {field.name: getattr(lists, field.name) for field in fields(lists)}
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in moved.items()}
     near = ExactKeys(exact.keys.to(DEVICE), None if exact.count is None else exact.count.to(DEVICE))
@@ -44,12 +44,12 @@ def rank(
 
 
 def assert_same(found: TokenRanks, expected: TokenRanks) -> None:
-    """As far as bytes with three bits of fraction tell scores apart: half of what ranks do."""
+    """Equal to within the precision of bytes with three fraction bits, which is half that of ranks."""
     assert_ranks(found, expected, most=2, usual=0.6)
 
 
 def by_definition(query: torch.Tensor, lists: ListCodes) -> torch.Tensor:
-    """[H, G, keys] float64."""
+    """Logits [H, G, keys] float64."""
     H, G, _ = query.shape
     logits = torch.zeros(H, G, lists.keys, dtype=torch.float64)
     codes = unpacked(lists.codes)[..., : lists.keys].double()
@@ -104,7 +104,7 @@ def test_a_soft_cap_and_scores_that_do_not_reach() -> None:
 
 @pytest.mark.parametrize("there", [0, 1, 40])
 def test_as_many_exact_keys_as_are_counted(there: int) -> None:
-    """The others may be anything."""
+    """Keys past the count may hold anything."""
     lists, query, keys = small_lists(6), normal(1, 2, 2, 16), normal(2, 2, 40, 16)
     expected = rank_tokens_reference(query, lists, ExactKeys(keys[:, :there]), 100, SCALE)
     keys[:, there:] = torch.nan
@@ -112,7 +112,7 @@ def test_as_many_exact_keys_as_are_counted(there: int) -> None:
 
 
 def test_several_tiles_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last program has fewer, and of the last tile not all keys are there."""
+    """The last program has fewer tiles, and the last tile fewer keys."""
     monkeypatch.setattr("sparsekv.kernels.tables.list_ranks_triton.MANY", 1)
     arguments = normal(1, 2, 2, 16), small_lists(7, keys=9000), ExactKeys(normal(2, 2, 40, 16)), 100
     assert_same(rank(*arguments), rank_tokens_reference(*arguments, SCALE))
@@ -134,7 +134,7 @@ def test_counts_cover_every_tile() -> None:
 
 
 def test_where_a_rank_is() -> None:
-    """Of key 8 j + 2 i + h of each 32 in byte j of word i of row h."""
+    """The rank of key 8 j + 2 i + h of each 32 is in byte j of word i of row h."""
     ranks = torch.randint(0, RANKS, (2, 5000), generator=torch.Generator().manual_seed(1)).int()
     found = laid_out(ranks, torch.zeros(2, 1))
     assert torch.equal(found.in_order(), ranks)

@@ -1,4 +1,4 @@
-"""Ranking chosen rows by their exact logits: against plain torch, and against a sort by float64 probabilities."""
+"""Re-ranking chosen rows by their exact logits: against plain torch, and a sort by float64 probabilities."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SCALE = 0.3
 
 
 def some_rows(seed: int, heads: int, slots: int, keys: int) -> torch.Tensor:
-    """[heads, slots] int32, rising, no row twice."""
+    """Random rows [heads, slots] int32, ascending, none twice."""
     drawn = torch.rand(heads, keys, generator=torch.Generator().manual_seed(seed))
     return drawn.topk(slots, -1).indices.sort(-1).values.int()
 
@@ -29,7 +29,7 @@ def rank(
     wanted: int,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """What the kernels give, back on the CPU."""
+    """Ranks from the kernels, back on the CPU."""
     query, keys, rows, logsumexp = (tensor.to(DEVICE) for tensor in (query, keys, rows, logsumexp))
     with poisoned_memory():
         return on_cpu(rank_rows_triton(query, keys, rows, logsumexp, wanted, SCALE, softcap))
@@ -44,7 +44,7 @@ def test_the_same_as_in_plain_torch(G: int, D: int, slots: int, dtype: torch.dty
 
 
 def test_the_best_are_those_of_highest_probability() -> None:
-    """Each of the chosen has at least 15 parts in 16 of what any other has."""
+    """Each chosen row has at least 14/15 of the probability of any other row."""
     query, keys, rows = 2 * normal(1, 2, 3, 64), normal(2, 2, 900, 64), some_rows(3, 2, 600, 900)
     found = rank(query, keys, rows, torch.full((2, 3), -10.0), 90)
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, 64)).double()

@@ -1,4 +1,4 @@
-"""Logits from tables: each scoring by its definition, in float64, and exact where tables lose nothing."""
+"""Logits from tables: each scoring against its definition in float64, and exact where tables lose nothing."""
 
 from dataclasses import replace
 
@@ -139,7 +139,7 @@ def test_a_list_that_several_queries_read_counts_once(seed: int, together: int) 
 def _squared_error(
     tables: Tables, weights: torch.Tensor | None, query: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """[Hk] float64: what `fit_weights` makes small, an offset of each query left free."""
+    """Error [Hk] float64 that `fit_weights` minimises, with an offset of each query left free."""
     logits = query.double() @ keys.double().transpose(1, 2)
     importance = (logits * SCALE).softmax(-1).sqrt()
     importance = importance / importance.sum(-1, keepdim=True)
@@ -157,5 +157,5 @@ def test_fitted_weights_are_the_best(seed: int) -> None:
     best = _squared_error(tables, fitted, query, keys)
     assert bool((best < _squared_error(tables, None, query, keys)).all())
     for nudge in 0.1 * normal(seed + 10, 5, 2, 4):
-        # What draws them to 1 moves them from the minimum by about a hundredth.
+        # The ridge moves the weights away from the minimum by about 0.01.
         assert bool((best < 1.001 * _squared_error(tables, fitted + nudge, query, keys)).all())

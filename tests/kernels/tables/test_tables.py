@@ -1,4 +1,4 @@
-"""Tables: channels are all used once, centroids are spherical k-means', lists hold the highest scores, in any order."""
+"""Tables: every channel is used once, centroids are of spherical k-means, lists have the highest scores."""
 
 import math
 
@@ -44,7 +44,7 @@ def _generator() -> torch.Generator:
 
 
 def test_a_centroid_is_the_direction_of_the_sum_of_the_points_nearest_to_it() -> None:
-    """Of lengths nothing is left, and after enough iterations another one would change nothing."""
+    """Norms have no effect, and after enough iterations another one would change nothing."""
     points = normal(0, 3, 200, 4) * normal(1, 3, 200, 1).exp()
     centroids = cosine_kmeans(points, 7, 60, _generator())
     assert_close(centroids, cosine_kmeans(normalize(points, dim=-1), 7, 60, _generator()), 1e-5)
@@ -96,7 +96,7 @@ def test_lists_hold_the_keys_of_highest_score_in_order_of_position(seed: int, mi
 
 
 def _one_by_one(tokens: list[int], scores: list[float], new: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """The paper's update: a new key whose score beats the list's minimum takes its place."""
+    """The paper's update: a new key whose score exceeds the list's minimum replaces that entry."""
     entries = list(zip(tokens, scores, strict=True))
     for token, score in new:
         lowest = min(score for _, score in entries)
@@ -106,7 +106,7 @@ def _one_by_one(tokens: list[int], scores: list[float], new: list[tuple[int, flo
     return [token for token, _ in entries], [score for _, score in entries]
 
 
-# Few different scores, so that many are equal.
+# A few different scores, so that many are equal.
 few = st.integers(-3, 3).map(lambda score: score / 2)
 
 
@@ -133,7 +133,7 @@ def test_however_new_keys_come_the_lists_are_those_of_one_after_the_other(
     new=st.lists(few | st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=12),
 )
 def test_scores_that_are_no_numbers_are_lower_than_all_others(old: list[float], new: list[float]) -> None:
-    """They come of what a model makes of huge keys, while it decodes; lists stay as long as they were."""
+    """They can come from huge keys while a model decodes; lists must keep their length."""
     tokens, scores = torch.arange(len(old), dtype=torch.int32)[None], torch.tensor([old]).half()
     numbers, tried = torch.arange(len(old), len(old) + len(new)), torch.tensor([new]).half()
     found, _ = insert(tokens, scores, numbers, tried)

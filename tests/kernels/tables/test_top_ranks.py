@@ -1,4 +1,4 @@
-"""The keys of highest rank: what the kernels give is what a sort gives, to the key."""
+"""The keys of highest rank: the kernels return exactly the keys that a sort returns."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ pytestmark = compiled_or_interpreted
 
 
 def ranked(seed: int, heads: int, keys: int, different: int) -> TokenRanks:
-    """Ranks of so many different values, some of them near the ends, each of about as many keys."""
+    """Random ranks with `different` values, each of about the same number of keys."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, RANKS, (different,), generator=generator)
     ranks = values[torch.randint(0, different, (heads, keys), generator=generator)]
