@@ -1,4 +1,4 @@
-"""The commands by their names; one is imported only when it is called."""
+"""The `sparsekv` command group; each subcommand's module is imported only when that command is called."""
 
 import importlib
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 class _LazyGroup(TyperGroup):
-    """Commands by name; a module is imported when its command is asked for, so that --help needs no torch."""
+    """Commands by name; a module is imported when its command is called, so that --help needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -61,6 +61,10 @@ def main(
     ] = False,
 ) -> None:
     """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
+
+    Results go to stdout, notes and errors to stderr. The exit code is 0 when done, 1 after a failure, 2 after wrong
+    usage and 130 after Ctrl-C. When the reader of stdout closes the pipe (`| head -1`), the command ends silently and
+    the shell reports 141, except that `generate --save-to` still saves.
 
     \b
     sparsekv build-index manual.txt

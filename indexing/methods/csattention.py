@@ -30,15 +30,20 @@ class CSAttentionIndexer(Indexer):
 
     by_default: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True
-    subspace_size: int = field(default=16, metadata={"help": "Channels of a subspace, a divisor of the head's."})
+    subspace_size: int = field(
+        default=16, metadata={"help": "Channels per subspace, a divisor of the head's channels."}
+    )
     subspaces: str = field(
-        default="rope-pairs", metadata={"help": f"Channels that are kept together: {', '.join(SUBSPACES)}."}
+        default="rope-pairs", metadata={"help": f"Which channels form a subspace: {', '.join(SUBSPACES)} (neighbours)."}
     )
     query_sample: int = field(
-        default=4096, metadata={"help": "Queries of the document, per KV head, that it is built from; at most 65536."}
+        default=4096,
+        metadata={"help": "Queries of the document, per KV head, that the index is built from; at most 65536."},
     )
     centroids: int = field(default=128, metadata={"help": "Centroids of queries in each subspace."})
-    alpha: float = field(default=0.25, metadata={"help": "Keys in each centroid's list, as a share of the document's."})
+    alpha: float = field(
+        default=0.25, metadata={"help": "Length of a centroid's posting list, as a share of the document's keys."}
+    )
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
     largest_sample: ClassVar[int] = 65_536
 

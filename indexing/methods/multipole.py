@@ -33,7 +33,7 @@ class MultipoleIndexer(ClusterIndexer):
     levels: tuple[float, ...] = field(
         default=(0.0625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )
-    block: int = field(default=8192, metadata={"help": "Tokens that are clustered together."})
+    block: int = field(default=8192, metadata={"help": "Tokens per block; each block is clustered on its own."})
     smallest_block: ClassVar[int] = 16
     takes_tokens: ClassVar[bool] = True
 

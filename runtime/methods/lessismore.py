@@ -27,7 +27,7 @@ class LessIsMore(LayerSharing):
     """Takes the tokens that the heads of a layer before agree on."""
 
     recent_share: float = field(
-        default=0.25, metadata={"help": "Share of the budget for the document's most recent tokens."}
+        default=0.25, metadata={"help": "Share of the budget that is spent on the document's last tokens."}
     )
 
     def __post_init__(self) -> None:
