@@ -1,4 +1,4 @@
-"""Loading models for a command: quietly, and as an index says it was built."""
+"""Load models for a command, without transformers' messages."""
 
 import transformers
 
@@ -12,8 +12,10 @@ from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 
 def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool) -> LoadedModel:
-    """A model and its tokenizer, the embedded one where none is named; keeps transformers' advice off a person's
-    screen. What was named may be loaded again because an index names it."""
+    """A model and its tokenizer, the embedded one if `name` is None.
+
+    A named model is remembered, so that an index built with it can be opened without naming it again.
+    """
     loaded = _load(EMBEDDED if name is None else name, device, dtype, rope_scaling, quiet=quiet)
     if name is not None:
         remember(loaded.name)
@@ -21,10 +23,10 @@ def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *,
 
 
 def load_for(artifact: Artifact, name: str | None, device: str, dtype: str, *, quiet: bool) -> OpenIndex:
-    """Open an index with a model: by default the one that built it, in the dtype and with the RoPE it had then.
+    """Open an index with a model: by default the one that built it, with the index's dtype and RoPE scaling.
 
     Raises:
-        SparsekvError: nobody has named a model, but the index one that was never named here.
+        SparsekvError: no model was named, and the index names one that the user never named on this machine.
         UsageError: no such model, device or dtype.
         IdentityError: the index does not belong to this model.
     """

@@ -1,4 +1,4 @@
-"""The parameters of registered methods as command-line options, so that a new method brings its own."""
+"""Turn the dataclass fields of registered methods into command-line options, so that no command lists them by hand."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command that takes `**parameters`: one option for each field of the methods' dataclasses.
+    """Decorator of a command that takes `**parameters`: adds an option for each field of the methods' dataclasses.
 
-    A field that several methods have is one option, which reaches all of them.
+    A field that several methods have becomes one option, which sets it for all of them.
     """
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,21 +32,21 @@ def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., 
 
 
 def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """A method with those of the given parameters that it has and that a person set."""
+    """An instance of a method with those of the given parameters that it has and that the user set (not None)."""
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
     return method(**{name: _parse(known[name], value) for name, value in given.items()})
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """A method with the parameters that a person set for it, and a name of these; None where none is set."""
+    """A name and an instance of a method with the parameters that the user set for it; None if the user set none."""
     names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
     return (" ".join(given), configure(method, parameters)) if given else None
 
 
 def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
+    """Raise UsageError for an option that the user set and that none of the chosen methods has."""
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
         if value is not None and name not in used:
@@ -54,10 +54,10 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
-    """One for each field.
+    """Options as keyword parameters, one for each field of the methods.
 
     Args:
-        taken: the type of each of the command's own options, by name.
+        taken: the command's own options by name, with the names of their types; fields of these names get no option.
 
     Raises:
         UsageError: an option has two types.
@@ -76,14 +76,14 @@ def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[insp
 
 
 def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
-    """Raise UsageError where a method's field has another type than the option has already."""
+    """Raise UsageError if a method's field has another type than the option of the same name."""
     if _kind(field.type) != kind:
         option = f"--{field.name.replace('_', '-')}"
         raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
 
 
 def _kind(annotation: Any) -> str:
-    """The name of a type, without what else an annotation says."""
+    """The name of an annotation's type, without `Annotated` and `| None`."""
     if isinstance(annotation, str):
         return annotation
     while args := get_args(annotation):
@@ -117,7 +117,7 @@ def _show(field: Field[Any]) -> str:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """A field that is a tuple of numbers comes as text with commas."""
+    """An option's value as its field's type: tuples of numbers arrive as text with commas."""
     if not isinstance(field.default, tuple) or not isinstance(value, str):
         return value
     kind = type(field.default[0])

@@ -1,4 +1,7 @@
-"""Models that a person has named with --model: these alone an index may name after them."""
+"""Remember which models the user has named with --model: only those are loaded when an index asks for them.
+
+An index may come from someone else, who must not decide which models are downloaded and run.
+"""
 
 import json
 import os
@@ -13,8 +16,7 @@ _FILE = "named_models.json"
 
 
 def remember(name: str) -> None:
-    """Keep the whole name of a model that was named with --model and loaded; a cache that cannot be written keeps
-    none."""
+    """Remember the full name of a model that was named with --model and loaded; errors of the cache are ignored."""
     known = _known()
     if name == EMBEDDED or name in known:
         return
@@ -22,10 +24,10 @@ def remember(name: str) -> None:
 
 
 def named_by_index(name: str, *, quiet: bool) -> str:
-    """The model that an index names, if it is the embedded one or a person has named it before; a note says so.
+    """The name of an index's model, if it is the embedded one or the user has named it before; prints a note.
 
     Raises:
-        SparsekvError: nobody has named it here, it is a folder that is gone, or the embedded one and not in the cache.
+        SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.
     """
     if name == EMBEDDED:
         if damaged_files(embedded_path(), full=False):
@@ -33,7 +35,7 @@ def named_by_index(name: str, *, quiet: bool) -> str:
         return name
     if os.path.isabs(name) and not os.path.isdir(name):
         raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
-    # What somebody laid here under a hub model's name is not what was named.
+    # A local folder with the name of a hub model is not the model that was named.
     if name not in _known() or (not os.path.isabs(name) and os.path.lexists(name)):
         raise SparsekvError(
             f"the index was built with {name}, which you have not named on this machine: add --model "
