@@ -1,7 +1,7 @@
-"""SampleAttention prefill (arXiv 2406.15486): each chunk attends to what a few of its queries attend to most.
+"""SampleAttention prefill (arXiv 2406.15486): a chunk attends to the tokens that a few of its queries attend to most.
 
-The paper keeps as many columns as hold a share of the sampled attention; here it is a number of tokens, as in the
-comparison that QuoKA's paper makes.
+The paper selects tokens until they have a given share of the sampled attention; here their number is fixed, as in the
+comparison of QuoKA's paper.
 """
 
 from dataclasses import dataclass, field
