@@ -33,7 +33,7 @@ class SqueezedIndexer(ClusterIndexer):
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Thresholds and keep rates for `decode` and `prefill`, each `flat` and, with several levels, `hierarchical`."""
+        """Thresholds and keep rates for `decode` and `prefill`, `flat` and (with several levels) `hierarchical`."""
         deepest = len(self.levels) - 1
         found = {
             kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
