@@ -85,8 +85,7 @@ def generate(
         bool,
         typer.Option(
             "--residual",
-            help="Attend to cluster centroids in place of the tokens that are not selected, which are dropped "
-            "otherwise.",
+            help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
             rich_help_panel="What is attended to",
         ),
     ] = False,
@@ -129,7 +128,7 @@ def generate(
         bool,
         typer.Option(
             "--ahead",
-            help="Prefetch: select the next step's tokens by this step's query, while this step runs.",
+            help="Prefetch: select the next step's tokens with this step's query, while this step runs.",
             rich_help_panel="Where the document lies",
         ),
     ] = False,

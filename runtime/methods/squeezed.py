@@ -25,7 +25,8 @@ class Squeezed(ClusterMethod):
     """Chooses clusters of keys by their centroids."""
 
     selection: str = field(
-        default="budget", metadata={"help": f"How clusters are selected: {', '.join(SELECTIONS)} (one score for all)."}
+        default="budget",
+        metadata={"help": f"How clusters are selected: {', '.join(SELECTIONS)} (one score for all heads)."},
     )
 
     def __post_init__(self) -> None:
