@@ -32,7 +32,7 @@ TABLES_AT_ONCE = 8  # whose products with rows are one, for a table's K columns 
 class MagicPIG(Method):
     """Reads the codes of all keys."""
 
-    hash_bits: int = field(default=10, metadata={"help": "Bits of a key's hash code in one table (K)."})
+    hash_bits: int = field(default=10, metadata={"help": "Bits of a key's code in one table (K)."})
     hash_tables: int = field(
         default=150, metadata={"help": "Hash tables (L). A token is selected if its code equals the query's in two."}
     )

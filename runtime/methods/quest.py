@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.selection import Cost, RowIndices, RowSet, Selec
 class Quest(Method):
     """Reads each page's smallest and largest key per channel, then the pages whose bound is highest."""
 
-    page_size: int = field(default=16, metadata={"help": "Tokens per page."})
+    page_size: int = field(default=16, metadata={"help": "Tokens a page."})
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
