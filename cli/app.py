@@ -1,4 +1,4 @@
-"""The commands by their names; one is imported only when it is called."""
+"""The `sparsekv` command group; each subcommand's module is imported only when that command is called."""
 
 import importlib
 from typing import Annotated, Any
@@ -14,16 +14,16 @@ COMMANDS = {
     "generate": "Answer questions over an index.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
     "eval": "Measure what each method's answers are worth beside dense attention's.",
-    "tune": "Find the cheapest setting that holds a target, and make it the index's default.",
+    "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
     "bench": "Time a decode step with each method beside the fastest dense attention.",
-    "append": "Take more text into an index.",
-    "inspect": "Show what is in an index, and recheck it.",
+    "append": "Append more text to an index.",
+    "inspect": "Show what an index holds; --verify rechecks every checksum.",
     "models": "List models that are ready, and fetch one.",
 }
 
 
 class _LazyGroup(TyperGroup):
-    """Commands by name; a module is imported when its command is asked for, so that --help needs no torch."""
+    """Commands by name; a module is imported when its command is called, so that --help needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -61,6 +61,10 @@ def main(
     ] = False,
 ) -> None:
     """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
+
+    Results go to stdout, notes and errors to stderr. The exit code is 0 when done, 1 after a failure, 2 after wrong
+    usage and 130 after Ctrl-C. When the reader of stdout closes the pipe (`| head -1`), the command ends silently and
+    the shell reports 141, except that `generate --save-to` still saves.
 
     \b
     sparsekv build-index manual.txt

@@ -1,4 +1,4 @@
-"""`sparsekv append`: take more text into an index."""
+"""`sparsekv append`: add text to the end of an index's document."""
 
 from typing import Annotated
 
@@ -38,24 +38,23 @@ def append(
     document: Annotated[str, typer.Argument(metavar="MORE", help="A text file, or - for standard input.")],
     index: IndexOption = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build methods that cannot take new tokens again, from all tokens.")
+        bool, typer.Option("--rebuild", help="Rebuild the methods that cannot append tokens, from all tokens.")
     ] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Add the text once more where the index holds it already.")
-    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Append the text even if it was appended before.")] = False,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
-    chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
 ) -> None:
     """Add a blank line and MORE to the end of an index's document, and print the index's path.
 
-    Only what is new is prefilled. The index stays as it was until the longer one is whole; an interrupted run goes on
-    where it stopped when the same command runs again. A text that the index holds already, by the sha256 of what was
-    added, is not added again: repeating a command is safe. Methods that cluster block by block (multipole) keep their
-    closed blocks; the command stops before any work when the index has another method, unless --rebuild is given.
+    Only the new tokens are prefilled. The old index stays in place until the longer one is complete, and an
+    interrupted run continues where it stopped when the same command runs again. A text that was appended before (same
+    sha256) is not appended again, so repeating a command is safe. multipole, csattention and pqcache can append new
+    tokens to what they have built; if the index has another method, the command stops before any work unless --rebuild
+    is given.
 
     \b
     sparsekv append --index manual.skv --rebuild chapter2.txt

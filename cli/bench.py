@@ -1,4 +1,4 @@
-"""`sparsekv bench`: how fast one decode step of one layer is with each method, beside the fastest dense attention."""
+"""`sparsekv bench`: time a decode step of one layer, or of a whole model, with each method and with dense attention."""
 
 from dataclasses import asdict
 from functools import partial
@@ -41,69 +41,94 @@ RUNS = {"cpu": 20, "cuda": 50}
 @with_method_options(methods() | {f"the index of {name}": indexer for name, indexer in indexers().items()})
 def bench(
     method: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable; `all`. Default: {', '.join(DEFAULT_METHODS)}.")
+        list[str] | None,
+        typer.Option(help=f"Method to time, or `all`; repeatable. Default: {', '.join(DEFAULT_METHODS)}."),
     ] = None,
     variants: Annotated[
-        bool, typer.Option("--variants", help="Every form of each method, as recall-report compares them.")
+        bool, typer.Option("--variants", help="Time every form of each method that recall-report compares.")
     ] = False,
     context: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOKENS", help="Tokens, such as 32768 or 128K; repeatable. Default: 8K and 32K; CUDA: 128K."
+            metavar="TOKENS",
+            help="Tokens of context, such as 32768 or 128K; repeatable. Default: 8K and 32K, with --end-to-end 8K; "
+            "CUDA: 128K.",
         ),
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Contexts at once; repeatable. Default: 1.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Contexts per batch; repeatable. Default: 1.")] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens; repeatable. Default: 5% and 10%."),
+        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads. Default: 9; CUDA: 32.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads. Default: 3; CUDA: 8.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head. Default: 64; CUDA: 128.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels per head. Default: 64; CUDA: 128.")] = None,
     index: Annotated[
-        Path | None, typer.Option("--index", "-i", metavar="NAME.skv", help="A layer of this index, not a mixture.")
+        Path | None,
+        typer.Option("--index", "-i", metavar="NAME.skv", help="Time a layer of this index, not synthetic data."),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="Which of the --index. Default: the middle one.")] = None,
-    runs: Annotated[int | None, typer.Option(help="Times that a step is timed. Default: 20; CUDA: 50.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of the --index. Default: the middle one.")] = None,
+    runs: Annotated[
+        int | None, typer.Option(help="Runs per step. Default: 20, with --end-to-end 10; CUDA: 50 and 30.")
+    ] = None,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Leave in the caches what the run before read; a model does not.")
+        bool,
+        typer.Option(
+            "--warm",
+            help="Do not flush the CPU's or GPU's caches between runs. In a model they are cold: other "
+            "layers run in between.",
+        ),
     ] = False,
     end_to_end: Annotated[
-        bool, typer.Option("--end-to-end", help="Decode with a whole model with random weights, in tokens per second.")
+        bool, typer.Option("--end-to-end", help="Time decode steps of a whole model with random weights.")
     ] = False,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FOLDER",
-            help=f"Whose: {', '.join(CONFIGS)}, or a config.json's. Default: smollm2-135m; CUDA: qwen3-8b.",
+            help=f"Model of --end-to-end: {', '.join(CONFIGS)}, or a folder with a config.json. Default: "
+            "smollm2-135m; CUDA: qwen3-8b.",
         ),
     ] = None,
     distinct_layers: Annotated[
         int | None,
-        typer.Option(help="Layers with keys and values of their own; all take turns. Default: 2."),
+        typer.Option(
+            help="With --end-to-end, for how many layers keys and values are generated; all layers share these in "
+            "turn. Default: 2."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the mixture and of the indices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Speed-up against context, and time against bytes.")
+        Path | None, typer.Option(metavar="FILE.png", help="Plot speed-up against context, and time against bytes.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
     **parameters: Any,
 ) -> None:
-    """Time one decode step of one layer, from the query to the output, with the choice of rows in it.
+    """Time one decode step of one layer, from the query to the output, selection included.
 
-    Speed-up is over the fastest form of torch's dense attention in the same run; MB what a step must read, sinks, tail
-    and the index included; of floor the share of its time that a copy of so much memory would take; error that of the
-    output against dense attention on these data. Keys, values and queries are a mixture of clusters of uneven sizes,
-    whose indices are built with few iterations of k-means, or a layer of an --index. On a GPU a step is a CUDA graph,
-    but for methods that wait for the GPU: these are timed `eager`.
+    Keys, values and queries are synthetic (a mixture of clusters of uneven sizes, indexed with few iterations of
+    k-means), or those of a layer of an --index. The table has a row for each method at each budget.
 
-    With --end-to-end, steps of a model of a --config's shape, each fed with the tokens of the one before: dense with
-    the fastest form of torch's attention, dense with this program's, without attention, and with each --method
-    (default: multipole). Its layers take turns with a few layers' keys and values, so that these fit the memory.
+    \b
+    speed-up  Time of the fastest form of torch's dense attention in the same
+              run, divided by the method's time.
+    KV read   What the method reads of the document's keys and values, its
+              index included, as a share of all of them.
+    MB        What a step must read: the selected tokens, sinks, tail, index.
+    of floor  The time in which a memory copy reads that much, as a share of
+              the step's time.
+    error     Relative error of the output against dense attention.
+    timed     graph: the step is replayed as a CUDA graph. eager: it cannot
+              be, as the method waits for the GPU. wall clock: on a CPU.
+
+    With --end-to-end the steps are those of a whole model of the shape of --config, each fed with the tokens of the
+    step before. They run with the fastest form of torch's dense attention, with sparsekv's dense attention, without
+    attention, and with each --method (default: multipole). To fit into memory, the model's layers take turns with the
+    keys and values of a few layers.
 
     \b
     sparsekv bench
@@ -135,7 +160,7 @@ def bench(
     building: dict[str, type] = {f"the index of {name}": type(one) for name, one in built.items()}
     refuse_unused(building if variants else chosen | building, parameters)
     forms = _variants if variants else partial(configured, parameters)
-    # Better before the measuring than in it.
+    # Wrong parameters are refused here, before anything is measured.
     for one in chosen.values():
         forms(one, None)
     note_small_budgets(budgets, quiet=quiet)

@@ -1,4 +1,4 @@
-"""`sparsekv build-index`: prefill a document once and index what its attention reads."""
+"""`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
 import os
 from pathlib import Path
@@ -32,27 +32,41 @@ _LONGEST_NAME = 255  # bytes of a file's name
 def build_index(
     document: Annotated[str, typer.Argument(metavar="DOC", help="A text file, or - for standard input.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The index's folder. Default: DOC with .skv as its ending.")
+        Path | None, typer.Option("--output", "-o", help="Folder of the index. Default: DOC with the ending .skv.")
     ] = None,
     model: ModelOption = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"A method to build; repeatable; `all`. Default: {', '.join(choose_indexers([]))}."),
+        typer.Option(
+            help=f"Method to build an index for, or `all`; repeatable. Default: {', '.join(choose_indexers([]))}."
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Only the first N tokens of the document.")] = None,
-    sinks: Annotated[int, typer.Option(help="First tokens that are always attended.")] = 10,
-    tail: Annotated[int, typer.Option(help="Last tokens that are always attended; their queries are held out.")] = 128,
-    chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None,
+    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
+    tail: Annotated[
+        int,
+        typer.Option(
+            help="Last tokens of the prompt: always attended, never indexed. Their queries are held out, to calibrate "
+            "on and to measure with."
+        ),
+    ] = 128,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
     prefill: Annotated[
         str,
-        typer.Option(metavar="|".join(prefills()), help="What a chunk attends to before it: everything, or a choice."),
+        typer.Option(
+            metavar="|".join(prefills()),
+            help="What a chunk of the prefill attends to: all earlier tokens (dense), or those that a method selects.",
+        ),
     ] = "dense",
     rope_scaling: Annotated[
-        str | None, typer.Option(metavar="yarn|dynamic:FACTOR", help="Stretch the model's positions.")
+        str | None,
+        typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template around document and question.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
     special_tokens: SpecialTokensOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Start over, whatever lies in the folder.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build from scratch, and replace whatever index is in the folder.")
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
@@ -60,9 +74,10 @@ def build_index(
 ) -> None:
     """Prefill DOC once, index it, and print the index's path.
 
-    An interrupted build goes on where it stopped when the same command runs again; an edited document keeps what its
-    beginning shares with the index that lies there, and that index's methods are built again with those named here. The
-    index of another document, or for another model, is left alone unless --force is given.
+    An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
+    an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
+    together with those named here. An index of another document, or for another model, is left alone unless --force is
+    given.
 
     \b
     sparsekv build-index manual.txt
@@ -111,7 +126,7 @@ def _folder_of(document: str) -> Path:
 
 
 def _tuned(folder: Path) -> bool:
-    """Whether a folder has an index with a default that was measured."""
+    """Whether a folder holds an index with a default setting that `tune` wrote."""
     try:
         return read_manifest(folder).defaults is not None
     except ArtifactError:

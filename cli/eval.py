@@ -1,4 +1,4 @@
-"""`sparsekv eval`: what each method's answers are worth beside dense attention's, with confidence intervals."""
+"""`sparsekv eval`: score each method's answers against dense attention's, with confidence intervals."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,80 +36,97 @@ DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
     f"--prefill {name}": prefill for name, prefill in prefills().items()
 }
-"""What else has options, by the name that --help calls it."""
+"""Indexers and prefills by their names in --help: their parameters become options beside those of the methods."""
 
 
 @app.command(cls=GroupedCommand)
 @with_method_options(methods() | BUILDING)
 def evaluate_methods(
     document: Annotated[
-        str | None, typer.Argument(metavar="DOC", help="A text to make tasks of; - for standard input.")
+        str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(tasks())}. Default: niah-facts.")
+        list[str] | None, typer.Option(help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl", help="Published tasks in place of DOC, in the --format given.")
+        str | None, typer.Option(metavar="FILE.jsonl", help="Published tasks to use instead of DOC; needs --format.")
     ] = None,
-    data_format: Annotated[str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Of --data.")] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", metavar="|".join(FORMATS), help="Format of --data.")
+    ] = None,
     pairs: Annotated[
         str | None,
-        typer.Option(metavar="FILE.jsonl", help='For --task qa: a line is {"question": ..., "answers": [...]}.'),
+        typer.Option(
+            metavar="FILE.jsonl", help='Questions of --task qa, each line {"question": ..., "answers": [...]}.'
+        ),
     ] = None,
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a context; repeatable. Default: 4096; of --data, as it is.")
+        list[int] | None, typer.Option(help="Tokens per context; repeatable. Default: 4096; with --data, uncut.")
     ] = None,
     depth: Annotated[
         list[float] | None,
-        typer.Option(help="Where needles stand, in percent of the context; repeatable. Default: spread evenly."),
+        typer.Option(help="Where needles are hidden, in percent of the context; repeatable. Default: evenly spread."),
     ] = None,
-    contexts: Annotated[int, typer.Option(help="Contexts for each task and length.")] = 3,
+    contexts: Annotated[int, typer.Option(help="Contexts per task and length.")] = 3,
     questions: Annotated[
-        int | None, typer.Option(help="Questions for each context. Default: 5, or all that a file has.")
+        int | None, typer.Option(help="Questions per context. Default: 5, or all that a file has.")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="A method; repeatable; `dense` alone for nothing else. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: all."
+        ),
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens; repeatable. Default: 5% and 10%."),
+        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
     ] = None,
     residual: Annotated[
-        bool, typer.Option("--residual", help="Each method also with centroids for what it does not choose.")
+        bool,
+        typer.Option(
+            "--residual", help="Run each method a second time, with centroids for the tokens that it does not select."
+        ),
     ] = False,
     prefill: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(prefills()), help="What prefills a context; repeatable. Default: dense."),
+        typer.Option(metavar="|".join(prefills()), help="How contexts are prefilled; repeatable. Default: dense."),
     ] = None,
     question_prefill: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A method, or dense, for the question's tokens. Default: the answer's method."
+            metavar="NAME",
+            help="What the question's tokens attend to: everything (dense), or what a method selects. Default: what "
+            "the answer's method selects.",
         ),
     ] = None,
     question_budget: Annotated[
-        str, typer.Option(help="Tokens that a chunk of the question attends to, with --question-prefill.")
+        str,
+        typer.Option(
+            help="Share or number of tokens that each chunk of the question attends to, with --question-prefill."
+        ),
     ] = QUESTION_BUDGET,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the task's.")
     ] = None,
-    sinks: Annotated[int, typer.Option(help="First tokens that are always attended.")] = 10,
-    tail: Annotated[int, typer.Option(help="Last tokens that are always attended.")] = 128,
-    chunk_size: Annotated[int, typer.Option(help="Tokens a forward pass of the prefill.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the intervals.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template around document and question.")] = False,
+    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
+    tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the confidence intervals.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
     work: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where answers and indices lie. Default: DOC with .eval as its ending."),
+        typer.Option(
+            metavar="FOLDER", help="Folder for answers and indices. Default: DOC's name with the ending .eval."
+        ),
     ] = None,
     keep_indices: Annotated[
-        bool, typer.Option("--keep-indices", help="Keep each context's index when its questions are answered.")
+        bool, typer.Option("--keep-indices", help="Keep each context's index after its questions are answered.")
     ] = False,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Score against rows read; of needles also by length and depth."),
+        typer.Option(metavar="FILE.png", help="Plot scores against KV read, and needles also by length and depth."),
     ] = None,
     model: ModelOption = None,
     device: DeviceOption = "auto",
@@ -119,9 +136,9 @@ def evaluate_methods(
 ) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.
 
-    Each context is indexed once. Brackets hold 95% intervals, by bootstrap over contexts and the questions within
-    them; differences from dense attention are paired, question by question. A run that was stopped goes on where it
-    was when the same command is given again, and ends with the same numbers.
+    Each context is indexed once. Brackets hold 95% confidence intervals, from a bootstrap over contexts and the
+    questions within them. Differences from dense attention are paired by question. A stopped run continues when the
+    same command is given again, and ends with the same numbers.
 
     \b
     sparsekv eval manual.txt
@@ -190,8 +207,8 @@ def evaluate_methods(
 
 
 def _methods(names: list[str]) -> dict[str, type[Method]]:
-    """Every method whose index can be built, or those that are named; dense attention is always there, and may be
-    named to have nothing beside it."""
+    """The methods named, or all whose index can be built. Empty where `dense` alone is named: dense attention always
+    runs."""
     others = [name for name in names if name != DENSE]
     if names and not others:
         return {}
@@ -199,7 +216,7 @@ def _methods(names: list[str]) -> dict[str, type[Method]]:
 
 
 def _indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
-    """Of the methods that need one; for a residual also those that an index has by default, some with centroids."""
+    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
     return {name: known[name] for name in dict.fromkeys(wanted)}

@@ -47,18 +47,24 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=GroupedCommand)
 @with_method_options(methods())
 def generate(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - reads it from stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None,
     index: IndexOption = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None,
     batch_file: Annotated[
-        str | None, typer.Option(help="Answer every line of a file (- is stdin), one answer a line.")
+        str | None, typer.Option(help="Answer every line of a file (- for stdin), and print one line per answer.")
     ] = None,
     model: ModelOption = None,
-    method: Annotated[str | None, typer.Option(help="Default: what `tune` found, or the first of the index.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first."
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend. Default: what `tune` found, or 0.1.",
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
+            "0.1.",
             show_default=False,
             rich_help_panel="What is attended to",
         ),
@@ -67,7 +73,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="BUDGET-step-STEPS",
-            help="--budget and --step in one, such as 0.15-step-4.",
+            help="--budget and --step in one: 0.15-step-4 is --budget 0.15 --step 4.",
             rich_help_panel="What is attended to",
         ),
     ] = None,
@@ -75,7 +81,7 @@ def generate(
         bool,
         typer.Option(
             "--residual",
-            help="Let centroids stand for the tokens that the method does not choose.",
+            help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
             rich_help_panel="What is attended to",
         ),
     ] = False,
@@ -83,7 +89,8 @@ def generate(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Read more, then everything, for heads that leave more than this of their attention.",
+            help="Largest share of its attention, by estimate, that a head may leave to centroids or drop. Above it "
+            "the head's budget is doubled, at most twice, and then the head reads everything.",
             rich_help_panel="What is attended to",
         ),
     ] = None,
@@ -91,14 +98,16 @@ def generate(
         str | None,
         typer.Option(
             metavar="dense|METHOD",
-            help="What the question's tokens attend to. Default: what --method chooses for them.",
+            help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
+            "--method selects.",
             rich_help_panel="What is attended to",
         ),
     ] = None,
     prefill_budget: Annotated[
         str | None,
         typer.Option(
-            help=f"Tokens that a chunk of the question attends to. Default: {QUESTION_BUDGET}.",
+            help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
+            f"METHOD. Default: {QUESTION_BUDGET}.",
             rich_help_panel="What is attended to",
         ),
     ] = None,
@@ -106,7 +115,8 @@ def generate(
         str,
         typer.Option(
             metavar="|".join(PLACEMENTS),
-            help="Where the document's keys and values lie.",
+            help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
+            "(host), or in the index's files (disk).",
             rich_help_panel="Where the document lies",
         ),
     ] = "device",
@@ -114,28 +124,37 @@ def generate(
         bool,
         typer.Option(
             "--ahead",
-            help="Search for a step's rows during the step before, with its query.",
+            help="Prefetch: select the next step's tokens with this step's query, while this step runs.",
             rich_help_panel="Where the document lies",
         ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel="Sampling")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel="Sampling")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", rich_help_panel="Sampling")] = 0.0,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from the likeliest tokens that hold this share.", rich_help_panel="Sampling"),
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel="Sampling"
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from the K likeliest tokens.", rich_help_panel="Sampling")
+        int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel="Sampling")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="The question as it is, no chat template after it.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")] = False,
     special_tokens: SpecialTokensOption = False,
     save_to: Annotated[
         Path | None,
-        typer.Option(metavar="NAME.skv", help="Keep document, question and answer as an index to go on with."),
+        typer.Option(
+            metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
+        ),
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Times, rows read, attention left by layer, on stderr.")
+        bool,
+        typer.Option(
+            "--stats",
+            help="Print times, the share of keys and values read and, by layer, the attention left to centroids or "
+            "dropped.",
+        ),
     ] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -143,11 +162,11 @@ def generate(
     quiet: QuietOption = False,
     **parameters: Any,
 ) -> None:
-    """Answer a question over an index; the text streams to stdout.
+    """Answer a question over an index; the answer streams to stdout.
 
-    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces; --json keeps them;
-    a blank line has a blank answer. What --save-to keeps can be asked the next question; methods that cannot take new
-    tokens are built again for it.
+    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces unless --json is given,
+    and a blank line gets a blank answer. An index made by --save-to can be asked the next question; methods that
+    cannot append tokens are rebuilt for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"
@@ -199,7 +218,7 @@ def generate(
         if question is not None and stats and not quiet:
             print_stats(result)
     if save_to is not None and batch[0] is not None:
-        del asker  # the prefill of what is new needs the room
+        del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
 
 
@@ -212,7 +231,7 @@ def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | No
 
 
 def _record(answer: Answer, setting: Setting, *, measured: bool) -> dict[str, Any]:
-    """An answer for --json: the same keys for every question of a call."""
+    """An answer as a JSON object, with the same keys for every question of a call."""
     left_out = {"ids"} if measured else {"ids", "layers"}
     kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
     return {**kept, "method": setting.form.name, "budget": setting.budget.value}

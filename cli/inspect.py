@@ -1,4 +1,4 @@
-"""`sparsekv inspect`: what is in an index, and whether it is still what was written."""
+"""`sparsekv inspect`: show what an index contains, and verify its checksums."""
 
 import json
 from dataclasses import asdict
@@ -30,27 +30,34 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def inspect(
     index: IndexOption = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Describe this method; repeatable. Default: all that the index has.")
+        list[str] | None, typer.Option(help="Method to describe; repeatable. Default: all in the index.")
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Show this layer's biggest clusters. Default: the middle one.")
+        int | None, typer.Option(help="Layer whose biggest clusters are shown. Default: the middle one.")
     ] = None,
     clusters: Annotated[int, typer.Option(min=0, help="How many of the biggest clusters to show.")] = 8,
-    verify: Annotated[bool, typer.Option("--verify", help="Recheck every file's sha256.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Recompute and check every file's sha256.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Cluster sizes by layer, or what each subspace of the lists decides."),
+        typer.Option(
+            metavar="FILE.png",
+            help="Plot cluster sizes by layer, or how much each subspace of the posting lists decides.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show sizes, parameters, blocks, the distribution of cluster sizes, the biggest clusters with their words, lists.
+    """Show an index's sizes and parameters, and each method's blocks, clusters and posting lists.
 
-    Key and value spread say how far keys and values lie from their clusters' centroids, relative to their distance from
-    the mean: 0 when a centroid stands for its tokens exactly, 1 when it tells nothing of them. Of lists: the keys that
-    some list names, the share of lists that name a key (the median), and how much of what ranks keys is one subspace's.
-    A picture shows the first method that has clusters or lists.
+    Of clusters: the distribution of their sizes, and the words of the biggest. Key spread and value spread are the
+    distance of keys and values from their cluster's centroid, relative to their distance from the mean: 0 where a
+    centroid represents its tokens exactly, 1 where it says no more than the mean.
+
+    Of posting lists (csattention): the share of keys that are in at least one list (keys listed), the share of the
+    lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
+
+    --plot draws the first method that has clusters or posting lists.
 
     \b
     sparsekv inspect --index manual.skv
@@ -91,7 +98,7 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
 
 
 def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
-    """Those of the index that were named, in its order: a method that needs none has nothing in it to show."""
+    """Names of the methods to show, in the index's order; UsageError for a method that the index does not contain."""
     held = list(artifact.manifest.methods)
     chosen = choose_methods(names, held)
     for name in names:
@@ -112,7 +119,7 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _words(artifact: Artifact, model: str | None, *, quiet: bool) -> list[str]:
-    """The word of each token of the prompt; none where the model's tokenizer is not on this machine or not trusted."""
+    """The word of each token of the prompt; empty where the model's tokenizer is not on this machine or not trusted."""
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
@@ -158,7 +165,7 @@ def _inspection(
 
 
 def _clusters(found: Described, layer: int, words: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Levels of all layers, blocks and biggest clusters of one; all empty for a method without clusters."""
+    """Levels of all layers; blocks and biggest clusters of one layer. All empty for a method without clusters."""
     clusterings = {one.layer: one.clusters for one in found if one.clusters is not None}
     levels = [{"layer": number, **asdict(level)} for number, one in clusterings.items() for level in one.levels]
     shown = clusterings.get(layer)
@@ -180,7 +187,7 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
-    """The first method that has something to draw."""
+    """Draw the first method that has clusters or posting lists."""
     for name, found in described.items():
         title = f"{name}: {artifact.folder.name}"
         if counts := {one.layer: one.clusters.counts.flatten().numpy() for one in found if one.clusters is not None}:

@@ -1,6 +1,6 @@
-"""The command line's entry: every failure becomes one line and an exit code.
+"""The command line's entry point: every failure becomes one line on stderr and an exit code.
 
-It imports the rest only when it runs: until then Ctrl-C would be Python's to tell of.
+Other modules are imported only inside `run`, after Ctrl-C is handled: before that, Ctrl-C prints Python's traceback.
 """
 
 import signal
@@ -10,15 +10,18 @@ from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 
 
 def run() -> None:
-    """Run the command line on `sys.argv`: exit code 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    # A reader that has enough (`| head -1`) ends a writer in silence, as with any other program.
+    """Run the command line on `sys.argv` and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    SIGPIPE ends the process when the reader of stdout closes the pipe; a shell reports that as 141.
+    """
+    # A closed pipe (`| head -1`) ends the writer silently, as with any other program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     debug = "--debug" in sys.argv
     error: BaseException | None = None
     code = 0
     with interruptions() as interruption:
         try:
-            import sparsekv.cli.common.ending  # noqa: F401  # when memory lacks, nothing more can be imported
+            import sparsekv.cli.common.ending  # noqa: F401  # now: out of memory, nothing more can be imported
 
             code = _call(debug=debug)
         except BaseException as caught:

@@ -1,4 +1,4 @@
-"""`sparsekv models`: the models that are ready to run offline."""
+"""`sparsekv models`: list the models that need no model hub, and download models into the cache."""
 
 import json
 from dataclasses import asdict
@@ -13,12 +13,14 @@ from sparsekv.indexing.models.embedded import EMBEDDED
 from sparsekv.indexing.models.load import known_models
 from sparsekv.indexing.models.load import pull as fetch
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List models that are ready, and fetch one.")
+app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the built-in models, and download models.")
 
 
 @app.command("list")
 def list_models(as_json: JsonOption = False) -> None:
-    """The models that come along, and whether they are in the cache.
+    """List the models that need no model hub.
+
+    The table says which of them are in the cache.
 
     \b
     sparsekv models list
@@ -38,10 +40,12 @@ def list_models(as_json: JsonOption = False) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="An embedded name or a Hugging Face id.")] = EMBEDDED,
+    name: Annotated[str, typer.Argument(help="A name of `sparsekv models list`, or a Hugging Face id.")] = EMBEDDED,
     quiet: QuietOption = False,
 ) -> None:
-    """Fetch a model into the cache, checked in full, and print its folder.
+    """Download a model into the cache and print its folder.
+
+    If the embedded model is there already, its checksums are recomputed in full.
 
     \b
     sparsekv models pull

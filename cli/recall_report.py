@@ -1,4 +1,4 @@
-"""`sparsekv recall-report`: what each method keeps of the model's attention on this document, and what it reads."""
+"""`sparsekv recall-report`: measure how much of dense attention each method keeps on a document, and what it reads."""
 
 import json
 from dataclasses import asdict, fields
@@ -46,7 +46,7 @@ TOLD = {
     "raised": "more",
     "dense": "all",
 }
-"""Columns that are shown where some method has them."""
+"""Columns shown only if at least one method has a value for them: field of RecallRow, then title."""
 BY = {"layer": "layer", "head": "kv_head"}
 
 
@@ -54,34 +54,44 @@ BY = {"layer": "layer", "head": "kv_head"}
 @with_method_options(methods())
 def recall_report(
     index: IndexOption = None,
-    method: Annotated[list[str] | None, typer.Option(help="A method; repeatable. Default: all that can run.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method to measure; repeatable. Default: all that can run.")
+    ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens; repeatable. Default: 2%, 5% and 10%."),
+        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 2%, 5% and 10%."),
     ] = None,
     queries: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Measure on these questions, one a line, not on the held-out tail."),
+        typer.Option(metavar="FILE", help="Measure on these questions, one per line, instead of the held-out tail."),
     ] = None,
     residual: Annotated[
-        bool, typer.Option("--residual", help="Each method also with centroids for what it does not choose.")
+        bool,
+        typer.Option(
+            "--residual",
+            help="Measure each method a second time, with centroids for the tokens that it does not select.",
+        ),
     ] = False,
     guard: Annotated[
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Each method also reading more for heads that leave more than this of attention.",
+            help="Measure each method a second time under a limit: a head that leaves more than this share of its "
+            "attention, by estimate, to centroids or drops it gets a larger budget, and then reads everything.",
         ),
     ] = None,
     within: Annotated[
-        float, typer.Option(help="Name the lowest error among what reads at most this share of keys and values.")
+        float,
+        typer.Option(
+            help="Below the table, name the method of lowest error among those whose KV read is at most this."
+        ),
     ] = 0.12,
-    by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows for each layer, KV head or both.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,
     as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Recall and error against rows read, recall by layer and head."),
+        typer.Option(metavar="FILE.png", help="Plot recall and error against KV read, and recall by layer and head."),
     ] = None,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
@@ -90,14 +100,33 @@ def recall_report(
     quiet: QuietOption = False,
     **parameters: Any,
 ) -> None:
-    """Compare methods and budgets by what they keep of dense attention.
+    """Compare methods and budgets by how much of dense attention they keep.
 
-    Recall is the share of the oracle's tokens that a method chose; mass the attention on what it chose; error that
-    of the attention's output; KV read what it reads of the document's keys and values, its index included; left the
-    attention on what it did not choose, and by estimate as a step itself can tell; seen is recall on queries of the
-    document that the method's index was built from, listed the share of the oracle's tokens that its lists name. Under
-    a --guard, more and all are the shares of heads that had to read more, or everything. With an option of a method,
-    that method is measured so, and not in the forms that are compared by default.
+    The table has a row for each form of each method at each budget, with means over queries, layers and KV heads.
+    Sinks and tail are always attended; the columns are about the document's tokens between them. The oracle selects
+    the tokens of highest exact attention at the same budget.
+
+    \b
+    tokens    Tokens that the method selected.
+    recall    Share of the oracle's tokens that the method selected.
+    mass      Share of the attention on the document that falls on the
+              selected tokens.
+    error     Relative error of the attention output.
+    KV read   What the method reads of the document's keys and values, its
+              index included, as a share of all of them.
+    left      Share of all attention, sinks and tail included, that falls on
+              tokens that were not selected.
+    estimate  What a decode step can estimate of `left` without reading those
+              tokens. Blank for methods that have no estimate.
+    seen      Recall on queries of the document from which the index was
+              built. Blank for indices that are not built from queries.
+    listed    Share of the oracle's tokens that are in a posting list that
+              the method read. Blank for methods without posting lists.
+    more      Share of heads whose budget the --guard raised.
+    all       Share of heads that read everything under the --guard.
+
+    By default a method is measured in several forms, such as with and without re-ranking. Options of a method, such as
+    --rerank 4, replace these by the one form that they describe.
 
     \b
     sparsekv recall-report --index manual.skv
@@ -168,7 +197,7 @@ def recall_report(
 
 
 def _refuse_model_options(model: str | None, device: str, dtype: str) -> None:
-    """Raise UsageError for what no model is loaded for: the held-out queries lie in the index."""
+    """Raise UsageError for an option that needs a model: without --queries none runs, as the index has the queries."""
     given = {
         "--model": model,
         "--device": None if device == "auto" else device,

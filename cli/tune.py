@@ -1,4 +1,4 @@
-"""`sparsekv tune`: the cheapest setting that holds a target, as the index's default."""
+"""`sparsekv tune`: find the cheapest setting that meets a target, and make it the index's default."""
 
 import json
 from dataclasses import asdict
@@ -28,32 +28,42 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def tune(
     index: IndexOption = None,
     target_recall: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Attend to this share of the oracle's best tokens, as 0.9.")
+        float | None,
+        typer.Option(metavar="SHARE", help="Select at least this share of the oracle's best tokens, such as 0.9."),
     ] = None,
     target_error: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Let attention's output be wrong by at most this, as 0.05.")
+        float | None,
+        typer.Option(metavar="SHARE", help="Largest relative error of the attention output, such as 0.05."),
     ] = None,
     target_perplexity: Annotated[
         float | None,
-        typer.Option(metavar="RATIO", help="Let perplexity be at most so many times dense attention's, as 1.02."),
+        typer.Option(
+            metavar="RATIO", help="Largest ratio of perplexity on the tail to dense attention's, such as 1.02."
+        ),
     ] = None,
     of: Annotated[
         str | None,
-        typer.Option(metavar="BUDGET", help=f"How many best tokens recall is of. Default: {REFERENCE} of the middle."),
+        typer.Option(
+            metavar="BUDGET",
+            help=f"Share or number of the document's tokens that the oracle selects, for recall. Default: {REFERENCE}.",
+        ),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="A method; repeatable. Default: all that can run.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and leave the index as it is.")] = False,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method to tune; repeatable. Default: all that can run.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False,
     model: ModelOption = None,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
 ) -> None:
-    """Find each method's cheapest setting that holds a target, and make the best of them the index's default.
+    """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
-    Settings are chosen on one half of the document's tail, and measured again on the other; where that misses the
-    target, they are chosen again for a tighter one. `generate` uses the default when it is told no method, budget or
-    parameter of one. Only --target-perplexity runs the model, which --model, --device and --dtype are for.
+    The cheapest setting is the one that reads the fewest keys and values. Settings are searched on one half of the
+    document's tail and verified on the other; if the other half misses the target, the search is repeated for a tighter
+    one. `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model,
+    --device and --dtype are for --target-perplexity, which alone runs the model.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9

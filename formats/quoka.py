@@ -16,16 +16,24 @@ CHOICES = {
 class QuokaOptions:
     """Which queries choose a chunk's keys, how keys are ranked, and how the scores of several queries are combined."""
 
-    prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
+    prefill_queries: int = field(
+        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+    )
     quoka_subset: str = field(
-        default="far", metadata={"help": f"Which queries these are: {', '.join(CHOICES['quoka_subset'])}."}
+        default="far",
+        metadata={
+            "help": "Which of a chunk's queries rank the tokens: those far from (of lowest cosine to) the chunk's mean "
+            f"query, random ones, or all: {', '.join(CHOICES['quoka_subset'])}."
+        },
     )
     quoka_similarity: str = field(
-        default="cosine", metadata={"help": f"What keys are ranked by: {', '.join(CHOICES['quoka_similarity'])}."}
+        default="cosine", metadata={"help": f"Score of a key for a query: {', '.join(CHOICES['quoka_similarity'])}."}
     )
     quoka_across: str = field(
         default="max",
-        metadata={"help": f"How scores of several queries are joined: {', '.join(CHOICES['quoka_across'])}."},
+        metadata={
+            "help": f"How a key's scores for several queries are combined: {', '.join(CHOICES['quoka_across'])}."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Offline: capture of q, k and v from a model, clustering, one file per method that builds its tensors."""
+"""Offline half: capture queries, keys and values of a prefill, and build each method's index from them."""

@@ -1,4 +1,4 @@
-"""More tokens for an index that is there: what its methods can do with them, and the build that takes them in."""
+"""Append tokens to an existing index: which of its methods can append, and the plan of the build that does it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,14 +25,15 @@ from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.plan import BuildPlan, Growth
 from sparsekv.indexing.prefill.interface import Prefill, prefills
 
-BETWEEN = "\n\n"  # what stands between the document and text that is added to it
+BETWEEN = "\n\n"  # put between the document and appended text
 
 
 @dataclass(frozen=True)
 class Addition:
-    """input_ids [T] to add, the text they stand for, and the chat frame of a question that comes after it.
+    """input_ids [T] to append, their text, and the chat frame for questions that follow.
 
-    `special_tokens` says that those of the text kept their meaning, `plain` how often which stand in it as plain text.
+    `special_tokens`: special tokens in the text kept their meaning. `plain`: those that were read as plain text, with
+    their counts.
     """
 
     input_ids: torch.Tensor
@@ -45,10 +46,10 @@ class Addition:
 def encode_addition(
     tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFrame | None, *, special_tokens: bool = False
 ) -> Addition:
-    """A text to be added after a blank line; tokens never join what is before with it.
+    """A text to append after a blank line, tokenised on its own: no token spans the old text and the new.
 
     Args:
-        special_tokens: let those of the text keep their meaning; otherwise they are plain text.
+        special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
@@ -59,7 +60,7 @@ def encode_addition(
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
-    """The methods of an index with the parameters they were built with.
+    """Indexers for the methods of an index, with the parameters they were built with.
 
     Raises:
         ArtifactError: this version cannot build one of them as it was.
@@ -84,32 +85,32 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
 
 
 def addition_record(addition: Addition) -> AdditionRecord:
-    """What a manifest says of an addition: the same for the same text, whatever it was added to."""
+    """The manifest's record of an addition: the same for the same text, whatever index it is appended to."""
     text = addition.text.encode(errors="surrogatepass")
     return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids))
 
 
 def clear_finished(folder: Path) -> None:
-    """Remove what an append has left that was interrupted after its manifest; nothing where nothing may be written."""
+    """Remove leftovers of an append that was interrupted after it wrote its manifest; errors are ignored."""
     with suppress(ArtifactError), ArtifactWriter(folder) as writer:
         writer.clear_finished()
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:
-    """Names of the methods of an index that take new tokens; none where every key changes with the prompt's length."""
+    """Names of the index's methods that can append; none if the model's RoPE depends on the prompt's length."""
     if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
     return frozenset(name for name, indexer in stored_indexers(manifest).items() if indexer.takes_tokens)
 
 
 def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
-    """Raise UsageError for a dtype, as a command takes it, in which rows could not lie beside those of an index."""
+    """Raise UsageError for a `--dtype` other than `auto` or the index's own: all rows of an index have one dtype."""
     if dtype not in ("auto", manifest.dtype):
         raise UsageError(f"--dtype {dtype}: the index is in {manifest.dtype} and grows in it; leave the option out")
 
 
 def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int = 512) -> BuildPlan:
-    """The build that adds tokens to an index: sinks and tail keep their sizes, so the old tail becomes middle.
+    """The plan of a build that appends tokens; sinks and tail keep their sizes, so the old tail becomes middle.
 
     Raises:
         ArtifactError: a file of the index is damaged, or from another version.

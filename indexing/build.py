@@ -1,7 +1,7 @@
 """Building an index: prefill and capture, each method layer by layer, calibration, and the manifest last.
 
-Every file has a recipe, the hash of what decides its content: a file of an interrupted build, or of an earlier
-index in the same folder, is taken over when its recipe is the same and made anew when it is not.
+Every file has a recipe, the hash of everything that decides its content. A file of an interrupted build, or of an
+earlier index in the same folder, is reused if its recipe is the same, and rebuilt otherwise.
 """
 
 import platform
@@ -27,17 +27,18 @@ from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 
 
 def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None) -> Manifest:
-    """Build, resume or update the index in `folder`.
+    """Build, resume or update the index in `folder`, and return its manifest.
 
     Memory: the model and its cache of N rows during the prefill, then a few layers, which are read,
     clustered, and written by threads; `ArtifactWriter` and `build_method` say how many.
 
     Args:
-        progress: called with a stage's name, how much of it is done, and how much there is.
+        progress: called with a stage's name, the steps of it that are done, and the steps in all.
 
     Raises:
         UsageError: the document does not fit the split or the model's positions.
-        ArtifactError: the folder cannot be written, is locked, holds something damaged, or not what is to grow.
+        ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
+            append to.
     """
     split = plan.split()
     model, tokenizer = identify(plan.loaded)
@@ -60,7 +61,7 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
 
 
 def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError where text that was appended would be lost unasked."""
+    """Raise ArtifactError if the build would drop appended text without --force."""
     base = writer.base
     if base is None or not base.additions or plan.growth or plan.force:
         return
@@ -73,7 +74,7 @@ def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
 
 
 def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError where the index of another document, or for another model, would be lost unasked."""
+    """Raise ArtifactError if the build would replace the index of another document or model without --force."""
     base = writer.base
     if base is None or plan.growth or plan.force:
         return
@@ -90,7 +91,7 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
 
 
 def _with_methods_there(plan: BuildPlan, base: Manifest | None) -> BuildPlan:
-    """The same plan, and the methods that the index has of another text, as they were built."""
+    """The plan, plus the methods of the existing index if its text differs, with their old parameters."""
     if base is None or plan.growth or plan.force or base.prompt.text_sha256 == plan.prompt.text_sha256:
         return plan
     known = indexers()
@@ -108,7 +109,7 @@ def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
-    """Whether a finished index is this one, built at another time by another version or in other chunks."""
+    """Whether a finished index differs from this one at most in time, version of sparsekv and chunk size."""
     fields = ("model", "tokenizer", "prompt", "rope", "methods", "files")
     return all(getattr(base, field) == getattr(manifest, field) for field in fields)
 

@@ -1,4 +1,4 @@
-"""The context of an index: every layer's keys and values as attended, the held-out queries, and the probe."""
+"""The first stage of a build: every layer's keys and values as attended, the held-out queries, and the probe."""
 
 from dataclasses import dataclass
 
@@ -22,22 +22,22 @@ from sparsekv.indexing.sampling import (
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What a prefill tells beside its tensors: how each layer attends, and the probe."""
+    """What a prefill yields besides tensors: how each layer attends, and the probe."""
 
     layers: list[LayerFacts]
     probe: Probe
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Layers that attend to everything; the others slide and stay dense."""
+        """Layers with full attention; those with a sliding window are not indexed and stay dense."""
         return [number for number, layer in enumerate(self.layers) if layer.sliding_window is None]
 
 
 def build_context(job: BuildJob) -> ContextFacts:
-    """Take over or write the context's files; runs the model only when one of them is missing.
+    """Reuse or write the context's files; runs the model only if one of them is missing.
 
     Raises:
-        SparsekvError: every layer of the model has a sliding window, or it computes what is not finite.
+        SparsekvError: every layer of the model has a sliding window, or keys, values, queries or logits are not finite.
     """
     recipe = _recipe(job)
     layers = range(job.plan.num_hidden_layers)
@@ -52,7 +52,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     captured = _capture(job, positions)
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
-    # After the prefill: frequencies that depend on a sequence's length are then those of the prompt again.
+    # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = ContextFacts(
         [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers], captured.probe
@@ -94,7 +94,7 @@ def _decides_keys(model: ModelIdentity) -> list[str | None]:
 
 
 def _decides_context(prefill: Prefill) -> object:
-    # Of a dense prefill the chunks decide nothing.
+    # The chunk size of a dense prefill does not change its result.
     return prefill.kind if prefill.exact else prefill.model_dump()
 
 
@@ -131,7 +131,7 @@ def _capture(job: BuildJob, positions: torch.Tensor) -> Capture:
 
 
 def _shared_prefix(job: BuildJob) -> int:
-    """Leading tokens that the index already in the folder has captured with this very model."""
+    """How many leading tokens the index in the folder has captured already, with the same model, dtype and prefill."""
     base = job.writer.base
     if base is None or job.plan.force:
         return 0
@@ -140,12 +140,12 @@ def _shared_prefix(job: BuildJob) -> int:
     if _decides_context(base.prefill) != _decides_context(job.plan.prefill_record):
         return 0
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
-    # Damaged rows that were copied would get a sum of their own, and nobody would ever know.
+    # Damaged rows would be copied and get a valid checksum of their own, so that nobody would notice.
     if not all(job.writer.is_whole(base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
         return 0
-    # The tail's queries are not stored as far back as an edit may reach, so all of them are computed anew.
+    # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
-    # What a sparse prefill gives to a chunk depends on where it begins.
+    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
     return shared if job.plan.prefill.exact else shared // job.plan.chunk_size * job.plan.chunk_size
 
 
@@ -165,8 +165,8 @@ def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str) ->
 
 
 def _context_bytes(job: BuildJob, sampled: int) -> int:
-    """Size of the context's files with queries at so many positions, a tenth more for the methods', and what those that
-    need more than that expect."""
+    """Disk space in bytes that a build needs: the context's files plus a tenth for the methods, the queries at
+    `sampled` positions, and what methods with larger files state themselves."""
     model = job.plan.loaded.model
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""A copy of an index to build upon, that is there under its name only when it is whole."""
+"""Copy an index to extend the copy; the copy gets its name only when it is complete."""
 
 import os
 from collections.abc import Iterator
@@ -17,11 +17,10 @@ PIECE = 16 << 20
 
 @contextmanager
 def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
-    """A copy of an index as it was when it was opened, which takes the name `folder` at the end, and only if all went
-    well.
+    """Yields a copy of an index as it was when opened; on success the copy is renamed to `folder`, else removed.
 
-    Files of an index are replaced and never changed in place, so the copy shares them with it where the disk can. What
-    killed processes left of such copies goes away first.
+    The files are hard links where the file system allows it: files of an index are replaced, never changed in place.
+    Copies that killed processes left behind are removed first.
 
     Raises:
         ArtifactError: the folder exists or cannot be written.

@@ -1,4 +1,4 @@
-"""One method's part of an index: its tensors layer by layer, then the numbers that need all layers."""
+"""The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
 import json
 from collections import deque
@@ -16,11 +16,11 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.indexing.plan import BuildJob
 
 T = TypeVar("T")
-AHEAD = 2  # layers that are read while one is built
+AHEAD = 2  # layers that are prefetched while one is built
 
 
 def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
-    """Take over or write one file a layer, then calibrate, unless nothing changed since the finished index."""
+    """Reuse or write one file per layer, then calibrate, unless nothing changed since the finished index."""
     # Through JSON, so that the parameters compare equal to those read back from a manifest.
     parameters = json.loads(json.dumps(asdict(indexer)))
     folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
@@ -49,7 +49,7 @@ def _grows(job: BuildJob, path: str) -> bool:
 
 
 def _layer_recipe(job: BuildJob, path: str, recipe: str) -> str:
-    # What a method grew into depends on what it was: a plain build of the same tokens is another file.
+    # The result of an append depends on the old file: a build from scratch of the same tokens gives another one.
     base = job.writer.base
     return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
 
@@ -62,11 +62,11 @@ def _build_layer(job: BuildJob, path: str, indexer: Indexer, rows: LayerInput) -
 
 
 def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
-    """What `read` gives for each layer; threads read the next ones, and up to three more than one are on the device."""
+    """Yields `read(layer)` for each layer; threads prefetch the next ones, so up to four layers are on the device."""
     device = job.plan.loaded.model.device
 
     def use_own_stream() -> None:
-        # On the default one a copy to the device would wait for the layer that is being built.
+        # On the default stream, a copy to the device would wait for the layer that is being built.
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device))
 
@@ -84,19 +84,19 @@ def _read(job: BuildJob, name: str) -> dict[str, torch.Tensor]:
     tensors = job.read(name)
     for tensor in tensors.values():
         if tensor.is_cuda:
-            # It was made on another stream, which may not use its memory again before this one is done with it.
+            # Allocated on the thread's stream, which must not reuse the memory before the default stream is done.
             tensor.record_stream(torch.cuda.default_stream(tensor.device))
     return tensors
 
 
 def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
-    """Take over the methods of the finished index that this build does not name and that fit the same context."""
+    """Reuse the finished index's methods that this build does not name, if they were built from the same context."""
     base = job.writer.base
     if base is None or job.plan.force or base.split != job.split:
         return {}
     here, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
     for name, record in base.methods.items():
-        # Samples that no named method wants are not in the build yet: they are taken over with what is built from them.
+        # Query samples that no named method needs are not in the build yet: they are reused with the kept method.
         samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
         same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
         paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]

@@ -1,7 +1,7 @@
-"""A folder that appears under its name only when it is whole; what a killed process left of one is cleared away.
+"""Create a folder atomically: it gets its name only when complete, and leftovers of killed processes are removed.
 
-Its process holds a lock in it, which ends with the process however that ends. So whoever can take the lock of a partial
-folder may remove it, and no one removes that of a process that lives.
+A process holds a lock in its partial folder; the system releases the lock when the process ends, however it ends. So
+whoever can take the lock may remove the folder, and nobody removes the folder of a live process.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ OWNER = ".owner"
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, but for its lock, that takes this name at the end, and only if all went well.
+    """Yields a new folder beside `folder`, empty but for its lock; on success it is renamed to `folder`, else removed.
 
     Partial folders of the same name whose processes are dead are removed first.
 
     Raises:
-        OSError: it cannot be made, or something else has the name.
+        OSError: the folder cannot be made, or the name is taken.
     """
     _remove_dead(folder)
     unfinished, lock = _own(folder)
@@ -46,7 +46,7 @@ def _own(folder: Path) -> tuple[Path, FileLock]:
         unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
         unfinished.mkdir(parents=True)
         lock = FileLock(unfinished / OWNER)
-        # Until the lock is held another process may take this folder for a dead one's: then it is gone, or about to be.
+        # Before the lock is held, another process may treat this folder as a dead one's and remove it: try again then.
         with contextlib.suppress(FileNotFoundError, FileExistsError, Timeout):
             lock.acquire(timeout=0)
             if (unfinished / OWNER).exists():
@@ -68,11 +68,11 @@ def _remove_if_dead(unfinished: Path) -> None:
         with FileLock(unfinished / OWNER).acquire(timeout=0):
             _remove(unfinished)
     else:
-        unfinished.rmdir()  # fails on anything but an empty one, whose process died before it had the lock
+        unfinished.rmdir()  # only works on an empty folder: its process died before it had the lock
 
 
 def _remove(unfinished: Path) -> None:
-    """The lock last: if this is interrupted too, the rest can still be told for a dead process's."""
+    """Remove a folder, the lock last: if this is interrupted, the next process can still see that the owner is dead."""
     for path in unfinished.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

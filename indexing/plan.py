@@ -1,4 +1,4 @@
-"""What one build is to produce, and what its stages share while it runs."""
+"""The inputs of one build (`BuildPlan`), and the state that its stages share while it runs (`BuildJob`)."""
 
 import json
 from collections.abc import Callable
@@ -21,8 +21,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Growth:
-    """That a build adds tokens to the index with the uuid `base`; methods in `online` take them, others start over.
-    `addition` is what the manifest will say of them."""
+    """Says that a build appends tokens to the index with the uuid `base`: methods in `online` append them, the others
+    are rebuilt. `addition` is the manifest's record of the tokens."""
 
     base: str
     online: frozenset[str]
@@ -31,7 +31,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything that decides what an index will hold."""
+    """Everything that decides the content of an index."""
 
     loaded: LoadedModel
     prompt: FixedPrompt
@@ -58,7 +58,7 @@ class BuildPlan:
 
     @property
     def prefill_record(self) -> PrefillRecord:
-        """The prefill as the manifest names it."""
+        """The manifest's record of the prefill."""
         # Through JSON, so that the parameters compare equal to those read back from a manifest.
         parameters = json.loads(json.dumps(asdict(self.prefill)))
         return PrefillRecord(
@@ -70,7 +70,7 @@ class BuildPlan:
 
     @property
     def dtype(self) -> str:
-        """The model's dtype as the artifact writes it."""
+        """The model's dtype as the manifest names it, such as `bfloat16`."""
         return str(self.loaded.model.dtype).removeprefix("torch.")
 
     @property
@@ -81,7 +81,7 @@ class BuildPlan:
         """Sinks, middle and tail of the prompt.
 
         Raises:
-            UsageError: the document leaves no middle, or does not fit the model's positions.
+            UsageError: the document is no longer than sinks and tail, or has more tokens than the model has positions.
         """
         tokens = len(self.prompt.input_ids)
         positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
@@ -106,7 +106,7 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class BuildJob:
-    """A plan under way: its split, the model's identity, and the writer that holds the folder's lock."""
+    """A running build: its plan and split, the model's identity, and the writer that holds the folder's lock."""
 
     plan: BuildPlan
     split: Split
@@ -120,7 +120,7 @@ class BuildJob:
         return self._on_device(self.writer.read(name))
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the index that is built upon, on the model's device."""
+        """Tensors of a file of the finished index in the folder, on the model's device."""
         return self._on_device(self.writer.read_base(name))
 
     def _on_device(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

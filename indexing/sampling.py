@@ -1,7 +1,8 @@
-"""Which tokens' queries are kept for methods that index by them, and which of those an earlier index knows.
+"""The sample of positions whose queries are stored, for methods that build from queries, and its reuse between builds.
 
-A token's priority is a random number that its position alone decides, and those of lowest priority are the sample: how
-a prefill is cut up changes nothing, and when a document grows, its sample is some of the old one and new tokens.
+A token's priority is a pseudo-random number that depends on its position alone; the sample is the tokens of lowest
+priority. So chunk sizes do not change it, and when a document grows, the new sample is part of the old one plus new
+tokens.
 """
 
 import numpy as np
@@ -15,16 +16,16 @@ SEED = 0
 
 
 def sample_positions(split: Split, count: int) -> torch.Tensor:
-    """Positions [P] int64, rising, of the `count` middle tokens of lowest priority, or of all where they are fewer."""
+    """Positions [P] int64, rising, of the `count` middle tokens of lowest priority, or of all if there are fewer."""
     end = split.sinks + split.middle
-    # The raw stream of a bit generator is the same in every version of numpy, and begins the same at any length.
+    # The raw stream of a bit generator is the same in every version of numpy, and a longer one has the same beginning.
     priorities = np.random.Philox(SEED).random_raw(end)[split.sinks :]
     lowest = np.sort(np.argsort(priorities, kind="stable")[:count]) + split.sinks
     return torch.from_numpy(lowest)
 
 
 def wanted_positions(job: BuildJob) -> torch.Tensor:
-    """Positions [P] whose queries the plan's methods want, all heads of a group at each; none where none wants any."""
+    """Positions [P] whose queries the plan's methods need; a position gives the G queries of a group. May be empty."""
     rows = max((indexer.queries_wanted() for indexer in job.plan.methods.values()), default=0)
     config = job.plan.loaded.model.config.get_text_config()
     group = config.num_attention_heads // config.num_key_value_heads
@@ -37,29 +38,31 @@ def sample_recipe(context_recipe: str, positions: torch.Tensor) -> str:
 
 
 def reuse_samples(job: BuildJob, layers: list[int], positions: torch.Tensor, recipe: str) -> bool:
-    """Take over the files of samples of some layers; whether all that is wanted was there."""
+    """Reuse the sample files of some layers; returns whether all that are needed were there."""
     names = [layer_file("samples", layer) for layer in layers] if len(positions) else []
     found = [job.writer.reuse(name, recipe) for name in names]
     return all(found)
 
 
 def write_sample(job: BuildJob, layer: int, queries: torch.Tensor, positions: torch.Tensor, recipe: str) -> None:
-    """Write the queries [Hq, P, D] of one layer at positions [P], unless the file is there."""
+    """Write the queries [Hq, P, D] of one layer at positions [P], unless the file can be reused."""
     name = layer_file("samples", layer)
     if not job.writer.reuse(name, recipe):
         job.writer.write(name, {"queries": queries, "positions": positions.int()}, recipe)
 
 
 def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:
-    """The first of some positions [P] whose queries the finished index in the folder does not hold whole; None: it
-    holds all of them."""
+    """The first of some positions [P] whose query is not in the finished index of the folder, or is damaged there.
+
+    None if the index has all of them.
+    """
     known = _known_positions(job) if _is_whole(job) else positions[:0]
     unknown = positions[~torch.isin(positions, known)]
     return int(unknown[0]) if len(unknown) else None
 
 
 def known_queries(job: BuildJob, layer: int, positions: torch.Tensor) -> torch.Tensor:
-    """Queries [Hq, P, D] at positions [P] that the finished index in the folder holds: in its sample, or its tail."""
+    """Queries [Hq, P, D] at positions [P], read from the sample and the tail of the finished index in the folder."""
     rows = tail = job.read_base(layer_file("queries", layer))["tail"]
     if "samples" in _folders(job):
         rows = torch.cat([job.read_base(layer_file("samples", layer))["queries"], tail], 1)
@@ -84,7 +87,7 @@ def _is_whole(job: BuildJob) -> bool:
 
 
 def _known_positions(job: BuildJob) -> torch.Tensor:
-    """Positions [P], rising, whose queries the finished index holds: its sample's, in the middle, then its tail's."""
+    """Positions [P], rising, whose queries the finished index has: its sample's, in the middle, then its tail's."""
     base = _base(job)
     tail = torch.arange(base.split.sinks + base.split.middle, base.split.tokens)
     if "samples" not in _folders(job):

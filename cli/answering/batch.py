@@ -1,4 +1,4 @@
-"""The questions of one call as tokens, all checked before the first is answered."""
+"""Tokenise all questions of a call, so that errors are found before the first is answered."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def encode_questions(
     """Token ids [Q] of each question; None for a blank line of a batch.
 
     Args:
-        batch_file: the file whose lines these are, for errors to name them; None for one question from elsewhere.
+        batch_file: the file whose lines these are, named in errors; None for a single question from elsewhere.
 
     Raises:
         UsageError: a question is empty, or too long for the model.

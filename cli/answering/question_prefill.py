@@ -1,4 +1,4 @@
-"""`--prefill` of a question: the method, with its own options, that chooses what the question's tokens attend to."""
+"""`generate --prefill`: the method, with its own options, that selects what the question's tokens attend to."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from sparsekv.runtime.selection.registry import choose_methods, methods
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """The method that `--prefill` names, for options to be checked against; empty where it names none, or `dense`."""
+    """The method that `--prefill` names, under the name that errors use; empty without one or for `dense`."""
     if name is None or name == DENSE:
         return {}
     chosen = choose_methods([name], list(artifact.manifest.methods))[0]
@@ -23,13 +23,13 @@ def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Metho
 def question_prefill(
     name: str | None, budget: str | None, chosen: Mapping[str, type[Method]], parameters: Mapping[str, Any]
 ) -> QuestionPrefill | None:
-    """How a question is prefilled; None where the method that answers chooses for it.
+    """How a question is prefilled; None if the answer's method selects for it.
 
     Args:
-        chosen: what `prefill_method` gives.
+        chosen: the result of `prefill_method`.
 
     Raises:
-        UsageError: a budget without a prefill that has one.
+        UsageError: a budget was given without a prefill method that uses one.
     """
     if budget is not None and not chosen:
         raise UsageError(f"--prefill-budget {budget}: give it with --prefill and a method that chooses, such as quoka")

@@ -1,4 +1,4 @@
-"""A schedule as CSAttention writes it, such as `0.15-step-4`: a budget, and how often to search."""
+"""Parse CSAttention's notation of schedules: `0.15-step-4` is a budget of 0.15 and a selection every 4 steps."""
 
 import re
 
@@ -6,7 +6,7 @@ from sparsekv.formats.errors import UsageError
 
 
 def parse_schedule(text: str) -> tuple[str, int]:
-    """The budget as it was written, and the steps from one search to the next.
+    """The budget as it was written, and the number of steps from one selection to the next.
 
     Raises:
         UsageError: it is not BUDGET-step-STEPS.

@@ -1,4 +1,4 @@
-"""Keeping a conversation as an index, so that another call can go on with it."""
+"""Save a conversation as an index, so that another call can continue it."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from sparsekv.runtime.decoding.open import OpenIndex
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str) -> None:
-    """Better before the answer than after it.
+    """Check, before the answer is generated, that the session can be saved.
 
     Raises:
-        UsageError: something has the name already, or the answer's rows would be of another dtype.
+        UsageError: the name exists already or its folder does not, or the answer's rows would be of another dtype.
         ArtifactError: this version cannot build the index's methods.
     """
     if folder.exists():
@@ -40,14 +40,14 @@ def save_session(
     special_tokens: bool,
     quiet: bool,
 ) -> None:
-    """An index of the stored prompt, a question's ids [Q] and its answer's [A], in the same model.
+    """Write a new index over the stored prompt, the question's token ids [Q] and the answer's [A].
 
     Args:
-        raw: no chat template stood around the question.
-        special_tokens: those of the question kept their meaning.
+        raw: the question had no chat template around it.
+        special_tokens: special tokens in the question kept their meaning.
 
     Raises:
-        ArtifactError: it cannot be written, or the index it grows from is damaged.
+        ArtifactError: it cannot be written, or the index that it extends is damaged.
     """
     identity, chat = opened.artifact.manifest.model, opened.artifact.manifest.prompt.chat
     ids = torch.cat([question, torch.tensor(answer)])

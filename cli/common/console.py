@@ -1,6 +1,6 @@
-"""What a person sees: tables and results on stdout, notes and progress on stderr, the bars only on a terminal.
+"""All output of the commands: results and tables on stdout, notes and progress on stderr, bars only on a terminal.
 
-Whatever is shown goes through here: names and words are never taken for markup, emoji codes or a terminal's commands.
+Names and words of documents are never interpreted as rich markup, emoji codes or terminal control sequences.
 """
 
 import csv
@@ -17,7 +17,7 @@ from sparsekv.cli.common.printable import printable
 
 
 class _PlainConsole(Console):
-    """Shows every string, in tables and titles too, as its characters."""
+    """A rich console that prints every string literally, also in tables and titles."""
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -30,20 +30,20 @@ stderr = _PlainConsole(stderr=True)
 
 
 def show(*things: RenderableType, width: int = 120) -> None:
-    """Tables or lines on stdout, as wide as the terminal, or `width` where there is none."""
+    """Print tables or lines to stdout, as wide as the terminal, or `width` columns where there is none."""
     console = _PlainConsole(width=None if sys.stdout.isatty() else width)
     for thing in things:
         console.print(thing)
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """A result on stdout: printable on a terminal, character for character as it is elsewhere."""
+    """Print a result to stdout: control characters are escaped on a terminal, and unchanged elsewhere."""
     sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 
 
 def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """A CSV on stdout: its header, and a line for each row."""
+    """Print a CSV to stdout: its header, and a line for each row."""
     writer = csv.DictWriter(sys.stdout, names)
     writer.writeheader()
     clean = printable if sys.stdout.isatty() else str
@@ -52,19 +52,19 @@ def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def tell(thing: RenderableType, *, soft_wrap: bool = False) -> None:
-    """A table or a line on stderr; a log that is full is no reason to stop."""
+    """Print a table or a line to stderr; a failure to write (a full disk) is ignored."""
     with suppress(OSError):
         stderr.print(thing, soft_wrap=soft_wrap)
 
 
 def note(text: str, *, quiet: bool) -> None:
-    """One line on stderr, unless the person asked for quiet."""
+    """Print one line to stderr, unless --quiet was given."""
     if not quiet:
         tell(" ".join(printable(text).splitlines()), soft_wrap=True)
 
 
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
-    """That special tokens stand in a text, and how often each; nothing where none does."""
+    """Note that a text contains special tokens, each with its count; prints nothing if `plain` is empty."""
     if plain:
         told = "; ".join(f"{token}, {'once' if times == 1 else f'{times:,} times'}" for token, times in plain.items())
         note(
@@ -76,7 +76,7 @@ def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function of (stage, done, of) that draws one bar a stage; it draws nothing where no one is watching."""
+    """Yields a function of (stage, done, of) that draws a bar per stage, and nothing without a terminal."""
     bars = Progress(
         TextColumn("{task.description:14}", markup=False),
         BarColumn(),

@@ -11,19 +11,19 @@ from sparsekv.cli.common.streams import flush_streams
 
 
 def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """Tell of an error and exit; with `debug` its traceback comes first."""
+    """Print an error as one line on stderr and exit; with `debug` its traceback is printed first."""
     if debug:
         with suppress(OSError):
             print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     for one in causes(error):
-        one.__traceback__ = None  # what its frames hold may be all the memory there is
-    usage = getattr(error, "format_message", None)  # of typer, which may not even be loaded
+        one.__traceback__ = None  # frees what its frames hold: memory may have run out
+    usage = getattr(error, "format_message", None)  # typer's usage errors, by attribute: typer may not be loaded
     message = describe(error, command) if usage is None else usage()
     end(int(getattr(error, "exit_code", 1)), f"error: {message}")
 
 
 def end(code: int, message: str = "") -> NoReturn:
-    """Exit; a message that cannot be told (a full disk below the log) is not."""
+    """Print a message to stderr and exit; a message that cannot be written (a full disk) is dropped."""
     if message:
         with suppress(OSError):
             print(f"sparsekv: {' '.join(printable(message).split())}", file=sys.stderr)

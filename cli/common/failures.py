@@ -1,6 +1,6 @@
-"""What a failure of the machine, of a library or of this program is called: one line that names the thing and a remedy.
+"""Describe any exception in one line that names what failed and a remedy.
 
-Imports nothing heavy: it must work where an import itself has failed.
+Imports nothing heavy: it must work when an import itself has failed.
 """
 
 import errno
@@ -18,7 +18,7 @@ LESS_MEMORY = {
     "eval": "give a smaller --length or --chunk-size",
     "bench": "give a smaller --context or --batch",
 }
-"""How to need less, by command."""
+"""How to need less memory, by command."""
 REMEDIES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
@@ -33,7 +33,7 @@ REMEDIES = {
     errno.ENOTDIR: "move the file that lies there away",
     errno.EIO: "check the disk",
 }
-"""What to do about an error of the system, by its number."""
+"""What to do about an OSError, by its errno."""
 _MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -48,10 +48,10 @@ _DEVICE = ("CUDA error", "CUDA out of memory", "cuBLAS", "CUBLAS_STATUS", "cuDNN
 
 
 def describe(error: BaseException, command: str) -> str:
-    """One line, as long as the error itself wants it, and what to do.
+    """One line that says what failed and what to do.
 
     Args:
-        command: the name of the command that failed; empty where none was called.
+        command: name of the command that failed; empty if none was called.
     """
     less = LESS_MEMORY.get(command, "close other programs")
     if isinstance(error, SparsekvError) and not _blames_another(error):
@@ -78,7 +78,7 @@ def describe(error: BaseException, command: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it was raised from, hidden ones too."""
+    """The error and its chain of causes, including those suppressed by `from None`."""
     one: BaseException | None = error
     while one is not None:
         yield one
@@ -86,7 +86,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _blames_another(error: SparsekvError) -> bool:
-    """A line about a file that could not be read, where it was memory or a thread that lacked."""
+    """Whether the message blames a file that could not be read, although memory or threads ran out."""
     below = list(causes(error))[1:]
     return "memory of" not in str(error) and any(_is_memory(one) or _NO_THREAD in str(one) for one in below)
 

@@ -1,6 +1,7 @@
-"""A command's help in groups: its own options by what they are for, those of methods where a method is named.
+"""Group a command's --help: its own options by purpose, then the options of methods.
 
-`--method NAME --help` shows a method's options, `--method all --help` those of all; without either they are only named.
+`--method NAME --help` describes a method's options, `--method all --help` those of all methods; a plain --help only
+lists their names.
 """
 
 from collections.abc import Iterable
@@ -8,15 +9,15 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-METHODS_OF = "methods: "  # what the panel of a method's option begins with; then the names of those that have it
+METHODS_OF = "methods: "  # prefix of a method option's panel; the names of the methods that have it follow
 NAMES = "sparsekv.methods"
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose options have panels."""
+    """A command whose --help groups options by panel."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # --help is met before other options are read, so the names of methods are looked for here.
+        # --help is handled before other options are parsed, so the names of methods are read here.
         ctx.meta[NAMES] = [*_values_of("--method", args), *_values_of("--prefill", args)]
         return super().parse_args(ctx, args)
 
@@ -42,7 +43,7 @@ class GroupedCommand(TyperCommand):
         wanted = ctx.meta.get(NAMES, [])
         if wanted:
             for owners, records in owned.items():
-                # An owner may be more than a name, such as "the index of quest".
+                # An owner may be more than a name, such as "the index of squeezed".
                 if "all" in wanted or set(wanted) & {owner.split(" ")[-1] for owner in owners.split(", ")}:
                     with formatter.section(f"Options of {owners}"):
                         formatter.write_dl(records)

@@ -1,4 +1,4 @@
-"""Which index a command means."""
+"""Find and open the index that a command is to use."""
 
 import os
 import stat
@@ -9,13 +9,13 @@ from sparsekv.formats.reader import Artifact
 
 
 def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
-    """The index that was named, or the only `*.skv` of the current folder.
+    """Open the index that was named, or the only `*.skv` of the current folder.
 
     Args:
-        thorough: recheck every file that is read, as `Artifact` says.
+        thorough: verify every file that is read, see `Artifact`.
 
     Raises:
-        UsageError: none was named, and there is none or more than one; what was named cannot be a folder.
+        UsageError: none was named and the folder has none or several, or what was named is no folder.
         ArtifactError: it is unfinished, damaged or newer than this version.
     """
     if given is not None:
@@ -30,7 +30,7 @@ def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
 
 
 def _refuse_other_than_folder(given: Path) -> None:
-    """What is not there is told by who opens it, as what cannot be read."""
+    """Raise UsageError if the path is no folder; `Artifact` reports a path that does not exist."""
     try:
         mode = os.stat(given).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Ctrl-C: one line that says what is kept, at whatever moment it comes."""
+"""Handle Ctrl-C at any moment with one line that says what is kept."""
 
 import signal
 import sys
@@ -15,21 +15,21 @@ KEPT = {
     "generate": "the index is as it was",
     "tune": "the index is as it was",
 }
-"""By command; the others keep nothing and change nothing."""
+"""What a command keeps when it is interrupted; the others keep nothing and change nothing."""
 
 
 class Interruption:
-    """Whether Ctrl-C has come: libraries turn it into other errors, or lose it."""
+    """Remembers whether Ctrl-C was pressed: libraries turn KeyboardInterrupt into other errors, or lose it."""
 
     def __init__(self) -> None:
         self.came = False
 
     def told(self, command: str) -> str:
-        """What is kept."""
+        """The line to print: what the interrupted command keeps."""
         return f"interrupted; {KEPT.get(command, 'nothing was changed')}"
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        if self.came:  # a person who cannot wait for what is being put away
+        if self.came:  # a second Ctrl-C does not wait for the cleanup
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         self.came = True
@@ -38,7 +38,7 @@ class Interruption:
 
 @contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Notes Ctrl-C while it lasts; afterwards one ends the process at once. One that is ignored (nohup) stays so."""
+    """Records Ctrl-C inside the context; afterwards Ctrl-C kills the process. Under nohup SIGINT stays ignored."""
     interruption = Interruption()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield interruption
@@ -46,7 +46,7 @@ def interruptions() -> Iterator[Interruption]:
     hook = sys.unraisablehook
 
     def again(unraisable: Any) -> None:
-        """An interrupt that came while an object went away: Python would only print it."""
+        """Raise an interrupt again that came during a finaliser: Python would only print it."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             interruption.came = False
             signal.raise_signal(signal.SIGINT)

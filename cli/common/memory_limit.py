@@ -1,4 +1,4 @@
-"""Limits on memory below which libraries abort, while they load or start threads, where Python cannot tell of it."""
+"""Refuse memory limits (`ulimit -v`) under which libraries abort the process instead of raising an exception."""
 
 import resource
 from pathlib import Path
@@ -6,21 +6,21 @@ from pathlib import Path
 from sparsekv.formats.errors import SparsekvError
 
 LEAST = 768 * 2**20
-"""Bytes of addresses that torch and transformers need to load."""
+"""Bytes of address space that torch and transformers need to load."""
 LEAST_LEFT = 640 * 2**20
-"""Bytes of addresses, beside all that has been loaded, that threads and a small model take: a thread reserves some 70
-MiB of them, and some libraries abort where one cannot."""
+"""Bytes of address space that threads and a small model take after everything is loaded: a thread reserves some 70
+MiB, and some libraries abort when a thread cannot start."""
 
 
 def refuse_small_limit() -> None:
-    """Raise SparsekvError under a limit (`ulimit -v`) in which nothing could be loaded."""
+    """Raise SparsekvError if a limit (`ulimit -v`) is too small to load the libraries."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST:
         _refuse(limit, LEAST)
 
 
 def refuse_little_room() -> None:
-    """Raise SparsekvError where, with all loaded, a limit leaves less than anything needs."""
+    """Raise SparsekvError if, with the libraries loaded, a limit leaves less than LEAST_LEFT."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not pages.exists():

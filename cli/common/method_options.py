@@ -1,4 +1,4 @@
-"""The parameters of registered methods as command-line options, so that a new method brings its own."""
+"""Turn the dataclass fields of registered methods into command-line options, so that no command lists them by hand."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ from sparsekv.runtime.selection.configure import show_default
 
 
 def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a command that takes `**parameters`: one option for each field of the methods' dataclasses.
+    """Decorator of a command that takes `**parameters`: adds an option for each field of the methods' dataclasses.
 
-    A field that several methods have is one option, which reaches all of them.
+    A field that several methods have becomes one option, which sets it for all of them.
     """
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,10 +31,10 @@ def with_method_options(methods: Mapping[str, type]) -> Callable[[Callable[..., 
 
 
 def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[inspect.Parameter]:
-    """One for each field.
+    """Options as keyword parameters, one for each field of the methods.
 
     Args:
-        taken: the type of each of the command's own options, by name.
+        taken: the command's own options by name, with the names of their types; fields of these names get no option.
 
     Raises:
         UsageError: an option has two types.
@@ -53,14 +53,14 @@ def _options(methods: Mapping[str, type], taken: Mapping[str, str]) -> list[insp
 
 
 def _check_kind(field: Field[Any], name: str, kind: str, other: str) -> None:
-    """Raise UsageError where a method's field has another type than the option has already."""
+    """Raise UsageError if a method's field has another type than the option of the same name."""
     if _kind(field.type) != kind:
         option = f"--{field.name.replace('_', '-')}"
         raise UsageError(f"{option} is {kind} for {other} and {_kind(field.type)} for {name}; rename one")
 
 
 def _kind(annotation: Any) -> str:
-    """The name of a type, without what else an annotation says."""
+    """The name of an annotation's type, without `Annotated` and `| None`."""
     if isinstance(annotation, str):
         return annotation
     while args := get_args(annotation):

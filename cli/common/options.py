@@ -9,7 +9,7 @@ from sparsekv.formats.errors import UsageError
 
 
 def check_model(name: str | None) -> str | None:
-    """The same name; UsageError for one that is empty, or that begins with a user who has no home."""
+    """The name unchanged; UsageError where it is empty, or begins with the `~user` of an unknown user."""
     if name is not None and not name.strip():
         raise UsageError("--model is empty; leave it out for the default, or name one of `sparsekv models list`")
     try:
@@ -21,7 +21,7 @@ def check_model(name: str | None) -> str | None:
 
 IndexOption = Annotated[
     Path | None,
-    typer.Option("--index", "-i", metavar="NAME.skv", help="The index; may be left out where exactly one *.skv lies."),
+    typer.Option("--index", "-i", metavar="NAME.skv", help="The index. Default: the current folder's only *.skv."),
 ]
 ModelOption = Annotated[
     str | None,
@@ -32,13 +32,13 @@ ModelOption = Annotated[
         callback=check_model,
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
+DtypeOption = Annotated[str, typer.Option(help="Of the model, keys and values: auto, float32, float16 or bfloat16.")]
 SpecialTokensOption = Annotated[
     bool,
     typer.Option(
-        "--special-tokens", help="Special tokens in the text keep their meaning: only for text you wrote yourself."
+        "--special-tokens", help="Let special tokens in the text keep their meaning. Only for text you wrote yourself."
     ),
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, numbers unrounded.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]

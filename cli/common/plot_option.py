@@ -1,4 +1,4 @@
-"""Whether a picture can be written: better known before the measuring than after it."""
+"""Check that a plot can be written, before anything is measured."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from sparsekv.formats.errors import UsageError
 
 
 def refuse_unwritable_plot(plot: Path | None) -> None:
-    """Raise UsageError for a picture whose folder is missing, or whose name or ending no picture can have."""
+    """Raise UsageError for a plot whose folder is missing, or whose file name or ending is not possible."""
     if plot is None:
         return
     if not os.path.isdir(plot.absolute().parent):

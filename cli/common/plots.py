@@ -1,4 +1,4 @@
-"""Pictures of a recall report, of a clustering and of lists."""
+"""Plots of a recall report, of a clustering and of posting lists."""
 
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from sparsekv.runtime.selection.registry import methods
 
 matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
 
-SHOWN_SHARE = 0.05  # budget whose recall the heat map shows, or the nearest one measured
+SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this
 MARKERS = "osD^vPX*<>"
 
 
 def plot_recall(report: RecallReport, path: Path) -> None:
-    """Recall and output error against the share of keys and values read, one line a method; recall by layer and head.
+    """Plot recall and output error against KV read, a line per method, and recall by layer and head.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -44,7 +44,7 @@ def plot_recall(report: RecallReport, path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure and let go of it; SparsekvError when the file cannot be written."""
+    """Write a figure and close it; SparsekvError if the file cannot be written."""
     for text in figure.findobj(Text):
         text.set_text(printable(text.get_text()))
     try:
@@ -59,7 +59,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _log_scale(axis: Axes) -> None:
-    """Of y, with plain numbers: powers of ten would be written as mathematics."""
+    """Make y logarithmic with plain numbers as labels: powers of ten would need math text."""
     axis.set_yscale("log")
     for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(2, 0.5)))
@@ -80,7 +80,7 @@ def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
 
 
 def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
-    """The first method that an index was built for; a report of baselines alone shows the first of them."""
+    """Draw recall by layer and KV head of the first method that has an index, or of the first one if none has."""
     shown = _shown(report)
     rows = [row for row in report.by("layer", "kv_head") if _line(row) == _line(shown)]
     layers = sorted({row.layer for row in rows if row.layer is not None})
@@ -97,7 +97,7 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
 
 
 def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
-    """Values [layers, columns] as colours, a row a layer."""
+    """Draw values [layers, columns] as an image with a row per layer."""
     image = axis.imshow(values, aspect="auto", cmap="viridis")
     step = max(1, len(layers) // 15)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -119,10 +119,10 @@ def _shown(report: RecallReport) -> RecallRow:
 
 
 def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: Path) -> None:
-    """Sizes of the clusters of each layer, and their distribution over all layers.
+    """Plot quantiles of each layer's cluster sizes, and the distribution of sizes over all layers.
 
     Args:
-        sizes: tokens in each cluster, one array a layer.
+        sizes: tokens in each cluster, one array per layer.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -146,10 +146,10 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
 
 
 def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
-    """What subspaces give to the order of keys (as the CSAttention paper's figure 1c): by rank; by layer and subspace.
+    """Plot how much each subspace decides the keys' ranking, by rank (CSAttention's figure 1c) and by layer.
 
     Args:
-        lists: by layer.
+        lists: the shares of each layer, by its number.
 
     Raises:
         SparsekvError: the picture cannot be written.

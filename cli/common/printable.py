@@ -1,4 +1,4 @@
-"""Text that anyone may have written, in a form that cannot steer a terminal."""
+"""Escape untrusted text so that it cannot control a terminal."""
 
 import json
 import re
@@ -9,11 +9,11 @@ _BIDI = "\u202a-\u202e\u2066-\u2069"
 _STEERING = re.compile(rf"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f{_BIDI}{_SURROGATES}]")
 _RAW_IN_JSON = re.compile(rf"[\x7f-\x9f\u2028\u2029{_BIDI}{_SURROGATES}]")
 _BYTES = range(0xDC80, 0xDD00)
-"""How Python holds the bytes of a file's name that are not UTF-8."""
+"""Surrogates by which Python represents bytes of a file name that are not UTF-8."""
 
 
 def printable(text: str) -> str:
-    """The text with control characters, overrides of its direction and bytes that are no text as `\\x1b` or `\\u202e`.
+    """The text with control characters, bidi overrides and undecodable bytes escaped, as in `\\x1b` or `\\u202e`.
 
     Line ends and tabs stay.
     """
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """JSON in one line, letters as they are, all that steers a terminal or ends a line escaped."""
+    """JSON on one line: non-ASCII letters are kept, control characters and line ends are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _RAW_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

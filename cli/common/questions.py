@@ -1,4 +1,4 @@
-"""Where questions come from: an argument, a file or standard input."""
+"""Read questions from an argument, a file or standard input."""
 
 import sys
 
@@ -6,14 +6,14 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.text_source import read_bytes
 
 MOST = 2**28
-"""Bytes of questions in one file: more of them come from a device that never ends."""
+"""Bytes of questions in one file: more would be a device that never ends."""
 
 
 def read_question(argument: str | None, file: str | None) -> str:
     """One question, without the newline at its end.
 
     Raises:
-        UsageError: it was given twice or not at all, or the file cannot be read.
+        UsageError: no question or two were given, or the file cannot be read.
     """
     if argument is not None and file is not None:
         raise UsageError("give the question once: as an argument or with --prompt-file")
@@ -37,7 +37,7 @@ def read_lines(file: str, option: str) -> list[str]:
 
 
 def read_questions(file: str, option: str) -> list[str]:
-    """The lines that are not blank; raises what `read_lines` raises."""
+    """Every line of a file or of standard input that is not blank; raises what `read_lines` raises."""
     return [line for line in read_lines(file, option) if line.strip()]
 
 

@@ -1,4 +1,4 @@
-"""Warnings of libraries, which a person can do nothing about, and which name files of theirs."""
+"""Silence warnings of libraries, about which the user can do nothing."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_libraries(*, debug: bool) -> Iterator[None]:
-    """Keeps them off the screen while it lasts, unless a person wants to see everything."""
+    """Context manager that hides libraries' warnings and log records; with `debug` it hides nothing."""
     if debug:
         yield
         return

@@ -1,4 +1,4 @@
-"""A word where a budget was likely meant as a percentage."""
+"""Warn about budgets of a few tokens, which were likely meant as percentages."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ FEW = 32
 
 
 def note_small_budgets(budgets: Iterable[Budget], *, quiet: bool) -> None:
-    """A line on stderr for each that is a few tokens."""
+    """Print a note to stderr for each budget below FEW tokens."""
     for budget in budgets:
         if not budget.is_share and budget.value < FEW:
             tokens = "one token" if budget.value == 1 else f"{budget.value} tokens"

@@ -1,4 +1,4 @@
-"""What `sparsekv generate --stats` shows of an answer and of each layer."""
+"""What `sparsekv generate --stats` prints about an answer and about each layer."""
 
 from rich.table import Table
 
@@ -10,7 +10,7 @@ MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller
 
 
 def print_stats(answer: Answer) -> None:
-    """Times and rows on stderr, and a table of layers where the method can tell what it leaves."""
+    """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass."""
     note(_summary(answer), quiet=False)
     if answer.kv_fraction > 1:
         note(f"more than all keys and values: {MORE_THAN_EVERYTHING}", quiet=False)

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or of an encoding that not every text has."""
+"""Make the standard streams usable when they are closed, full, or in an encoding other than UTF-8."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from sparsekv.formats.errors import SparsekvError
 
 
 class _Stdout(io.FileIO):
-    """Standard output whose errors name it, and that may outlive its reader."""
+    """Standard output whose errors name it, and that may ignore a closed pipe."""
 
     outlives_reader = False
 
@@ -25,7 +25,7 @@ class _Stdout(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Make all three usable: text is UTF-8, and bytes of names that are not come out as they were.
+    """Make stdin, stdout and stderr usable: text is UTF-8, and file names that are not are written byte for byte.
 
     Raises:
         SparsekvError: standard output is closed, so that no result could be shown.
@@ -34,7 +34,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # Or else a file of an index would be opened as this number, and a library's print would go into it.
+            # Otherwise a file of an index could get this descriptor, and a library's print would go into it.
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # it stays open
@@ -48,7 +48,7 @@ def prepare_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """Let a reader that has enough (`| head -1`) be no reason to stop: more is to be done than to be read."""
+    """Keep running when the reader of stdout closes the pipe (`| head -1`), for commands that still have to write."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stdout):
@@ -56,7 +56,10 @@ def outlive_reader() -> None:
 
 
 def flush_streams() -> OSError | None:
-    """Write what is buffered; why standard output cannot be written, if so. Nothing is left for the end of Python."""
+    """Flush stdout and stderr, and return the error of stdout if it cannot be written.
+
+    A stream that fails goes to /dev/null from then on, so that Python reports nothing more at exit.
+    """
     failure = None
     for stream in (sys.stdout, sys.stderr):
         try:

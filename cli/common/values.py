@@ -1,4 +1,4 @@
-"""What no option of any command may be: text that is not UTF-8, a number that is none or that no machine can hold."""
+"""Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, and numbers beyond int64."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ LARGEST = 2**63 - 1
 
 
 def with_checked_values(command: Any) -> Any:
-    """The command, or all of a group, so that it refuses such values before it does anything."""
+    """The command, or a group with all its commands, changed to raise UsageError for such values before it runs."""
     for one in getattr(command, "commands", {}).values():
         with_checked_values(one)
     if command.callback is not None:
@@ -36,7 +36,7 @@ def _checked(callback: Any, names: dict[str, str]) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
-    """Names of files are left alone: any bytes may be one."""
+    """Raise UsageError for a bad value. Paths are not checked: a file name may be any bytes."""
     if isinstance(value, str) and not _is_utf8(value):
         raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")
     if isinstance(value, float) and not math.isfinite(value):

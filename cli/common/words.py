@@ -1,4 +1,4 @@
-"""The words of a prompt, so that a person can read what a cluster is about."""
+"""The words that characterise a cluster's tokens, so that the user can read what the cluster is about."""
 
 import math
 from collections import Counter
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> list[str]:
-    """For each token the word that it is part of; a token of white space or signs alone is its own word."""
+    """For each token the word that it is part of; a token of only white space or punctuation is its own word."""
     known = {token: str(tokenizer.decode([token])) for token in set(input_ids)}
     texts = [known[token] for token in input_ids]
     words: list[str] = []
@@ -26,7 +26,7 @@ def _continues(before: str, text: str) -> bool:
 
 
 def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, int]:
-    """Words of some positions with how often each occurs there, those first that are rarer elsewhere (G-test)."""
+    """Words at some positions with their counts there, the most over-represented first (by G-test)."""
     overall, here = Counter(words), Counter(words[position] for position in positions)
     total, inside = len(words), here.total()
 

@@ -1,4 +1,4 @@
-"""What `sparsekv inspect` prints for a person, from the same record that --json gives."""
+"""The tables of `sparsekv inspect`, from the same record that --json prints."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BLOCKS_SHOWN = 6
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
-    """Facts, then for each method its parameters, cluster sizes, biggest clusters and lists."""
+    """Print facts about the index, then each method's parameters, blocks, cluster sizes, biggest clusters and lists."""
     show(_facts(inspection))
     for name, method in inspection["methods"].items():
         parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
@@ -49,7 +49,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
 
 
 def _default(setting: dict[str, Any]) -> str:
-    """What `tune` wrote."""
+    """One line about the default setting that `tune` wrote."""
     target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
     of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
     return (
@@ -60,7 +60,7 @@ def _default(setting: dict[str, Any]) -> str:
 
 
 def _held_out(calibration: dict[str, Any]) -> list[str]:
-    """Every held-out keep rate in a calibration, however deep it lies, by the path to it."""
+    """A line for each held-out keep rate in a nested calibration record, prefixed with its keys."""
     lines = []
     for key, value in calibration.items():
         if key == "held_out_keep":
@@ -71,7 +71,7 @@ def _held_out(calibration: dict[str, Any]) -> list[str]:
 
 
 def _blocks(blocks: list[dict[str, Any]]) -> Table:
-    """Every block, or the first ones and the last two where there are many: closed ones are alike."""
+    """A row per block; of many blocks the first ones and the last two, as closed blocks are alike."""
     table = Table(title="blocks, clustered one by one", title_justify="left", title_style="")
     for name in ("block", "from token", "to", "tokens", "clusters a KV head", ""):
         table.add_column(name, justify="right")
@@ -138,4 +138,4 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
 
 
 TABLES = {"blocks": _blocks, "layers": _sizes, "biggest": _biggest, "lists": _lists}
-"""What shows each part of a method's record."""
+"""The function that makes a table of each part of a method's record."""

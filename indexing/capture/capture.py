@@ -1,8 +1,8 @@
-"""Capture of keys, values and queries as a model attends to them, by a prefill in chunks.
+"""Capture keys, values and queries as a model attends to them, by a prefill in chunks.
 
-The model runs as it is, chunk after chunk, into a cache that is allocated once: N rows of keys and values a layer.
-Beside that, one layer's chunk of attention is in memory at a time, and of each layer the last R queries and those of a
-sample of positions, where one is asked for.
+The unmodified model runs chunk by chunk into a cache that is allocated once: N rows of keys and values per layer.
+Besides the cache, memory holds one layer's attention for one chunk, and from each layer the last R queries and the
+queries at sampled positions, if any are requested.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 
 PROBE_LOGITS = 32
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
-"""Queries [Hq, P, D] of a layer at positions [P] of a prefix that is not run."""
+"""Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that the model does not run over again."""
 
 
 class ContextLayer(CacheLayerMixin):
@@ -27,7 +27,7 @@ class ContextLayer(CacheLayerMixin):
 
     Args:
         tokens: N.
-        prefix: keys and values [Hk, P, D] of the first ones, where they are known.
+        prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
     """
 
     is_sliding = False
@@ -69,8 +69,8 @@ class ContextLayer(CacheLayerMixin):
 
 @dataclass
 class CapturedLayer:
-    """One layer: keys, values [Hk, N, D] as attended, the last R queries [Hq, R, D], sink logits [Hq], and the queries
-    [Hq, P, D] of the sampled positions; None for a layer with a sliding window."""
+    """One layer: keys, values [Hk, N, D] as attended, the last R queries `tail` [Hq, R, D], the learned sink logits
+    [Hq], or None, and `sample`, the queries [Hq, P, D] at the sampled positions; None with a sliding window."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -81,8 +81,8 @@ class CapturedLayer:
 
 @dataclass
 class _Recorder:
-    """The attention function of a capture: that of its prefill, which keeps the last R queries, and those of some
-    positions [P], rising; `prefix_queries` gives those of the ones before the prefix's end."""
+    """The attention function of a capture: attends as its prefill does, and stores the last R queries and those at
+    `positions` [P], rising. `prefix_queries` returns the queries at positions inside the prefix, which is not run."""
 
     prefill: Prefill
     sinks: int
@@ -108,7 +108,7 @@ class _Recorder:
         self._keep_tail(call)
         if call.window is None:
             self._keep_sample(call)
-        # The probe is compared with a token that attends to the stored context densely.
+        # The last token gives the probe, which is later compared with dense attention over the stored context.
         dense = call.keys.shape[1] == self.tokens and not self.prefill.exact
         return (DensePrefill() if dense else self.prefill).attend(call, self.sinks)
 
@@ -138,7 +138,7 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A whole prefill: one entry a layer, and the probe; `take` hands a layer over and frees its cache rows."""
+    """A finished prefill: one entry per layer, and the probe; `take` returns a layer and drops it from the cache."""
 
     _logits: torch.Tensor
     _layers: list[ContextLayer]
@@ -146,7 +146,7 @@ class Capture:
 
     @property
     def probe(self) -> Probe:
-        """The highest logits of the last token; only where `not_finite` finds nothing."""
+        """The PROBE_LOGITS highest logits of the last token; valid only if `not_finite` returns None."""
         top = self._logits.topk(min(PROBE_LOGITS, len(self._logits)))
         return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
@@ -154,7 +154,7 @@ class Capture:
         return self._recorder.facts[layer]
 
     def not_finite(self) -> str | None:
-        """What overflowed or is no number: keys, values or queries of the first such layer, or the logits."""
+        """The first tensor with an infinity or NaN, such as `keys of layer 3` or `logits`; None if all are finite."""
         for number, layer in enumerate(self._layers):
             recorder = self._recorder
             queries = [recorder.tails[number], recorder.samples.get(number)]
@@ -179,7 +179,7 @@ class Capture:
 
 
 def _is_finite(rows: torch.Tensor) -> bool:
-    # One pass without a mask of its size: both extremes are not numbers where any value is not.
+    # One pass without a mask of the tensor's size: aminmax returns NaN if any value is NaN.
     return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
 
@@ -198,19 +198,19 @@ def capture(
     prefix_queries: PrefixQueries | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
-    """Prefill `input_ids` in chunks, keeping what each layer attends to.
+    """Prefill `input_ids` in chunks and return every layer's keys, values and queries.
 
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
-        positions: [P] int64, rising: where to keep the queries too, allocated at once.
-        chunk_size: tokens a forward pass; the result of a dense prefill does not depend on it beyond rounding. A model
-            whose RoPE depends on the length of the sequence is run over the whole prompt at once, whatever it says.
-        prefill: what chunks attend to; dense by default. After another one the last token is run by itself, densely.
+        positions: [P] int64, rising: further positions whose queries to keep, in memory allocated in one piece.
+        chunk_size: tokens per forward pass; a dense prefill's result does not depend on it beyond rounding. Ignored
+            for a model whose RoPE depends on the sequence's length: it runs over the whole prompt in one pass.
+        prefill: what chunks attend to; dense by default. With any other, the last token runs by itself, densely.
         sinks: first tokens that every chunk attends to, whatever the prefill.
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
-        prefix: gives keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
-        prefix_queries: gives the queries at those positions that are not run; needed where there are any.
+        prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
+        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has any there.
         progress: called with the number of tokens done after each chunk.
     """
     tokens = len(input_ids)

@@ -1,8 +1,7 @@
-"""How each layer of a model turns its keys with their position, found by measuring the model itself.
+"""Find each layer's rotary embedding by measuring the model, without knowledge of its architecture.
 
-One token attends to itself alone, so what enters a layer does not depend on where the token stands, and the layer's
-keys at two positions differ by its rotation only. No architecture is named: what explains the difference is how it
-turns.
+A single token attends to itself alone, so a layer's input does not depend on the token's position, and its keys at two
+positions differ by the layer's rotation only. The candidate that explains the difference is the layer's RoPE.
 """
 
 import torch
@@ -12,34 +11,34 @@ from sparsekv.formats.schema import RopeFacts
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.rotation import rotate, split_pairs
 
-LEAST_TOLERANCE = 1e-4  # relative to a pair's length; a wrong rotation is off by its whole length somewhere
-SMALL_PAIR = 1e-3  # of the mean channel: what is smaller may be lost in rounding
+LEAST_TOLERANCE = 1e-4  # relative to the length of a pair of channels; a wrong rotation misses some pair by all of it
+SMALL_PAIR = 1e-3  # share of the mean channel, added to a pair's length: smaller pairs may be lost in rounding
 UNTURNED = RopeFacts(frequencies=[], interleaved=False)
 
 
 @torch.inference_mode()
 def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> list[RopeFacts | None]:
-    """How each layer turns its keys in a sequence as long as a prompt, by two forward passes over one token.
+    """Each layer's RoPE for a sequence as long as the prompt, by two forward passes over one token.
 
-    A factor that all positions share, such as YaRN's, is no part of a rotation. Frequencies that depend on the length
-    of a sequence (dynamic, longrope) are those of the prompt's.
+    A scale that all positions share, such as YaRN's, is not part of the rotation. Frequencies that depend on the
+    sequence's length (dynamic, longrope) are those for the prompt's length.
 
     Args:
         input_ids: [N] int64; N - 1 is the position to measure at.
 
     Returns:
-        one entry a layer, None where no rotary embedding of the model explains what the layer does.
+        One entry per layer; None if none of the model's rotary embeddings explains what the layer does.
     """
     last = len(input_ids) - 1
     before = _keys_of_one_token(model, input_ids[-1:], 0)
     after = _keys_of_one_token(model, input_ids[-1:], last)
-    # Read only now: the pass before has made the frequencies those of its length.
+    # Read only now: the second pass has set the frequencies to those for its length.
     candidates = [UNTURNED, *_rotary_embeddings(model)]
     return [_explanation(before[layer], after[layer], last, candidates) for layer in sorted(before)]
 
 
 def _keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
-    """Keys [Hk, D] of each layer for one token id [1] that stands alone at a position."""
+    """Keys [Hk, D] of each layer for one token id [1], run alone at a position."""
     keys: dict[int, torch.Tensor] = {}
 
     def attend_to_itself(call: AttentionCall) -> torch.Tensor:
@@ -53,7 +52,7 @@ def _keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[RopeFacts]:
-    """Both ways to pair channels for each set of frequencies that the model holds now."""
+    """Candidates: each set of frequencies in the model's buffers, with both ways to pair channels."""
     found = [
         RopeFacts(frequencies=buffer.float().tolist(), interleaved=interleaved)
         for name, buffer in model.named_buffers()
@@ -74,9 +73,9 @@ def _explanation(
 
 
 def _misfit(before: torch.Tensor, after: torch.Tensor, position: int, rope: RopeFacts) -> float:
-    """Largest distance of a pair of channels from where the rotation takes it, relative to its length.
+    """The largest error of the predicted rotation over pairs of channels, relative to the pair's length.
 
-    Pair by pair, as a few large channels that hardly turn would hide all others in a sum.
+    The maximum over pairs and not a sum, which a few large channels that hardly rotate would dominate.
     """
     frequencies = torch.tensor(rope.frequencies, device=before.device)
     before, after = before.float(), after.float()

@@ -1,4 +1,4 @@
-"""A document as text: read no further than it is needed, and refused where it is none."""
+"""Read a document as UTF-8 text, only as far as it is needed, and refuse what is not text."""
 
 import codecs
 import hashlib
@@ -14,13 +14,13 @@ _PIECE = 2**20  # bytes
 
 
 class Document:
-    """A text that is being read; all of it that is read is checked, what was asked for is kept.
+    """A text read in pieces: everything read is checked and hashed, and what `first` or `whole` returned is kept.
 
-    A byte order mark at its start is no part of it. Each method but `of` raises SparsekvError for what is no text in
-    UTF-8, as far as it reads, and for a text of white space alone.
+    A byte order mark at the start is dropped. Each method but `of` raises SparsekvError if what it reads is not UTF-8
+    text, or if the whole text is white space.
 
     Args:
-        name: what errors call it.
+        name: the document's name in errors.
     """
 
     def __init__(self, name: str, reader: BinaryIO):
@@ -31,14 +31,14 @@ class Document:
 
     @classmethod
     def of(cls, text: str) -> "Document":
-        """A text that is at hand, whatever it is."""
+        """A document from a string, which is not checked."""
         document = cls("", io.BytesIO())
         document._kept, document._characters, document._ended = [text], len(text), True
         document._sum.update(text.encode())
         return document
 
     def first(self, characters: int) -> str:
-        """So many of its first characters, or all of them; not to be called after `sha256`."""
+        """The first `characters` characters, or all if there are fewer; not to be called after `sha256`."""
         while not self._ended and self._characters < characters:
             piece = self._read()
             self._kept.append(piece)
@@ -46,13 +46,13 @@ class Document:
         return "".join(self._kept)[:characters]
 
     def whole(self) -> str:
-        """All of it; not to be called after `sha256`."""
+        """The whole text; not to be called after `sha256`."""
         while not self._ended:
             self._kept.append(self._read())
         return "".join(self._kept)
 
     def sha256(self) -> str:
-        """Of all of its bytes, in hex; the rest is read and not kept."""
+        """The sha256 of all bytes but the byte order mark, in hex; reads the rest of the text without keeping it."""
         while not self._ended:
             self._read()
         return self._sum.hexdigest()
@@ -80,7 +80,7 @@ def open_document(source: str, *, whole: bool) -> Iterator[Document]:
     """A document in a file, or on standard input for `-`.
 
     Args:
-        whole: read all of it now; otherwise only its beginning, so that what is no text is mostly found at once.
+        whole: read all of it now; otherwise only its first MiB, which mostly suffices to find that it is not text.
 
     Raises:
         UsageError: no such file, or a folder.

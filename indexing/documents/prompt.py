@@ -1,4 +1,4 @@
-"""From a document to the fixed prompt: frame it with the model's chat template, count its tokens."""
+"""From a document to the token ids of the fixed prompt, inside the model's chat template."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ _BETWEEN = "\n\n"
 class FixedPrompt:
     """input_ids [N] of everything before the question, the document's sha256, and the chat frame if there is one.
 
-    `special_tokens` says that those of the document kept their meaning, `plain` how often which stand in it as plain
-    text, `cut` that the document goes on.
+    `special_tokens`: special tokens in the document kept their meaning. `plain`: those that were read as plain text,
+    with their counts. `cut`: the document is longer than the prompt.
     """
 
     input_ids: torch.Tensor
@@ -36,7 +36,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
     """What the chat template puts before the document, between it and the question, and after; None without one.
 
     Raises:
-        UsageError: the template fails, or does not carry a text through.
+        UsageError: the template fails, or its output does not contain the user's text exactly once.
     """
     if not tokenizer.chat_template:
         return None
@@ -48,10 +48,10 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """Messages in a model's chat template, up to where its answer begins; UsageError where the template fails."""
+    """Messages in a model's chat template, up to where its answer begins; UsageError if the template fails."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program, which may raise what it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise UsageError(f"the model's chat template fails: {first_line(error)}; build with --raw") from None
 
 
@@ -66,12 +66,12 @@ def encode_prompt(
     """Token ids of the fixed prompt: the chat template's head, then the document's first `max_tokens` tokens.
 
     Args:
-        text: a document is kept in memory no further than these tokens need.
-        special_tokens: let those of the document keep their meaning; otherwise they are plain text.
+        text: of a `Document`, only as much is kept in memory as these tokens need.
+        special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
-        UsageError: the model's chat template is of no use.
-        SparsekvError: the document is no text, or its special tokens cannot be read as plain text.
+        UsageError: the model's chat template cannot be used.
+        SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
     chat = None if raw else chat_frame(tokenizer)
     head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
@@ -91,7 +91,7 @@ def encode_prompt(
 def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:
     """The first tokens of a document, and whether it goes on.
 
-    A beginning may end amid a token, so its tokens count when those of one twice as long begin alike.
+    A beginning may be cut inside a token, so its tokens are accepted only when a beginning twice as long has the same.
     """
     shorter: list[int] = []
     characters = 8 * tokens + 4096

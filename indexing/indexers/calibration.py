@@ -1,4 +1,4 @@
-"""Threshold against share of tokens kept: the curve from which one global threshold serves any target."""
+"""The curve of score threshold against share of tokens kept, from which the threshold for any target is read."""
 
 import torch
 
@@ -8,9 +8,9 @@ POINTS = torch.logspace(-3, 0, 61, dtype=torch.float64)
 
 
 class KeepCurve:
-    """Accumulates scores over layers, heads and queries, weighted by the tokens that each score decides.
+    """Accumulates cluster scores over layers, heads and queries, weighted by the tokens of each cluster.
 
-    Holds a histogram of log2 scores in steps of 0.01: its size does not grow with the context.
+    Stores a histogram of log2 scores in steps of 0.01, so its size does not grow with the context.
     """
 
     def __init__(self) -> None:
@@ -18,19 +18,19 @@ class KeepCurve:
         self.tokens = 0.0
 
     def add(self, scores: torch.Tensor, counts: torch.Tensor, tokens: float) -> None:
-        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query has `tokens` to choose from."""
+        """Add scores [Hk, Q, C] of clusters with counts [Hk, Q or 1, C]; every query selects from `tokens` tokens."""
         bins = _bins(scores)
         weights = counts.expand_as(scores).double()
-        # Where the scores are: there may be millions. Sums of whole numbers are the same in any order.
+        # On the scores' device, as there may be millions. Atomics do no harm: whole numbers sum the same in any order.
         added = torch.zeros(BINS, dtype=torch.float64, device=scores.device)
         self.weight += added.scatter_add_(0, bins.flatten(), weights.flatten()).cpu()
         self.tokens += tokens * scores.shape[0] * scores.shape[1]
 
     def threshold(self, keep: float) -> float:
-        """The score above which clusters hold the share `keep` of all tokens; 0 keeps everything."""
+        """The threshold at which clusters of at least that score have the share `keep` of all tokens; 0 keeps all."""
         kept = self.weight.flip(0).cumsum(0) / self.tokens
         passed = int(torch.searchsorted(kept, torch.tensor(keep, dtype=torch.float64)))
-        # The lowest bin holds all scores below it too: no threshold above 0 is under them.
+        # The lowest bin also has all smaller scores, so only a threshold of 0 keeps all of its clusters.
         return 0.0 if passed >= BINS - 1 or keep >= 1 else 2.0 ** (LOWEST + (BINS - 1 - passed) * (-LOWEST / BINS))
 
     def share_above(self, threshold: float) -> float:

@@ -1,4 +1,4 @@
-"""What methods that cluster keys have in common: their parameters, and the clustering of some tokens."""
+"""Base class of indexers that cluster keys: their parameters, and the hierarchical clustering of a range of tokens."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,13 +14,17 @@ from sparsekv.kernels.kmeans.kmeans import SPACES, to_space
 
 @dataclass(frozen=True)
 class ClusterIndexer(Indexer):
-    """Levels of clusters; `levels` are shares of the tokens that are clustered together, finest first."""
+    """Builds levels of clusters; `levels` are centroids per level, finest first, as shares of the tokens clustered."""
 
     levels: tuple[float, ...] = field(
-        default=(0.05, 0.01), metadata={"help": "Centroids per level as shares of the document's tokens, finest first."}
+        default=(0.05, 0.01),
+        metadata={"help": "Number of centroids per level, as shares of the document's tokens, finest first."},
     )
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
-    space: str = field(default="normalised", metadata={"help": f"Space of k-means: {', '.join(SPACES)}."})
+    space: str = field(
+        default="normalised",
+        metadata={"help": f"How keys are transformed before k-means: {', '.join(SPACES)} (mean key subtracted)."},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,12 +38,12 @@ class ClusterIndexer(Indexer):
     def cluster(
         self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The tensors of `level_tensors` for tokens clustered together; allocates the keys once more in float32.
+        """Cluster tokens together and return the tensors of `level_tensors`; allocates the keys once more in float32.
 
         Args:
             keys, values: [Hk, M, D].
-            first_token: position in the prompt of the first of them.
-            lookup_keys: [Hk, M, D], clustered in the place of the keys.
+            first_token: position in the prompt of the first token.
+            lookup_keys: [Hk, M, D], clustered instead of the keys.
         """
         points, sizes = keys if lookup_keys is None else lookup_keys, level_sizes(self.levels, keys.shape[1])
         labels = self._kmeans(points, sizes[0])

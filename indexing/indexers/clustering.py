@@ -1,4 +1,4 @@
-"""k-means over the heads of a layer: faiss on the CPU, our own kernels on a GPU; one seed, one final assignment."""
+"""k-means for each head of a layer: faiss on the CPU, our own kernels on a GPU, with a fixed seed."""
 
 import torch
 
@@ -8,12 +8,12 @@ from sparsekv.kernels.kmeans.kmeans import random_kmeans
 def kmeans(
     points: torch.Tensor, clusters: int, iterations: int, seed: int, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Labels of a k-means per head, all from one final assignment to the final centres.
+    """Labels of a k-means per head, from one last assignment to the final centroids.
 
     Args:
         points: [Hk, M, D] float32.
         clusters: number of clusters, at most the number of valid points of any head.
-        valid: [Hk, M] bool; points that take no part get label 0. None: all do.
+        valid: [Hk, M] bool; invalid points are left out and get label 0. None: all are valid.
 
     Returns:
         [Hk, M] int64, the same in every run on one device. Clusters may be empty.
@@ -30,9 +30,9 @@ def kmeans(
 
 
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
-    import faiss  # here, because a GPU needs none of it
+    import faiss  # here, as it is not needed on a GPU
 
-    # The two bounds keep faiss from subsampling, and from printing its advice past Python to a person's screen.
+    # The two bounds keep faiss from subsampling, and from printing warnings from C++ to the terminal.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(
         data.shape[1],

@@ -1,4 +1,4 @@
-"""What an indexing method is: one file a method."""
+"""The interface of indexers, the offline halves of methods; each method is a file in `indexing/methods`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 
-LARGEST_SEED = 2**31 - 1  # what faiss takes
+LARGEST_SEED = 2**31 - 1  # the largest that faiss accepts
 MOST_ITERATIONS = 10_000
 
 
 def check_iterations(iterations: int) -> None:
-    """Raise UsageError for a number of k-means' iterations that is none, or of no use."""
+    """Raise UsageError for a number of k-means iterations below 1 or above MOST_ITERATIONS."""
     if not 1 <= iterations <= MOST_ITERATIONS:
         raise UsageError(f"--iterations {iterations}: give a number from 1 to {MOST_ITERATIONS}")
 
@@ -24,8 +24,9 @@ def check_iterations(iterations: int) -> None:
 class LayerInput:
     """What a method builds from: one layer's middle keys and values [Hk, M, D], and how the layer attends.
 
-    `queries` [Hq, P, D] are those of a sample of the middle's `positions` [P], rising, for methods that want some.
-    `sink_keys` [Hk, S, D] are the keys before the middle; `sink_logits` [Hq] those that a model learned, if it did.
+    `queries` [Hq, P, D] are the queries at `positions` [P], rising, a sample of the middle; None unless the method's
+    `queries_wanted` is above 0. `sink_keys` [Hk, S, D] are the keys before the middle, `sink_logits` [Hq] the learned
+    attention-sink logits of models that have them.
     """
 
     keys: torch.Tensor
@@ -40,7 +41,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """What a method calibrates on: what it built for a layer, and the held-out queries [Hq, R, D]."""
+    """What a method calibrates on: the tensors that it built for a layer, and the held-out queries [Hq, R, D]."""
 
     tensors: dict[str, torch.Tensor]
     tail_queries: torch.Tensor
@@ -61,27 +62,27 @@ class Indexer(ABC):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def queries_wanted(self) -> int:
-        """How many queries of the prompt, per KV head, the method builds from; 0: none."""
+        """How many of the prompt's queries, per KV head, the method builds from; 0: none."""
         return 0
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Bytes that its files take for each middle token and KV head, where that is much beside keys and values."""
+        """Bytes of its files per middle token and KV head, if they are large compared with keys and values; else 0."""
         return 0.0
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """The artifact's tensors for one layer."""
+        """Build the index's tensors for one layer, by name."""
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """The artifact's tensors for one layer whose middle has grown; only methods with `takes_tokens` have this.
+        """Build the index's tensors for one layer whose middle has grown; only methods with `takes_tokens` have this.
 
         Args:
-            tensors: the ones made for the first `old_middle` tokens of the middle, with the same parameters.
+            tensors: those built for the first `old_middle` tokens of the middle, with the same parameters.
         """
         raise NotImplementedError
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """Numbers that need all layers, for the manifest; `layers()` walks them anew at each call."""
+        """Numbers for the manifest that need all layers; each call of `layers()` iterates over the layers again."""
         return {}

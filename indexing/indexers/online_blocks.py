@@ -1,16 +1,16 @@
-"""Blocks of clusters taken apart again, so that closed ones stay as they are while the last one grows."""
+"""Split a joined hierarchy of clusters into its blocks again, so that only the last block changes in an append."""
 
 import torch
 
 
 def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The blocks that `join_blocks` made one hierarchy of, each numbered from 0 again, without token_offsets.
+    """Undo `join_blocks`: the tensors of each block, with clusters numbered from 0, without token_offsets.
 
     Args:
         tensors: those of `join_blocks`, and block_offsets [blocks + 1].
 
     Returns:
-        one dictionary a block, of views but for the parents.
+        One dictionary per block; all tensors are views but `parent`.
     """
     offsets = tensors["block_offsets"].long()
     blocks: list[dict[str, torch.Tensor]] = [{} for _ in offsets[1:]]
@@ -30,10 +30,10 @@ def split_blocks(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tenso
 
 
 def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """First cluster of each block in one level, and the end; counts [Hk, C], offsets [blocks + 1].
+    """The first cluster of each block in one level, then the number of clusters; counts [Hk, C], offsets [blocks + 1].
 
-    Empty clusters come last in their block, so a block's first cluster is the first to pass its offset; every head has
-    as many clusters in a block as the others.
+    Empty clusters come last in their block, so a block's first cluster is the first whose tokens end past the block's
+    offset. All heads have the same number of clusters in a block.
     """
     ends = counts[0].long().cumsum(0)
     return torch.cat([torch.searchsorted(ends, offsets[:-1], right=True), offsets.new_tensor([len(ends)])])

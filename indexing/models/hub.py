@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: their files in the hub's own cache, every failure told in one line."""
+"""Fetch models of the Hugging Face hub into the hub's own cache, with every failure as a one-line error."""
 
 import shlex
 from pathlib import Path
@@ -20,7 +20,7 @@ UNNEEDED = ["*/*", "consolidated*"]
 
 
 def hub_folder(name: str, *, download: bool = True) -> Path:
-    """Folder of a hub model's files, named after its commit; downloads what is not there yet, unless told not to.
+    """Folder of a hub model's files, named after its commit; downloads missing files unless `download` is False.
 
     Raises:
         UsageError: no such model, no access to it, or neither a network nor a copy in the cache.
@@ -47,7 +47,7 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library that says something, cut to a readable length."""
+    """The first non-empty line of an error's message, cut to 200 characters; the error's class if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,4 +1,4 @@
-"""Identity of a loaded model and tokenizer, for the manifest of an index and for the check against it."""
+"""Identity of a loaded model and tokenizer, stored in an index's manifest and checked when the index is opened."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
+"""Load a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 Progress = Callable[[str], None]
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
-"""What torch, safetensors and Python say of it, in errors of many kinds."""
+"""Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that needs no hub: what it is, and whether it is in the cache (`bytes` on disk, 0 if not)."""
+    """A model that needs no hub, and whether it is in the cache (`bytes` is its size on disk, 0 if not)."""
 
     name: str
     description: str
@@ -50,7 +50,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """The models that this tool brings along."""
+    """The models that need no hub: the embedded one."""
     folder = embedded_path()
     cached = not damaged_files(folder, full=False)
     return [
@@ -66,10 +66,10 @@ def known_models() -> list[KnownModel]:
 
 
 def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
-    """Folder of a model made ready to run offline, checked in full if it is the embedded one.
+    """Download a model, so that it runs offline, and return its folder; the embedded one is verified in full.
 
     Raises:
-        UsageError: no such model, or a folder, which needs no pulling.
+        UsageError: no such model, or the name is a local folder.
         SparsekvError: no network, no space, a wrong checksum.
     """
     if name == EMBEDDED:
@@ -87,7 +87,7 @@ def load_model(
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer, downloading what is not there yet.
+    """Load a model and its tokenizer, downloading missing files.
 
     Args:
         name: the embedded model's name, a local folder, or a hub id.
@@ -116,7 +116,7 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer alone of a model that is on this machine; nothing is downloaded.
+    """Only the tokenizer of a model that is on this machine; nothing is downloaded.
 
     Raises:
         UsageError: no such model, or one without a tokenizer.
@@ -130,7 +130,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def choose_device(text: str) -> torch.device:
-    """A device by its name; `auto` is the GPU where there is one. UsageError for what is none, or not there."""
+    """A device by its name; `auto` is the GPU if there is one. UsageError for an unknown or missing device."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -157,12 +157,12 @@ def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
 def _path(name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~ of nobody
+    except RuntimeError:  # ~user of an unknown user
         return Path(name)
 
 
 def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
-    """Folder, full name and revision of a model."""
+    """Folder, full name and revision of a model; downloads it unless `download` is False."""
     if name == EMBEDDED:
         return pull_embedded(progress), name, None
     path = _path(name)
@@ -199,7 +199,7 @@ def _tokenizer(folder: Path, name: str) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError):
         tokenizer = None
-    # A folder without tokenizer files can also yield one that knows special tokens alone.
+    # For a folder without tokenizer files, transformers may return a tokenizer with special tokens only.
     if not isinstance(tokenizer, Tokenizer) or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UsageError(
             f"model '{name}' has no tokenizer that can be read; put its files (tokenizer.json) beside config.json"
@@ -212,7 +212,7 @@ def _model(
 ) -> PreTrainedModel:
     placed: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
     for weights in folder.glob("*.safetensors"):
-        # What may not be read is told as that here; safetensors tells of a file that is not there.
+        # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,7 @@
-"""Models that the user has named before: only these may be loaded because an index names them."""
+"""Remember which models the user has named: only those are loaded when an index asks for them.
+
+An index may come from someone else, who must not decide which models are downloaded and run.
+"""
 
 import json
 import os
@@ -27,7 +30,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
         progress: gets a line that says so.
 
     Raises:
-        SparsekvError: nobody has named it here, it is a folder that is gone, or the embedded one and not in the cache.
+        SparsekvError: the user never named it here, its folder is gone, or the embedded model is not in the cache.
     """
     if name == EMBEDDED:
         if damaged_files(embedded_path(), full=False):
@@ -35,7 +38,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
         return name
     if os.path.isabs(name) and not os.path.isdir(name):
         raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
-    # What somebody laid here under a hub model's name is not what was named.
+    # A local folder with the name of a hub model is not the model that was named.
     if name not in _known() or (not os.path.isabs(name) and os.path.lexists(name)):
         raise SparsekvError(
             f"the index was built with {name}, which you have not named on this machine: add --model "

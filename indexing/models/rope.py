@@ -1,4 +1,4 @@
-"""Stretching a model beyond the positions it was trained on, by its config alone: `yarn:F` or `dynamic:F`."""
+"""Extend a model beyond the positions it was trained on, by its config alone: `yarn:F` or `dynamic:F`."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from sparsekv.formats.errors import UsageError
 
 
 def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
-    """Dynamic and longrope frequencies change once a sequence is long: parts of it would then disagree."""
+    """Whether RoPE frequencies change with the sequence's length (dynamic, longrope), so that chunks would disagree."""
     rope = parameters or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
@@ -24,7 +24,7 @@ class RopeScaling:
 
     `dynamic:F` is dynamic NTK scaling at one fixed length, F times the original L: theta times
     `(F * F - F + 1) ** (D / (D - 2))`, D being the rotated channels of a head. transformers' own `dynamic` type
-    recomputes theta as a sequence grows, so keys of an early chunk would be rotated otherwise than those of a late one.
+    recomputes theta as a sequence grows, so keys of early and late chunks would be rotated differently.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The folder of what this tool keeps between runs, and small files in it."""
+"""The cache folder that is kept between runs, and reading and writing of small files in it."""
 
 import os
 from contextlib import suppress
@@ -13,13 +13,13 @@ def cache_root() -> Path:
     root = os.environ.get("SPARSEKV_CACHE")
     if not root:
         return platformdirs.user_cache_path("sparsekv")
-    with suppress(RuntimeError):  # ~ of nobody
+    with suppress(RuntimeError):  # ~user of an unknown user
         return Path(root).expanduser().absolute()
     return Path(root).absolute()
 
 
 def read_small(path: Path) -> str:
-    """A file's text; nothing where it is no file, or cannot be read."""
+    """A file's text; empty if it is not a file or cannot be read."""
     try:
         return path.read_text() if path.is_file() else ""
     except (OSError, ValueError):
@@ -27,7 +27,7 @@ def read_small(path: Path) -> str:
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Replace a file at once; what cannot be written stays as it was, for it is only there to save work."""
+    """Replace a file atomically; if that fails the old file stays and nothing is raised, as a cache only saves work."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)

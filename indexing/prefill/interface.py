@@ -1,7 +1,7 @@
-"""How a document is prefilled, and the registry that finds the ways: one file each, named nowhere else.
+"""The interface and registry of prefills: dense, or sparse, one file each.
 
-Densely, or with each chunk attending to itself and to a choice of what is before it. What a chunk is given is chosen
-anew for every chunk and layer, from everything, whatever chunks before it were given: nothing is evicted for good.
+In a sparse prefill each chunk attends to itself and to selected earlier tokens. Every chunk and layer selects from all
+earlier tokens, regardless of what earlier chunks selected: nothing is evicted for good.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ class Prefill(ABC):
     """One way to prefill: a frozen dataclass whose fields are its parameters and command-line options."""
 
     exact: ClassVar[bool] = False
-    """Whether it is dense attention, so that the size of the chunks changes nothing."""
+    """Whether it is dense attention, so that the chunk size does not change the result."""
 
     @abstractmethod
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
@@ -39,12 +39,12 @@ prefills: Registry[type[Prefill]] = Registry("way to prefill", "sparsekv.indexin
 
 
 def prefill_name(prefill: Prefill) -> str:
-    """The name that a way was registered under."""
+    """The name under which a prefill was registered."""
     return next(name for name, known in prefills.known.items() if known is type(prefill))
 
 
 def choose_prefill(name: str) -> type[Prefill]:
-    """A way by its name; UsageError where there is none."""
+    """A prefill's class by its name; UsageError for an unknown name."""
     if name not in prefills():
         raise UsageError(f"--prefill {name}: choose one of {', '.join(prefills())}")
     return prefills()[name]
@@ -53,7 +53,7 @@ def choose_prefill(name: str) -> type[Prefill]:
 @prefills.register("dense")
 @dataclass(frozen=True)
 class DensePrefill(Prefill):
-    """Every token attends to all before it."""
+    """Every token attends to all earlier tokens."""
 
     exact: ClassVar[bool] = True
 
@@ -65,15 +65,19 @@ class DensePrefill(Prefill):
 
 @dataclass(frozen=True)
 class SparsePrefill(Prefill):
-    """A chunk attends to itself and to the tokens before it that a score ranks highest, the first ones among them.
+    """A chunk attends to itself and to `prefill_budget` earlier tokens: sinks, the last ones, and the best by score.
 
-    That the last ones before the chunk are always among them too is not in the papers, where their share is 0: without
-    them the first queries of a chunk may see none of the text that they go on with.
+    The papers do not reserve a share for the last tokens before the chunk (`prefill_recent` = 0). Without them the
+    first queries of a chunk may not attend to the text that they continue.
     """
 
-    prefill_budget: int = field(default=1024, metadata={"help": "Tokens before a chunk that it attends to."})
+    prefill_budget: int = field(default=1024, metadata={"help": "How many earlier tokens a chunk attends to."})
     prefill_recent: float = field(
-        default=0.125, metadata={"help": "Share of them that are the last before the chunk, whatever they score."}
+        default=0.125,
+        metadata={
+            "help": "Share of --prefill-budget that is reserved for the tokens just before the chunk, whatever their "
+            "score."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -84,15 +88,18 @@ class SparsePrefill(Prefill):
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-        """[Hk, T]: what each key [Hk, T, D] before a chunk is worth to its queries [Hk, G, B, D]."""
+        """[Hk, T]: a score of each key [Hk, T, D] before a chunk for the chunk's queries [Hk, G, B, D]."""
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
-        """[Hk, K] int64: the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to, `first` and
-        `last` of them whatever they score."""
+        """[Hk, K] int64: numbers of the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to.
+
+        Args:
+            first, last: how many of the first and of the last keys are selected regardless of their scores.
+        """
         return best_keys(self.scores(query, keys, facts), self.prefill_budget, first, last)
 
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
-        """Layers with a sliding window attend to all of it. Copies the rows that are chosen, and the chunk's."""
+        """Layers with a sliding window attend to their whole window. Copies the selected rows and the chunk's rows."""
         Hk, before = call.keys.shape[0], call.keys.shape[1] - call.query.shape[1]
         if call.window is not None or before <= self.prefill_budget:
             return DensePrefill().attend(call, sinks)

@@ -1,4 +1,4 @@
-"""QuoKA prefill (section 3.4 of the paper): each chunk attends to the keys nearest to its least ordinary queries."""
+"""QuoKA prefill (section 3.4 of the paper): each chunk attends to the keys nearest to its most atypical queries."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_ke
 @prefills.register("quoka")
 @dataclass(frozen=True)
 class QuokaPrefill(QuokaOptions, SparsePrefill):
-    """Scores keys by cosine to a few queries of the chunk, on a GPU by kernels, which keep no scores."""
+    """Scores keys by cosine to a few queries of the chunk; on a GPU by kernels that do not store the scores."""
 
     def __post_init__(self) -> None:
         SparsePrefill.__post_init__(self)

@@ -1,7 +1,7 @@
-"""SampleAttention prefill (arXiv 2406.15486): each chunk attends to what a few of its queries attend to most.
+"""SampleAttention prefill (arXiv 2406.15486): a chunk attends to the tokens that a few of its queries attend to most.
 
-The paper keeps as many columns as hold a share of the sampled attention; here it is a number of tokens, as in the
-comparison that QuoKA's paper makes.
+The paper selects tokens until they have a given share of the sampled attention; here their number is fixed, as in the
+comparison of QuoKA's paper.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,9 @@ from sparsekv.kernels.attention.sampled_attention import sampled_attention, spac
 class SampleAttentionPrefill(SparsePrefill):
     """Scores keys by the attention of evenly spaced queries of the chunk."""
 
-    prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
+    prefill_queries: int = field(
+        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,18 +35,37 @@ class CSAttention(Method):
     searched_on_host: ClassVar[bool] = True
     csattention_scoring: str = field(
         default="mean",
-        metadata={"help": f"What keys that a list leaves out count as, the paper's 0 last: {', '.join(SCORINGS)}."},
+        metadata={
+            "help": f"Score of the keys that a posting list leaves out: {', '.join(SCORINGS)}. mean is the mean of "
+            "these keys' scores, floor the list's lowest score, paper 0."
+        },
     )
     rerank: float = field(
-        default=2.0, metadata={"help": "Times the budget's keys that are read, to attend to the best of them; 1: none."}
+        default=2.0,
+        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
     )
-    weights: str = field(default="uniform", metadata={"help": f"Weights of the subspaces: {', '.join(WEIGHTS)}."})
+    weights: str = field(
+        default="uniform",
+        metadata={"help": f"Weights of the subspaces' scores: {', '.join(WEIGHTS)} (in the build, by least squares)."},
+    )
     backoff: float = field(
-        default=0.0, metadata={"help": "Share of the lookups, the least sure, that read two lists in each subspace."}
+        default=0.0,
+        metadata={"help": "Share of lookups, those of lowest cosine to their centroid, that read two posting lists."},
     )
-    step: int = field(default=1, metadata={"help": "Search every so many tokens, and attend to the same ones between."})
-    stream: bool = field(default=False, metadata={"help": "Let generated tokens join the lists."})
-    buffer: int = field(default=128, metadata={"help": "Generated tokens that join at a time."})
+    step: int = field(
+        default=1, metadata={"help": "Select anew every so many generated tokens, and reuse the selection in between."}
+    )
+    stream: bool = field(
+        default=False,
+        metadata={
+            "help": "Append generated tokens to the index's posting lists or clusters. For long answers: with clusters "
+            "one step in --buffer is slow."
+        },
+    )
+    buffer: int = field(
+        default=128,
+        metadata={"help": "With --stream, generated tokens appended together; until then all are attended to."},
+    )
 
     def __post_init__(self) -> None:
         if self.csattention_scoring not in SCORINGS:

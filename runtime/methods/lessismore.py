@@ -27,7 +27,7 @@ class LessIsMore(LayerSharing):
     """Attends to tokens that an earlier layer chose by merging the rankings of all its heads."""
 
     recent_share: float = field(
-        default=0.25, metadata={"help": "Share of the budget for the document's most recent tokens."}
+        default=0.25, metadata={"help": "Share of the budget that is spent on the document's last tokens."}
     )
 
     def __post_init__(self) -> None:

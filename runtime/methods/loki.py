@@ -26,7 +26,9 @@ from sparsekv.runtime.selection.token_choice import group_probability, top_token
 class Loki(Method):
     """Ranks all keys by their first principal components."""
 
-    dims: int = field(default=16, metadata={"help": "Principal components of the keys that are read, of each head's."})
+    dims: int = field(
+        default=16, metadata={"help": "Principal components of each head's keys that are read to rank them."}
+    )
 
     def __post_init__(self) -> None:
         if self.dims < 1:

@@ -33,7 +33,9 @@ class MagicPIG(Method):
     """Samples tokens by the hash codes of all keys."""
 
     hash_bits: int = field(default=10, metadata={"help": "Bits of a key's code in one table (K)."})
-    hash_tables: int = field(default=150, metadata={"help": "Tables (L); a token is drawn that is found in two."})
+    hash_tables: int = field(
+        default=150, metadata={"help": "Hash tables (L). A token is selected if its code equals the query's in two."}
+    )
     hash_seed: int = field(default=0, metadata={"help": "Seed of the random projections."})
 
     def __post_init__(self) -> None:

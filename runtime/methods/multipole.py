@@ -24,13 +24,17 @@ from sparsekv.runtime.selection.registry import methods
 class Multipole(ClusterMethod):
     """Selects clusters of keys by their centroids; the other clusters are replaced by their centroids."""
 
-    replace: bool = field(default=True, metadata={"help": "Let centroids stand for the clusters not chosen."})
+    replace: bool = field(default=True, metadata={"help": "Represent the clusters not selected by their centroids."})
     stream: bool = field(
         default=False,
-        metadata={"help": "Let generated tokens join the clusters: for long answers, one step in --buffer is slow."},
+        metadata={"help": "Append generated tokens to the clusters. For long answers: one step in --buffer is slow."},
     )
     buffer: int = field(
-        default=128, metadata={"help": "Generated tokens that join at a time; as many wait, up to twice as many."}
+        default=128,
+        metadata={
+            "help": "With --stream, generated tokens appended together; before that up to twice as many wait, and all "
+            "are attended to."
+        },
     )
 
     def __post_init__(self) -> None:

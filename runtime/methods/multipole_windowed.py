@@ -19,7 +19,7 @@ class WindowedMultipole(Multipole):
     """Selects clusters by key content, independently of position."""
 
     rope_distance: int = field(
-        default=1024, metadata={"help": "Distance between query and keys at which clusters are looked up."}
+        default=1024, metadata={"help": "Distance in tokens between query and keys for which clusters are scored."}
     )
 
     def __post_init__(self) -> None:

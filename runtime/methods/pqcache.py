@@ -29,7 +29,8 @@ class PQCache(Method):
 
     needs_index: ClassVar[bool] = True
     rerank: float = field(
-        default=1.0, metadata={"help": "Times the budget's keys that are read, to attend to the best of them; 1: none."}
+        default=1.0,
+        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ from sparsekv.runtime.selection.token_choice import group_probability, top_token
 class SampleAttention(Method):
     """Ranks keys by the mean attention of evenly spaced queries."""
 
-    prefill_queries: int = field(default=16, metadata={"help": "Queries of a chunk that choose for all of it."})
+    prefill_queries: int = field(
+        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+    )
 
     def __post_init__(self) -> None:
         check_prefill_queries(self.prefill_queries)

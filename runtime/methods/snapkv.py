@@ -33,9 +33,13 @@ POOLING = ("max", "average")
 class SnapKV(Method):
     """Keeps the tokens that a window of queries attends to, and their neighbours."""
 
-    window_queries: int = field(default=32, metadata={"help": "Queries of the observation window."})
-    pool_size: int = field(default=7, metadata={"help": "Neighbouring tokens that are pooled, an odd number; 1: none."})
-    pooling: str = field(default="max", metadata={"help": f"How tokens are pooled: {', '.join(POOLING)}."})
+    window_queries: int = field(
+        default=32, metadata={"help": "How many of the last queries rank the tokens (the observation window)."}
+    )
+    pool_size: int = field(
+        default=7, metadata={"help": "Neighbouring tokens whose scores are pooled, an odd number; 1: no pooling."}
+    )
+    pooling: str = field(default="max", metadata={"help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."})
 
     def __post_init__(self) -> None:
         if self.window_queries < 1:

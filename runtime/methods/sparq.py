@@ -32,9 +32,9 @@ from sparsekv.runtime.selection.token_choice import group_probability, token_log
 class SparQ(Method):
     """Ranks all keys by a few of their channels."""
 
-    channels: int = field(default=16, metadata={"help": "Channels of the keys that are read, of each head's."})
+    channels: int = field(default=16, metadata={"help": "Channels of each head's keys that are read to rank them."})
     mean_value: bool = field(
-        default=False, metadata={"help": "Let the mean of the values stand for what is not chosen."}
+        default=False, metadata={"help": "Represent the tokens not selected by the mean key and value."}
     )
 
     def __post_init__(self) -> None:

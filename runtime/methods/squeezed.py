@@ -25,7 +25,10 @@ SELECTIONS = ("budget", "threshold")
 class Squeezed(ClusterMethod):
     """Selects clusters of keys by their centroids."""
 
-    selection: str = field(default="budget", metadata={"help": f"How they are chosen: {', '.join(SELECTIONS)}."})
+    selection: str = field(
+        default="budget",
+        metadata={"help": f"How clusters are selected: {', '.join(SELECTIONS)} (one score for all heads)."},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

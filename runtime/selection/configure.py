@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """A method with those of the given parameters that it has and that a person set."""
+    """An instance of a method with those of the given parameters that it has and that the user set (not None)."""
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
     return method(**{name: _parse(known[name], value) for name, value in given.items()})
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """A method with the parameters that a person set for it, and a name of these; None where none is set."""
+    """A name and an instance of a method with the parameters that the user set for it; None if the user set none."""
     names = {field.name for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = [f"{name}={value}" for name, value in parameters.items() if name in names and value is not None]
     return (" ".join(given), configure(method, parameters)) if given else None
 
 
 def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that a person set and that none of the chosen methods reads."""
+    """Raise UsageError for an option that the user set and that none of the chosen methods has."""
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
         if value is not None and name not in used:
@@ -32,7 +32,7 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """A field that is a tuple of numbers comes as text with commas."""
+    """An option's value as its field's type: tuples of numbers arrive as text with commas."""
     if not isinstance(field.default, tuple) or not isinstance(value, str):
         return value
     kind = type(field.default[0])

@@ -29,7 +29,11 @@ class LayerSharing(Method):
     """A method that ranks tokens in two layers for all others."""
 
     select_layer: int = field(
-        default=0, metadata={"help": "Layer that chooses again for those after it, counted from 0; 0: 13 in 32."}
+        default=0,
+        metadata={
+            "help": "Layer, counted from 0, that attends to everything and selects the tokens for all layers after it, "
+            "as layer 2 does for those before it. 0: the layer at 13/32 of the model's depth."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -21,11 +21,19 @@ class ClusterMethod(Method):
 
     needs_index: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
-    lookup: str = field(default="flat", metadata={"help": f"How clusters are looked up: {', '.join(LOOKUPS)}."})
+    lookup: str = field(
+        default="flat",
+        metadata={
+            "help": f"Which clusters are scored: all of the finest level, or level by level: {', '.join(LOOKUPS)}."
+        },
+    )
     opened: float = field(
         default=OPENED,
         kw_only=True,
-        metadata={"help": "Down levels, times the budget's share of the clusters that are scored; half at most."},
+        metadata={
+            "help": "With --lookup hierarchical, the share of a finer level's clusters that is scored, as a multiple "
+            "of the budget's share: 4 at a budget of 5% scores 20%. At most half, halved again per further level."
+        },
     )
 
     def __post_init__(self) -> None:
