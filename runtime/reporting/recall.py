@@ -8,102 +8,26 @@ read for the middle, index included, over the bytes that dense attention reads f
 attention on middle tokens that are not chosen: the true one, and the estimate that a decode step can make.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import count
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
-from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_share
+from sparsekv.runtime.attention.guard import Attempt, Outcome, missed_share
 from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.reporting.measures import Measured, Measures
 from sparsekv.runtime.reporting.queries import QueryBlock
+from sparsekv.runtime.reporting.truth import Truth, joint_softmax, truths, weighted
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Covers
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
 """The state shared by all layers, for each method and variant."""
-
-LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A form of a method at a budget.
-
-    A `guard` limits the missed share of a head. Recall and `list_coverage` count the oracle's tokens at the `reference`
-    budget, by default the form's own. Without `outputs` attention outputs are not computed, and output error and
-    missed estimate are NaN.
-    """
-
-    form: Form
-    budget: Budget
-    guard: Guard | None = None
-    reference: Budget | None = None
-    outputs: bool = True
-
-
-@dataclass
-class Measures:
-    """Sums over queries, per KV head [Hk] float64."""
-
-    queries: int = 0
-    selected_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    recall: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    attention_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    output_error: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    kv_fraction: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_mass: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    missed_estimate: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    list_coverage: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    raised: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    dense: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-
-    def add(self, **per_query: torch.Tensor) -> None:
-        """Add values [Hk, Q] of each measure; NaN where it is not measured."""
-        self.queries += next(iter(per_query.values())).shape[1]
-        for name, values in per_query.items():
-            setattr(self, name, getattr(self, name) + values.double().sum(1))
-
-    def means(self) -> dict[str, torch.Tensor]:
-        """Mean over queries of each measure, [Hk]."""
-        names = [one.name for one in fields(self) if one.name != "queries"]
-        return {name: getattr(self, name) / self.queries for name in names}
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Queries and their dense attention.
-
-    logits [Hk, G, Q, M] and probability [Hk, Q, M] (the group's mean) are of the middle; exact_logsumexp [Hk, G, Q] and
-    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to the exact rows alone; output
-    [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
-    """
-
-    queries: Queries
-    logits: torch.Tensor
-    exact_logsumexp: torch.Tensor
-    exact_output: torch.Tensor
-    probability: torch.Tensor
-    output: torch.Tensor
-    values: torch.Tensor
-    facts: LayerFacts
-    oracles: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def oracle(self, tokens: int) -> torch.Tensor:
-        """[Hk, Q, M] bool: the `tokens` tokens of highest probability."""
-        if tokens not in self.oracles:
-            best = self.probability.topk(tokens, -1).indices
-            self.oracles[tokens] = torch.zeros_like(self.probability, dtype=torch.bool).scatter_(-1, best, True)
-        return self.oracles[tokens]
 
 
 def measure_layer(
@@ -125,47 +49,10 @@ def measure_layer(
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(artifact, layer, form.name, form.method, "cpu", residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
-    batches = count()
-    for block in blocks:
-        for batch, queries in zip(batches, _pieces(block, artifact.manifest.split.tokens), strict=False):
-            truth = _truth(artifact, layer, block, queries, batch)
-            for one in measured:
-                _measure(one, selectors[one.form], truth, results[one])
+    for truth in truths(artifact, layer, blocks):
+        for one in measured:
+            _measure(one, selectors[one.form], truth, results[one])
     return results
-
-
-def _pieces(block: QueryBlock, tokens: int) -> Iterator[slice]:
-    Hq, queries, _ = block.queries.shape
-    step = max(1, LOGITS_AT_ONCE // (Hq * tokens))
-    return (slice(start, start + step) for start in range(0, queries, step))
-
-
-def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batch: int) -> Truth:
-    facts, split = artifact.manifest.layers[layer], artifact.manifest.split
-    keys, values = artifact.context(layer)
-    middle = slice(split.sinks, split.sinks + split.middle)
-    exact = [
-        torch.cat([rows[:, : split.sinks], rows[:, middle.stop :], new.to(rows)], 1)
-        for rows, new in ((keys, block.keys), (values, block.values))
-    ]
-    grouped = block.queries[:, piece].unflatten(0, (keys.shape[0], -1)).to(keys)
-    visible = torch.arange(exact[0].shape[1]) < split.sinks + block.visible[piece, None]
-    exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
-    exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
-    weights = exact_logits.softmax(-1)
-    exact_lse = exact_logits.logsumexp(-1)
-    if block.sink_logits is not None:
-        sinks = block.sink_logits.view(keys.shape[0], -1)[..., None].float()
-        with_sinks = torch.logaddexp(exact_lse, sinks)
-        weights = weights * (exact_lse - with_sinks).exp()[..., None]
-        exact_lse = with_sinks
-    logits = attention_logits(grouped, keys[:, middle], facts.softmax_scale, facts.softcap)
-    (probability, beside), _ = _softmax([logits, exact_lse[..., None]])
-    exact_output = _weighted(weights, exact[1])
-    output = _weighted(probability, values[:, middle]) + exact_output * beside
-    positions = middle.stop - 1 + block.visible[piece]
-    queries = Queries(grouped, lambda: positions, lambda: exact_lse, joint=False, batch=batch)
-    return Truth(queries, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 
 
 def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
@@ -258,20 +145,8 @@ def _sparse_output(
     for one in rest:
         logits = attention_logits(truth.queries.query, one.keys, truth.facts.softmax_scale, truth.facts.softcap)
         parts.append((logits + one.log_counts[:, None], one.values))
-    (beside, *weighted), total = _softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
+    (beside, *shares), total = joint_softmax([truth.exact_logsumexp[..., None], *(logits for logits, _ in parts)])
     output = truth.exact_output * beside
-    for weights, (_, values) in zip(weighted, parts, strict=True):
-        output = output + _weighted(weights, values)
+    for weights, (_, values) in zip(shares, parts, strict=True):
+        output = output + weighted(weights, values)
     return output, total
-
-
-def _softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The weights of one softmax over several parts [..., T] of the logits, part by part, and its log-sum-exp."""
-    weights, total = softmax_with_logsumexp(torch.cat(parts, -1))
-    return weights.split([part.shape[-1] for part in parts], -1), total
-
-
-def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T]."""
-    Hk, G, Q, _ = weights.shape
-    return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)

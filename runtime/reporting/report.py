@@ -11,8 +11,9 @@ import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
-from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
+from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method

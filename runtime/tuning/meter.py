@@ -7,8 +7,9 @@ from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
-from sparsekv.runtime.reporting.recall import Measured, SharedStates, measure_layer
+from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 

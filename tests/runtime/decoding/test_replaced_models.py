@@ -20,8 +20,9 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import Measured, measure_layer
+from sparsekv.runtime.reporting.recall import measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method

@@ -20,8 +20,9 @@ from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
+from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import Measured, measure_layer
+from sparsekv.runtime.reporting.recall import measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition
 from sparsekv.runtime.selection.form import Form

@@ -26,8 +26,9 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
+from sparsekv.runtime.reporting.measures import Measured, Measures
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import Measured, Measures, measure_layer
+from sparsekv.runtime.reporting.recall import measure_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -228,7 +229,7 @@ def test_the_window_recalls_nothing_and_reads_nothing(artifact: Artifact) -> Non
 def test_queries_measured_in_pieces_give_the_same_means(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = artifact.manifest.indexed_layers[0]
     whole = _measured(artifact, layer, "flat", Budget(0.1))
-    monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", 3 * 4 * artifact.manifest.split.tokens)
+    monkeypatch.setattr("sparsekv.runtime.reporting.truth.LOGITS_AT_ONCE", 3 * 4 * artifact.manifest.split.tokens)
     pieces = _measured(artifact, layer, "flat", Budget(0.1))
     for name, values in whole.items():
         assert pieces[name].tolist() == pytest.approx(values.tolist(), abs=1e-6, nan_ok=True)

@@ -181,7 +181,7 @@ def test_a_report_follows_the_layers(deep: OpenIndex, at_once: int | None, monke
     """Recall of a taking layer is the overlap of its best tokens with those of the layer that chose."""
     split, heads, tokens = deep.split, 4, 30
     if at_once is not None:
-        monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", at_once * heads * split.tokens)
+        monkeypatch.setattr("sparsekv.runtime.reporting.truth.LOGITS_AT_ONCE", at_once * heads * split.tokens)
     report = recall_report(deep.artifact, ["tidaldecode"], [Budget(10), Budget(tokens)], MeasuredQueries(deep.artifact))
     rows = {(row.layer, row.kv_head): row for row in report.rows if row.budget_tokens == tokens}
     first = split.tokens - split.tail + split.tail // 2

@@ -16,8 +16,9 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.window import Window, WindowSelector
+from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
-from sparsekv.runtime.reporting.recall import Measured, measure_layer
+from sparsekv.runtime.reporting.recall import measure_layer
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
