@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from sparsekv.cli.common.console import note, progress, say, say_csv, show
+from sparsekv.cli.common.console import note, progress, say, say_csv
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
@@ -26,11 +25,12 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
+from sparsekv.cli.reporting.output import best_line, print_table
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
-from sparsekv.runtime.reporting.report import RecallReport, RecallRow
+from sparsekv.runtime.reporting.report import RecallRow
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
@@ -39,14 +39,6 @@ from sparsekv.runtime.selection.registry import choose_methods, methods
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 DEFAULT_BUDGETS = ["0.02", "0.05", "0.1"]
-TOLD = {
-    "missed_estimate": "estimate",
-    "recall_seen": "seen",
-    "list_coverage": "listed",
-    "raised": "more",
-    "dense": "all",
-}
-"""Columns shown only if at least one method has a value for them: field of RecallRow, then title."""
 BY = {"layer": "layer", "head": "kv_head"}
 
 
@@ -189,8 +181,8 @@ def recall_report(
     elif as_csv:
         say_csv([field.name for field in fields(RecallRow)], (asdict(row) for row in rows))
     else:
-        _print_table(report, report.by(*groups), groups)
-        say(_best_line(best, within))
+        print_table(report, report.by(*groups), groups)
+        say(best_line(best, within))
         if most := [row for row in rows if row.kv_fraction > 1]:
             named = dict.fromkeys(f"{row.method} {row.variant}".strip() for row in most)
             say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
@@ -214,44 +206,3 @@ def _groups(by: str | None) -> list[str]:
         if name not in BY:
             raise UsageError(f"--by {by}: give layer, head or layer,head")
     return [BY[name] for name in names]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _best_line(best: RecallRow | None, within: float) -> str:
-    if best is None:
-        return f"Nothing here reads as little as {within:g} of the document's keys and values."
-    return (
-        f"Lowest error at KV read up to {within:g}: {best.method} {best.variant}".rstrip()
-        + f" at {Budget(best.budget)}, error {best.output_error:.4f}, recall {best.recall:.3f}."
-    )
-
-
-def _print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) -> None:
-    table = Table(
-        title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
-        f"{report.n_queries} queries, {report.model}, prefill {report.prefill}",
-        title_justify="left",
-        title_style="",
-    )
-    for name in ["method", *groups]:
-        table.add_column(name)
-    told = {name: title for name, title in TOLD.items() if any(getattr(row, name) is not None for row in rows)}
-    for name in ("budget", "tokens", "recall", "mass", "error", "KV read", "left", *told.values()):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            f"{row.method} {row.variant}".strip(),
-            *(str(getattr(row, group)) for group in groups),
-            str(Budget(row.budget)),
-            f"{row.selected_tokens:,.0f}",
-            f"{row.recall:.3f}",
-            f"{row.attention_mass:.3f}",
-            f"{row.output_error:.4f}",
-            f"{row.kv_fraction:.3f}",
-            f"{row.missed_mass:.3f}",
-            *(_number(getattr(row, name)) for name in told),
-        )
-    show(table)

@@ -9,7 +9,8 @@ PAGE = house.ROOT / "docs" / "explanation" / "house.md"
 
 
 def test_every_room_has_its_floor() -> None:
-    assert {house.room(name) for name in house.files()} == set(house.ROOMS)
+    rooms = {house.room(name) for name in house.files() if not name.endswith("/__init__")}
+    assert rooms == set(house.ROOMS)
 
 
 def test_no_file_imports_from_a_room_above_its_own() -> None:

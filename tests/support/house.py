@@ -42,6 +42,7 @@ ROOMS = (
     "runtime",
     "cli/common",
     "cli/answering",
+    "cli/reporting",
     "cli/inspecting",
     "cli/evaluating",
     "cli/benchmarking",
