@@ -94,17 +94,23 @@ def _logits(
 
 
 def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Tensor) -> torch.Tensor:
-    """Sum of the segments' values by weights [Hk, G, Q, sum of T]; weights of sink logits come last, without values."""
+    """Attention's output [Hk, G, Q, D] of weights [Hk, G, Q, sum of T]."""
     Hk, G, Q, _ = query.shape
     rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
+    return _weigh(rows, [segment.values for segment in segments]).view(Hk, G, Q, -1)
+
+
+def _weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[Hk, R, D]: values [Hk, T, D] of all segments, summed by weights [Hk, R, sum of T]; weights of sink logits come
+    last, without values."""
     output, start = None, 0
-    for segment in segments:
-        values = segment.values.to(query.dtype)
-        part = rows.narrow(2, start, values.shape[1])
-        output = torch.bmm(part, values) if output is None else output.baddbmm_(part, values)
-        start += values.shape[1]
+    for each in values:
+        part = weights.narrow(2, start, each.shape[1])
+        each = each.to(weights.dtype)
+        output = torch.bmm(part, each) if output is None else output.baddbmm_(part, each)
+        start += part.shape[2]
     assert output is not None
-    return output.view(Hk, G, Q, -1)
+    return output
 
 
 def attend_once(
@@ -138,13 +144,7 @@ def attend_once(
     if sink_logits is not None:
         logits.append(sink_logits.float().unsqueeze(2))
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype)
-    all_values = [values for _, values in rows] + [one.values for one in stand_ins]
-    start = all_values[0].shape[1]
-    output = torch.bmm(weights.narrow(2, 0, start), all_values[0].to(query.dtype))
-    for values in all_values[1:]:
-        output.baddbmm_(weights.narrow(2, start, values.shape[1]), values.to(query.dtype))
-        start += values.shape[1]
-    return output
+    return _weigh(weights, [values for _, values in rows] + [one.values for one in stand_ins])
 
 
 def causal_attention(
