@@ -1,0 +1,113 @@
+"""Every fenced block is run, or says what it is: `make test` is the reader who tries each line."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import run_here, shell
+from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
+from support.python_help import DOCUMENT
+
+TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
+CHARACTERS = 1600  # of a text: some 400 tokens
+QUESTIONS = "What is an assignment?\nWhat is a target?\n"
+COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
+"""Of a line that is more than one plain command."""
+MANY_LINES = re.compile(r"<<|^\s*(for|while|if|function) |^\w+=", re.MULTILINE)
+"""Of a block whose lines need one another."""
+ANSWER = "--max-new-tokens 4"
+RUNNING = [page for page in WRITTEN if any(block.runs for block in blocks(page))]
+Give = Callable[[str, Path], None]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_every_block_is_run_or_says_what_it_is(page: Path) -> None:
+    faults = [f"{block}: {fault}" for block in blocks(page) if (fault := block.fault())]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.fixture(scope="session")
+def give(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Give:
+    """A function that puts a page's index of one of the texts into a folder: pages may take it for built."""
+    place = tmp_path_factory.mktemp("built")
+
+    def give_index(stem: str, folder: Path) -> None:
+        index = place / f"{stem}.skv"
+        if not index.exists():
+            text = place / f"{stem}.txt"
+            text.write_text(_text(stem), encoding="utf-8")
+            built = run_here("build-index", text, "-q")
+            assert built.code == 0, built.stderr
+        shutil.copytree(index, folder / index.name)
+
+    return give_index
+
+
+def _text(stem: str) -> str:
+    """A text of its own for each name."""
+    first = 5000 * TEXTS.index(stem)
+    return DOCUMENT[first : first + CHARACTERS]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a page's commands run: it has the texts that pages speak of."""
+    for stem in TEXTS:
+        (tmp_path / f"{stem}.txt").write_text(_text(stem), encoding="utf-8")
+    (tmp_path / "questions.txt").write_text(QUESTIONS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=name)
+def test_what_a_page_shows_runs(page: Path, folder: Path, give: Give) -> None:
+    if any("git " in block.text for block in blocks(page)):
+        _repository(folder)
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if not block.runs:
+            continue
+        if block.info in SHELL:
+            whole = MANY_LINES.search(block.text) is not None
+            for script in [block.text] if whole else block.commands:
+                _run(block, script, folder, give)
+        else:
+            exec(compile(block.text, str(block), "exec"), names)
+
+
+def _run(block: Block, script: str, folder: Path, give: Give) -> None:
+    """One line as it is shown, but for the length of answers: in this process where it is one command of sparsekv."""
+    _given(script, folder, give)
+    script = re.sub(rf"sparsekv generate (?!.*{ANSWER.split()[0]})", f"sparsekv generate {ANSWER} ", script)
+    command, _, target = script.partition(" > ")
+    if COMPOSED.search(script) or not command.startswith("sparsekv "):
+        done = shell(script, folder)
+        code, told = done.returncode, done.stderr
+        code = 0 if code == 141 and "head" in script else code  # head had enough before its writer ended
+    else:
+        outcome = run_here(*shlex.split(command, comments=True)[1:])
+        code, told = outcome.code, outcome.stderr
+        if target:
+            (folder / target.split("#")[0].strip()).write_text(outcome.stdout, encoding="utf-8")
+    assert code == 0, f"{block}: {script.strip()}\n{told}"
+    assert "Traceback" not in told, f"{block}: {script.strip()}\n{told}"
+
+
+def _given(script: str, folder: Path, give: Give) -> None:
+    """Builds the index of a text that a command reads and that no command of the page has built."""
+    for stem in TEXTS:
+        if re.search(rf"(?<!--save-to )(?<!-o )\b{stem}\.skv", script) and not (folder / f"{stem}.skv").exists():
+            give(stem, folder)
+
+
+def _repository(folder: Path) -> None:
+    """Three commits, for lines that read from git."""
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], cwd=folder, check=True)
+    for number in range(3):
+        change = [*git, "commit", "-q", "--allow-empty", "-m", f"Change {number}"]
+        subprocess.run(change, cwd=folder, check=True)
