@@ -1,5 +1,6 @@
 """Every fenced block is run, or says what it is: `make test` is the reader who tries each line."""
 
+import json
 import re
 import shlex
 import shutil
@@ -8,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 from support.command import run_here, shell
 from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
+
+from sparsekv.indexing.models.embedded import EMBEDDED, SUMS, _seal
 
 TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
 CHARACTERS = 1600  # of a text: some 400 tokens
@@ -19,6 +24,7 @@ COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 """Of a line that is more than one plain command."""
 MANY_LINES = re.compile(r"<<|^\s*(for|while|if|function) |^\w+=", re.MULTILINE)
 """Of a block whose lines need one another."""
+LAYERS = 4  # of the embedded model, of 30
 ANSWER = "--max-new-tokens 4"
 RUNNING = [page for page in WRITTEN if any(block.runs for block in blocks(page))]
 Give = Callable[[str, Path], None]
@@ -31,7 +37,23 @@ def test_every_block_is_run_or_says_what_it_is(page: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def give(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Give:
+def short_model(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache whose embedded model is the real one's first layers: what a page shows runs, in a tenth of the time."""
+    cache = tmp_path_factory.mktemp("cache")
+    folder = cache / "models" / EMBEDDED
+    shutil.copytree(embedded_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    with safe_open(embedded_folder / "model.safetensors", "pt") as file:
+        kept = (key for key in file.keys() if int((re.findall(r"layers\.(\d+)\.", key) or [0])[0]) < LAYERS)
+        save_file({key: file.get_tensor(key) for key in kept}, folder / "model.safetensors", {"format": "pt"})
+    (folder / SUMS).unlink()
+    _seal(folder)
+    return cache
+
+
+@pytest.fixture(scope="session")
+def give(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Give:
     """A function that puts a page's index of one of the texts into a folder: pages may take it for built."""
     place = tmp_path_factory.mktemp("built")
 
@@ -54,8 +76,9 @@ def _text(stem: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(short_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a page's commands run: it has the texts that pages speak of."""
+    monkeypatch.setenv("SPARSEKV_CACHE", str(short_model))
     for stem in TEXTS:
         (tmp_path / f"{stem}.txt").write_text(_text(stem), encoding="utf-8")
     (tmp_path / "questions.txt").write_text(QUESTIONS, encoding="utf-8")

@@ -111,7 +111,8 @@ def blocks(page: Path) -> Iterator[Block]:
         indent = len(opening) - len(opening.lstrip())
         text = "\n".join(inner[indent:] for inner in lines[start + 1 : number]) + "\n"
         found = MARKER.fullmatch(lines[start - 1]) if start else None
-        before = " ".join("\n".join(lines[:start]).rstrip().split("\n\n")[-1].split())
+        above = lines[: start - 1 if found else start]
+        before = " ".join("\n".join(above).rstrip().split("\n\n")[-1].split())
         yield Block(page, start + 1, opening.strip().strip("`"), text, (found[1], found[2]) if found else None, before)
         start = None
     assert start is None, f"{name(page)}:{(start or 0) + 1}: a block has no end"
