@@ -16,6 +16,10 @@ from sparsekv.indexing.build import build_index
 PAGE = ROOT / "docs" / "reference" / "artifact.md"
 COLUMNS = ("file", "tensor", "axes", "dtype")
 DTYPE = torch.bfloat16  # of the index: no tensor has it for another reason
+DOCUMENT = {"N": 306, "M": 286, "R": 16, "Hk": 2, "Hq": 4}
+"""Sizes of the plan's prompt and of both models."""
+METHODS = INDEXERS | {"csattention": replace(INDEXERS["csattention"], centroids=6)}
+"""So many that no two axes of a tensor are as long."""
 Tensors = dict[tuple[str, str], torch.Tensor]
 
 
@@ -29,22 +33,23 @@ def documented() -> dict[tuple[str, str], tuple[list[str], str]]:
 
 
 def stored(folder: Path) -> Iterator[Tensors]:
-    """The tensors of each file of an index, levels by their letter's name: `level0.counts`."""
+    """The tensors of each file of an index, by (file or folder, tensor)."""
     for path in sorted(folder.rglob("*.safetensors")):
         of = path.name if path.parent == folder else f"{path.parent.name}/"
         with safe_open(path, "pt") as file:
-            yield {(of, tensor): file.get_tensor(tensor) for tensor in file.keys()}
+            names = file.keys()
+            yield {(of, tensor): file.get_tensor(tensor) for tensor in names}
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Tensors]:
-    """Of an index with every method, and of one of a model with learned sinks. D is no other number there is."""
-    found: list[Tensors] = []
-    for family, methods in (("qwen3", INDEXERS), ("gpt-oss", {"squeezed": INDEXERS["squeezed"]})):
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Tensors]]:
+    """Of an index with every method, and of one of a model with learned sinks; with each file a head's channels."""
+    found: list[tuple[int, Tensors]] = []
+    for family, channels, methods in (("qwen3", 32, METHODS), ("gpt-oss", 16, {"squeezed": METHODS["squeezed"]})):
         plan, folder = small_plan(family, methods=methods), tmp_path_factory.mktemp(family) / "doc.skv"
         plan = replace(plan, loaded=replace(plan.loaded, model=plan.loaded.model.to(DTYPE)))
         build_index(plan, folder)
-        found += stored(folder)
+        found += ((channels, tensors) for tensors in stored(folder))
     return found
 
 
@@ -53,38 +58,38 @@ def plain(tensor: str) -> str:
     return re.sub(r"^level\d+\.", "levelI.", tensor)
 
 
-def test_every_tensor_is_documented_and_every_documented_tensor_is_built(files: list[Tensors]) -> None:
-    built = {(file, plain(tensor)) for tensors in files for file, tensor in tensors}
+def test_every_tensor_is_documented_and_every_documented_tensor_is_built(files: list[tuple[int, Tensors]]) -> None:
+    built = {(file, plain(tensor)) for _, tensors in files for file, tensor in tensors}
     assert built == set(documented())
 
 
-def test_dtypes_are_those_of_the_page(files: list[Tensors]) -> None:
+def test_dtypes_are_those_of_the_page(files: list[tuple[int, Tensors]]) -> None:
     page = documented()
-    for tensors in files:
+    for _, tensors in files:
         for (file, tensor), data in tensors.items():
             said = page[file, plain(tensor)][1]
             assert data.dtype == (DTYPE if said == "index" else getattr(torch, said)), (file, tensor)
 
 
-def test_axes_are_those_of_the_page(files: list[Tensors]) -> None:
+def test_axes_are_those_of_the_page(files: list[tuple[int, Tensors]]) -> None:
     page = documented()
-    document = {"N": 306, "M": 286, "R": 16, "Hk": 2, "Hq": 4}
-    for tensors in files:
-        # What a letter is worth: of the document's, given; of a method's, the same wherever it stands in a file.
-        sizes = dict(document)
-        for (file, tensor), data in sorted(tensors.items(), key=lambda one: "/" in "".join(page[one[0][0], plain(one[0][1])][0])):
+    for channels, tensors in files:
+        # What a letter is worth: of the document and the model, given; else the same wherever it stands in a file.
+        sizes, quotients = DOCUMENT | {"D": channels}, []
+        for (file, tensor), data in tensors.items():
             level = re.match(r"level(\d+)\.", tensor)
             axes = [axis.replace("C_I", f"C_{level[1]}") if level else axis for axis in page[file, plain(tensor)][0]]
             assert len(axes) == data.dim(), (file, tensor)
             for axis, size in zip(axes, data.shape, strict=True):
-                assert size == value(axis, size, sizes), (file, tensor, axis)
-
-
-def value(axis: str, size: int, sizes: dict[str, int]) -> int:
-    """What an axis is as long as; a letter that was not seen before is what makes it so."""
-    name, sign, other = re.fullmatch(r"(\w+)(?:( \+ |/)(\w+))?", axis).groups()  # type: ignore[union-attr]
-    if sign is None:
-        return sizes.setdefault(name, size)
-    if sign == "/":
-        return size if name not in sizes else sizes[name] // sizes[other]
-    return sizes.setdefault(name, size - int(other)) + int(other)
+                if "/" in axis:
+                    quotients.append((axis, size, tensor))
+                else:
+                    letter, _, more = axis.partition(" + ")
+                    assert sizes.setdefault(letter, size - int(more or 0)) + int(more or 0) == size, (
+                        file,
+                        tensor,
+                        axis,
+                    )
+        for axis, size, tensor in quotients:
+            whole, parts = axis.split("/")
+            assert sizes[whole] == sizes[parts] * size, (tensor, axis)

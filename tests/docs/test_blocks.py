@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.command import run_here, shell
+from support.command import Outcome, run_here, shell
 from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
 
@@ -22,8 +22,7 @@ CHARACTERS = 1600  # of a text: some 400 tokens
 QUESTIONS = "What is an assignment?\nWhat is a target?\n"
 COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 """Of a line that is more than one plain command."""
-MANY_LINES = re.compile(r"<<|^\s*(for|while|if|function) |^\w+=", re.MULTILINE)
-"""Of a block whose lines need one another."""
+LOOPS = re.compile(r"<<|^\s*(for|while|if|function) ", re.MULTILINE)
 LAYERS = 4  # of the embedded model, of 30
 ANSWER = "--max-new-tokens 4"
 RUNNING = [page for page in WRITTEN if any(block.runs for block in blocks(page))]
@@ -45,8 +44,9 @@ def short_model(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
     with safe_open(embedded_folder / "model.safetensors", "pt") as file:
-        kept = (key for key in file.keys() if int((re.findall(r"layers\.(\d+)\.", key) or [0])[0]) < LAYERS)
-        save_file({key: file.get_tensor(key) for key in kept}, folder / "model.safetensors", {"format": "pt"})
+        names = file.keys()
+        kept = [one for one in names if int((re.findall(r"layers\.(\d+)\.", one) or [0])[0]) < LAYERS]
+        save_file({one: file.get_tensor(one) for one in kept}, folder / "model.safetensors", {"format": "pt"})
     (folder / SUMS).unlink()
     _seal(folder)
     return cache
@@ -95,29 +95,44 @@ def test_what_a_page_shows_runs(page: Path, folder: Path, give: Give) -> None:
         if not block.runs:
             continue
         if block.info in SHELL:
-            whole = MANY_LINES.search(block.text) is not None
-            for script in [block.text] if whole else block.commands:
+            for script in [block.text] if _is_one_script(block) else block.commands:
                 _run(block, script, folder, give)
         else:
             exec(compile(block.text, str(block), "exec"), names)
 
 
+def _is_one_script(block: Block) -> bool:
+    """Whether its lines need one another: a loop, a text that follows, a variable that another line reads."""
+    lines = block.commands
+    assigned = [(number, found[1]) for number, line in enumerate(lines) if (found := re.match(r"(\w+)=", line))]
+    shared = any(f"${variable}" in line for at, variable in assigned for line in lines[at + 1 :])
+    return shared or LOOPS.search(block.text) is not None
+
+
 def _run(block: Block, script: str, folder: Path, give: Give) -> None:
-    """One line as it is shown, but for the length of answers: in this process where it is one command of sparsekv."""
+    """One line as it is shown, but for the length of answers; what a line begins with is run in this process where it
+    is one command of sparsekv, for each process of its own imports for seconds."""
     _given(script, folder, give)
     script = re.sub(rf"sparsekv generate (?!.*{ANSWER.split()[0]})", f"sparsekv generate {ANSWER} ", script)
-    command, _, target = script.partition(" > ")
-    if COMPOSED.search(script) or not command.startswith("sparsekv "):
-        done = shell(script, folder)
-        code, told = done.returncode, done.stderr
-        code = 0 if code == 141 and "head" in script else code  # head had enough before its writer ended
-    else:
-        outcome = run_here(*shlex.split(command, comments=True)[1:])
-        code, told = outcome.code, outcome.stderr
-        if target:
-            (folder / target.split("#")[0].strip()).write_text(outcome.stdout, encoding="utf-8")
-    assert code == 0, f"{block}: {script.strip()}\n{told}"
-    assert "Traceback" not in told, f"{block}: {script.strip()}\n{told}"
+    first, separator, rest = re.sub(r"\s+#.*", "", script).partition(" | ")
+    command, _, target = first.partition(" > ")
+    if COMPOSED.search(command) or "sparsekv" in rest or not command.startswith("sparsekv "):
+        _check(block, script, shell(script, folder))
+        return
+    outcome = run_here(*shlex.split(command)[1:])
+    _check(block, script, outcome)
+    if target:
+        (folder / target.strip()).write_text(outcome.stdout, encoding="utf-8")
+    if separator:
+        (folder / ".piped").write_text(outcome.stdout, encoding="utf-8")
+        _check(block, script, shell(f"cat .piped | {rest}", folder))
+
+
+def _check(block: Block, script: str, done: Outcome | subprocess.CompletedProcess[str]) -> None:
+    code = done.code if isinstance(done, Outcome) else done.returncode
+    stopped = code == 141 and "head" in script  # head had enough before its writer ended
+    assert code == 0 or stopped, f"{block}: {script.strip()}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, f"{block}: {script.strip()}\n{done.stderr}"
 
 
 def _given(script: str, folder: Path, give: Give) -> None:

@@ -47,5 +47,7 @@ def test_the_table_of_contents_names_every_page() -> None:
 
 def test_anchors_are_those_of_github(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# `sparsekv bench`: a step\n\n## --guard\n## The *end*, perhaps\n## --guard\n\n```\n# no heading\n```\n")
+    page.write_text(
+        "# `sparsekv bench`: a step\n\n## --guard\n## The *end*, perhaps\n## --guard\n\n```\n# no heading\n```\n"
+    )
     assert anchors(page) == {"sparsekv-bench-a-step", "--guard", "the-end-perhaps", "--guard-1"}

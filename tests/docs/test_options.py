@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.doc_pages import COMMANDS_PAGE, PAGES, ROOT, WRITTEN, name
 
 # Commands read their options from methods when they are imported: before a test adds one.
 from sparsekv.cli import bench, build_index, eval, generate, recall_report  # noqa: F401
-from support.doc_pages import COMMANDS_PAGE, PAGES, ROOT, WRITTEN, name
 
 OTHERS = {"--import-mode"}
 """Options of other programs that pages name by themselves."""
@@ -45,7 +45,7 @@ def used(page: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_option_of_a_call_exists(page: Path) -> None:
     known = sections()
-    lost = [f"sparsekv {command} {option}" for command, option in used(page) if not knows(known.get(command, ""), option)]
+    lost = [f"sparsekv {command} {one}" for command, one in used(page) if not knows(known.get(command, ""), one)]
     assert not lost, f"{name(page)}: {', '.join(lost)}: see {name(COMMANDS_PAGE)}"
 
 
