@@ -88,6 +88,7 @@ def folder(short_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_what_a_page_shows_runs(page: Path, folder: Path, give: Give) -> None:
+    assert not [fault for block in blocks(page) if (fault := block.fault())]
     if any("git " in block.text for block in blocks(page)):
         _repository(folder)
     names: dict[str, object] = {}

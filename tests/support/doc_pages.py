@@ -21,6 +21,12 @@ SET_UP = {
 }
 """What a fresh clone is told to run: of no use to a test within one."""
 SHELL = ("sh", "bash")
+HEAVY = {
+    r"--context \d+K|--end-to-end": "a shape of a large model",
+    r"(--model|-m) (?!smollm2)|--device cuda": "a model or device that not everybody has",
+    r"sparsekv eval (?!.*--length [1-9]\d{0,2}\b)": "contexts of thousands of tokens: give `--length 320`",
+}
+"""What no page's commands may have where they are run, and why."""
 MARKER = re.compile(r"\s*<!-- (recorded|long|tested): (.+) -->\s*")
 
 
@@ -73,7 +79,9 @@ class Block:
     def fault(self) -> str | None:
         """Why nobody can tell whether what it says is true; None where somebody can."""
         kind = self.marker[0] if self.marker else ""
-        if self.runs or self.is_set_up or self.info == "text":
+        if self.runs:
+            return self._fault_of_commands()
+        if self.is_set_up or self.info == "text":
             return None
         if kind == "recorded":
             return None
@@ -89,6 +97,16 @@ class Block:
             "is it to be run (`sh`, `python`), a drawing or formula (`text`), or an output? Then the line before it is "
             "<!-- recorded: COMMAND -->"
         )
+
+    def _fault_of_commands(self) -> str | None:
+        """What of a block that is run would take longer than a test may."""
+        if self.info not in SHELL:
+            return None
+        for command in self.commands:
+            for pattern, reason in HEAVY.items():
+                if re.search(pattern, command):
+                    return f"`{command}` takes {reason}; or write <!-- long: WHY --> on the line before the block"
+        return None
 
     def _fault_of_test(self, path: str) -> str | None:
         file = ROOT / path
