@@ -23,8 +23,8 @@ SET_UP = {
 SHELL = ("sh", "bash")
 HEAVY = {
     r"--context \d+K|--end-to-end": "a shape of a large model",
-    r"(--model|-m) (?!smollm2)|--device cuda": "a model or device that not everybody has",
-    r"sparsekv eval (?!.*--length [1-9]\d{0,2}\b)": "contexts of thousands of tokens: give `--length 320`",
+    r"sparsekv [^|]*(--model|-m) (?!smollm2)|--device cuda": "a model or device that not everybody has",
+    r"sparsekv eval (?!.*--length [1-9]\d{0,2}\b)": "contexts of 4,096 tokens: give `--length 320`",
 }
 """What no page's commands may have where they are run, and why."""
 MARKER = re.compile(r"\s*<!-- (recorded|long|tested): (.+) -->\s*")
@@ -105,7 +105,7 @@ class Block:
         for command in self.commands:
             for pattern, reason in HEAVY.items():
                 if re.search(pattern, command):
-                    return f"`{command}` takes {reason}; or write <!-- long: WHY --> on the line before the block"
+                    return f"`{command}` asks for {reason}; or write <!-- long: WHY --> on the line before the block"
         return None
 
     def _fault_of_test(self, path: str) -> str | None:
