@@ -1,4 +1,4 @@
-"""Writes docs/commands.md from the commands' own --help, so that the two cannot disagree."""
+"""Writes docs/reference/commands.md from the commands' own --help, so that the two cannot disagree."""
 
 import io
 from contextlib import redirect_stdout
@@ -7,7 +7,7 @@ from pathlib import Path
 from sparsekv.cli.app import COMMANDS as MAIN
 from sparsekv.cli.app import app
 
-PAGE = Path(__file__).with_name("commands.md")
+PAGE = Path(__file__).parent / "reference" / "commands.md"
 COMMANDS = ["", *MAIN, "models list", "models pull"]
 OF_METHODS = {name: ["--method", "all"] for name in ("build-index", "generate", "recall-report", "eval", "bench")}
 HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"

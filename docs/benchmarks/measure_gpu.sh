@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Measures anew what docs/performance.md says of a GPU: `docs/measure_gpu.sh FOLDER [PART...]`.
+# Measures anew what docs/benchmarks/results.md says of a GPU: `docs/benchmarks/measure_gpu.sh FOLDER [PART...]`.
 #
 # Of the parts all, unless some are named. What each command prints goes to a file of its own in FOLDER; the last lines
 # are shown. Needs an NVIDIA GPU and what `pip install '.[dev]'` installs.
 set -u
 ALL="tests sanitizer steps model prefill kmeans index"
-[ $# -gt 0 ] || { echo "usage: docs/measure_gpu.sh FOLDER [PART...], of: $ALL" >&2; exit 2; }
+[ $# -gt 0 ] || { echo "usage: docs/benchmarks/measure_gpu.sh FOLDER [PART...], of: $ALL" >&2; exit 2; }
 folder=$(realpath -m "$1")
 shift
 for part in "$@"; do
     case " $ALL " in *" $part "*) ;; *) echo "no part is called $part; there are: $ALL" >&2; exit 2 ;; esac
 done
-cd "$(dirname "$0")/.." || exit 2
+cd "$(dirname "$0")/../.." || exit 2
 mkdir -p "$folder"
 failed=0
 
@@ -51,15 +51,15 @@ steps() {
         number=$((number + 1))
         # shellcheck disable=SC2086  # words of a command
         measure "step-$number" 30 $command -q < /dev/null
-    done < <(grep '^sparsekv bench' docs/performance.md)
+    done < <(grep '^sparsekv bench' docs/benchmarks/results.md)
 }
 
 model() {
     measure model 12 sparsekv bench --end-to-end --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
 }
-prefill() { measure prefill 20 python docs/time_prefill.py; }
-kmeans() { measure kmeans 20 python docs/time_kmeans.py; }
-index() { measure index 20 python docs/time_index.py; }
+prefill() { measure prefill 20 python docs/benchmarks/time_prefill.py; }
+kmeans() { measure kmeans 20 python docs/benchmarks/time_kmeans.py; }
+index() { measure index 20 python docs/benchmarks/time_index.py; }
 
 # shellcheck disable=SC2086  # names of parts
 for part in ${*:-$ALL}; do "$part"; done

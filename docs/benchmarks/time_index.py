@@ -1,4 +1,4 @@
-"""Times what follows a prefill when an index is built: `python docs/time_index.py [FOLDER]`.
+"""Times what follows a prefill when an index is built: `python docs/benchmarks/time_index.py [FOLDER]`.
 
 On a GPU 36 layers of 8 KV heads, 131,072 tokens, D = 128, bfloat16, which is an 8B model's context of 128K; elsewhere
 two small layers. Their keys and values are a mixture's, made on the device, as a prefill leaves them there. They are

@@ -1,4 +1,6 @@
-"""Checks and times k-means, Multipole's online update and a whole index's clustering: `python docs/time_kmeans.py`.
+"""Checks and times k-means, Multipole's online update and a whole index's clustering.
+
+Run it as `python docs/benchmarks/time_kmeans.py`.
 
 On a GPU: 8 heads of 131,072 keys, D = 128; `--sweep` tries other block shapes. Elsewhere small sizes, in plain torch.
 Keys come from a mixture with log-normal cluster sizes around a common mean, as a text's do. The package flash-kmeans is

@@ -1,4 +1,6 @@
-"""Times one chunk of a sparse prefill against dense attention, choice included: `python docs/time_prefill.py [TOKENS]`.
+"""Times one chunk of a sparse prefill against dense attention, choice included.
+
+Run it as `python docs/benchmarks/time_prefill.py [TOKENS]`.
 
 Elsewhere than on a GPU one layer of SmolLM2's shape in float32, chunks of 128 and 512 after 32,768 keys; dense is the
 faster of torch's fused attention with grouped heads and with keys and values repeated. On a GPU 32 query heads on 8,
