@@ -7,6 +7,8 @@ import pytest
 from support.doc_pages import PAGES, ROOT, name, without_blocks
 
 CONTENTS = ROOT / "docs" / "README.md"
+EXAMPLES = {"indexing/methods/norms.py", "runtime/methods/norms.py"}
+"""Files that a reader is told to write."""
 
 
 def links(page: Path) -> list[str]:
@@ -36,6 +38,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             lost.append(link)
     assert not lost, f"{name(page)}: these links lead nowhere: {', '.join(lost)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """Paths into the code, in backticks; capitals are for a reader to fill in."""
+    named = re.findall(r"`((?:cli|indexing|runtime|kernels|formats|tests)/[^`*\s]*)`", without_blocks(page))
+    lost = [path for path in named if not re.search(r"[A-Z]{2}", path) and not (ROOT / path).exists()]
+    lost = [path for path in lost if not (ROOT / f"{path}.py").exists() and path not in EXAMPLES and ":" not in path]
+    assert not lost, f"{name(page)} names {', '.join(lost)}, which are not there"
 
 
 def test_the_table_of_contents_names_every_page() -> None:

@@ -35,7 +35,8 @@ def test_the_command_reference_is_what_help_prints() -> None:
 def used(page: Path) -> list[tuple[str, str]]:
     """Every (command, option) in a call of sparsekv that a page shows."""
     known, found = sections(), set()
-    for call in re.findall(r"sparsekv ([a-z-]+[^\n|)`]*)", page.read_text(encoding="utf-8").replace("\\\n", " ")):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ").replace(" -->", "")  # the end of a comment
+    for call in re.findall(r"sparsekv ([a-z-]+[^\n|)`]*)", text):
         words = shlex.split(call.replace("'", ""), comments=True) if call.count('"') % 2 == 0 else call.split()
         command = max((one for one in (words[0], " ".join(words[:2])) if one in known), key=len, default=words[0])
         found |= {(command, word.split("=")[0]) for word in words[1:] if word.startswith("--") and len(word) > 2}
