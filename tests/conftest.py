@@ -1,6 +1,7 @@
 """Fixtures of all tests: the embedded model, converted at most once per machine."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from sparsekv.indexing.models.user_cache import cache_root
 
 def pytest_configure(config: pytest.Config) -> None:
     _own_cache(config)
+    # Whoever starts the tests in the background has them ignore Ctrl-C, and what they start with them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from support.command import EXECUTABLE, environment
+from support.forked import Run, Zygote, zygote
 
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import methods
 
 PACKAGE = Path(__file__).parents[1] / "plugin"
 ENTRY_POINTS = "[sparsekv.methods]\n{name} = {value}\n"
@@ -29,39 +32,45 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The installed command, with a folder of packages before its own."""
-    return subprocess.run(
-        [EXECUTABLE, *arguments],
-        env=environment() | {"PYTHONPATH": str(path)},
-        capture_output=True,
-        text=True,
-        check=False,
+@pytest.fixture(scope="module")
+def with_plugin(plugin: Path) -> Zygote:
+    """Starts commands of a process that has found the package."""
+    return Zygote(PYTHONPATH=str(plugin))
+
+
+def run(commands: Zygote, *arguments: str) -> Run:
+    """A command in the current folder."""
+    return commands.run(*arguments, folder=Path.cwd(), limits={"AS": 1 << 40}, seconds=600)
+
+
+def test_every_command_has_a_packages_method(with_plugin: Zygote, place: Path) -> None:
+    built = run(
+        with_plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "--norm-power", "1", "-q"
     )
-
-
-def test_every_command_has_a_packages_method(plugin: Path, place: Path) -> None:
-    built = run(plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "--norm-power", "1", "-q")
-    assert built.returncode == 0, built.stderr
+    assert built.code == 0, built.stderr
     manifest = json.loads((place / "doc.skv" / "manifest.json").read_text())
     assert manifest["methods"]["norms"]["parameters"]["norm_power"] == 1
-    asked = run(plugin, "generate", "Why?", "--model", "model", "--method", "norms", "--max-new-tokens", "4", "--json")
+    asked = run(
+        with_plugin, "generate", "Why?", "--model", "model", "--method", "norms", "--max-new-tokens", "4", "--json"
+    )
     assert json.loads(asked.stdout)["method"] == "norms", asked.stderr
-    report = run(plugin, "recall-report", "--method", "norms", "--skipped", "3", "--budget", "100%", "--json")
+    report = run(with_plugin, "recall-report", "--method", "norms", "--skipped", "3", "--budget", "100%", "--json")
     (row,) = json.loads(report.stdout)["rows"]
     assert (row["method"], row["variant"]) == ("norms", "skipped=3")
     assert 0.9 < row["recall"] < 1
-    timed = run(plugin, "bench", "--index", "doc.skv", "--method", "norms", "--runs", "2", "--warm", "--json", "-q")
+    timed = run(
+        with_plugin, "bench", "--index", "doc.skv", "--method", "norms", "--runs", "2", "--warm", "--json", "-q"
+    )
     assert "norms" in {row["method"] for row in json.loads(timed.stdout)["rows"]}, timed.stderr
-    tuned = run(plugin, "tune", "--target-recall", "0.1", "--method", "norms", "--json", "-q")
+    tuned = run(with_plugin, "tune", "--target-recall", "0.1", "--method", "norms", "--json", "-q")
     assert [one["method"] for one in json.loads(tuned.stdout)["methods"]] == ["norms"], tuned.stderr
-    assert "--skipped" in run(plugin, "generate", "--method", "norms", "--help").stdout
+    assert "--skipped" in run(with_plugin, "generate", "--method", "norms", "--help").stdout
 
 
-def test_without_the_package_its_method_is_told_as_unknown(plugin: Path, place: Path) -> None:
-    assert run(plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "-q").returncode == 0
-    asked = run(place, "generate", "Why?", "--model", "model", "--method", "norms")
-    assert (asked.returncode, asked.stdout) == (2, "")
+def test_without_the_package_its_method_is_told_as_unknown(with_plugin: Zygote, place: Path) -> None:
+    assert run(with_plugin, "build-index", "doc.txt", "--model", "model", "--method", "norms", "-q").code == 0
+    asked = run(zygote(), "generate", "Why?", "--model", "model", "--method", "norms")
+    assert (asked.code, asked.stdout) == (2, "")
     assert "error: no method 'norms'; there are: " in asked.stderr
 
 
@@ -73,17 +82,42 @@ def test_without_the_package_its_method_is_told_as_unknown(plugin: Path, place: 
         ("odd", "broken:NUMBER", "method 'odd' of the installed package broken is no Method; mend or remove it"),
     ],
 )
-def test_a_package_that_does_not_fit_is_told_in_a_line(tmp_path: Path, name: str, value: str, told: str) -> None:
-    facts = tmp_path / "broken-1.0.dist-info"
+def test_a_package_that_does_not_fit_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    _install_broken(tmp_path, name, value)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    known = methods()
+    fresh: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
+    fresh.known = known
+    with pytest.raises(UsageError) as error:
+        fresh()
+    assert told in str(error.value)
+
+
+def test_a_command_beside_a_package_that_does_not_fit_ends_in_a_line(tmp_path: Path) -> None:
+    _install_broken(tmp_path, "odd", "broken:Missing")
+    outcome = subprocess.run(
+        [EXECUTABLE, "generate", "Why?"],
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    (line,) = outcome.stderr.splitlines()
+    assert "method 'odd' of the installed package broken cannot be loaded" in line
+
+
+def _install_broken(folder: Path, name: str, value: str) -> None:
+    """A package with one entry point, as pip would leave it in a folder."""
+    facts = folder / "broken-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS.format(name=name, value=value))
     code = "from sparsekv.runtime.selection.interface import Method\nNUMBER = 1\nclass Quest(Method):\n    pass\n"
-    (tmp_path / "broken.py").write_text(code)
-    outcome = run(tmp_path, "generate", "Why?")
-    assert (outcome.returncode, outcome.stdout) == (2, "")
-    (line,) = outcome.stderr.splitlines()
-    assert told in line
+    (folder / "broken.py").write_text(code)
 
 
 @dataclass(frozen=True)

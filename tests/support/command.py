@@ -1,7 +1,10 @@
 """Running the real command: as a process of its own, or in this one, where many short runs would cost too much."""
 
+import atexit
+import functools
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,12 +49,27 @@ def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.C
 
 
 def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a bash script that calls `sparsekv`; a failure anywhere in a pipe is the script's."""
+    """Run a bash script that calls `sparsekv`; a failure anywhere in a pipe is the script's.
+
+    Each call is a process of its own with the script's pipes, forked from one that has its imports.
+    """
     command = ["bash", "-o", "pipefail", "-c", script]
-    path = f"{EXECUTABLE.parent}:{environment()['PATH']}"
+    path = f"{_forked_command()}:{EXECUTABLE.parent}:{environment()['PATH']}"
     return subprocess.run(
         command, cwd=cwd, env=environment() | {"PATH": path}, capture_output=True, text=True, check=False
     )
+
+
+@functools.cache
+def _forked_command() -> Path:
+    """A folder with a `sparsekv` whose runs the zygote forks."""
+    folder = Path(tempfile.mkdtemp(prefix="bin-"))
+    atexit.register(shutil.rmtree, folder)
+    client = Path(__file__).with_name("shell_client.py")
+    script = folder / "sparsekv"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {client} {zygote().socket} "$@"\n')
+    script.chmod(0o755)
+    return folder
 
 
 @dataclass(frozen=True)

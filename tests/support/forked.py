@@ -91,15 +91,21 @@ def _printed(path: Path) -> str:
 
 
 class Zygote:
-    """Starts commands at the speed of a fork, several at once if need be; ends with this process."""
+    """Starts commands at the speed of a fork, several at once if need be; ends with this process.
 
-    def __init__(self) -> None:
+    Its imports see this process's environment, with a home of its own and `environment_of_imports`.
+    """
+
+    def __init__(self, **environment_of_imports: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home, for what libraries keep for a user
-        home, self._socket = self._folder.name, f"{self._folder.name}/socket"
+        home, self.socket = self._folder.name, f"{self._folder.name}/socket"
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", Path(__file__).with_name("zygote.py"), self._socket],
-            env=environment | ONE_THREAD | {"HOME": home, "HF_HOME": f"{home}/hub", "HF_HUB_OFFLINE": "1"},
+            [sys.executable, "-P", Path(__file__).with_name("zygote.py"), self.socket],
+            env=environment
+            | ONE_THREAD
+            | {"HOME": home, "HF_HOME": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
+            | environment_of_imports,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -143,7 +149,7 @@ class Zygote:
             **standard,
         }
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._socket)
+        connection.connect(self.socket)
         connection.sendall(f"{json.dumps(request)}\n".encode())
         return Started(connection, request, outputs)
 
