@@ -13,7 +13,7 @@ with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     files = {name: f"/proc/{os.getpid()}/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
     request = {
-        "arguments": sys.argv[2:],
+        "arguments": [one.replace("/dev/fd/", f"/proc/{os.getpid()}/fd/") for one in sys.argv[2:]],
         "folder": os.getcwd(),
         "environment": dict(os.environ),
         "seconds": 600,
