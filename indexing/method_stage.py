@@ -20,7 +20,7 @@ AHEAD = 2  # layers that are prefetched while one is built
 
 
 def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
-    """Reuse or write one file per layer, then calibrate, unless nothing changed since the finished index."""
+    """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
     # Through JSON, so that the parameters compare equal to those read back from a manifest.
     parameters = json.loads(json.dumps(asdict(indexer)))
     folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]

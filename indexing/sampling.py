@@ -52,9 +52,9 @@ def write_sample(job: BuildJob, layer: int, queries: torch.Tensor, positions: to
 
 
 def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:
-    """The first of some positions [P] whose query is not in the finished index of the folder, or is damaged there.
+    """The first of some positions [P] whose query the finished index of the folder lacks; None if it has all of them.
 
-    None if the index has all of them.
+    An index with a damaged file of queries counts as having none.
     """
     known = _known_positions(job) if _is_whole(job) else positions[:0]
     unknown = positions[~torch.isin(positions, known)]

@@ -29,10 +29,11 @@ class RunRows:
 class ScoredCentroids:
     """Centroids that are attended in place of the rows they represent.
 
-    logits [H, G, C] float32 of the query on their keys, scaled and soft-capped; log_counts [H, C] float32, the log of
-    how many rows each represents; values [H, C, D]. Logits and log counts past the last value are minus infinity. With
-    rows [H, C] int32 the values [H, V, D] are those of all clusters, and `rows` are indices into them; the first
-    `used` [H] int32 are valid, None: all.
+    logits [H, G, C] float32 of the query on their keys, scaled and soft-capped; log_counts [H, C] float32; values
+    [H, C, D]. The softmax takes logits + log_counts. Mostly log_counts is the log of how many rows each represents;
+    where the logits include the log of whole clusters, as on a CPU, it is the log of the share of them that is left.
+    Logits and log counts past the last value are minus infinity. With rows [H, C] int32 the values [H, V, D] are those
+    of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all.
     """
 
     logits: torch.Tensor

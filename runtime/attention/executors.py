@@ -120,7 +120,7 @@ class InPlaceExecutor(Executor):
 
     Args:
         counter: [Hk] int64, to which kernels add the counts that only the device knows.
-        gather: the fallback for sampled rows, which carry weights, and for rows that are not on the model's device.
+        gather: the fallback for sampled rows, which carry weights.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, counter: torch.Tensor, gather: GatherExecutor):

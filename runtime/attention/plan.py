@@ -126,14 +126,14 @@ class _Shared:
 
 
 def _decode(shared: _Shared, device: torch.device) -> Policy:
-    """The policy of decode steps: as in a graph, but that a CPU has a fused executor."""
+    """On a CPU, with nothing measured or prefetched, the fused executor; otherwise what `_captured` gives."""
     if shared.options.meter is None and shared.prefetcher is None and device.type != "cuda":
         return shared.direct(FusedExecutor(shared.selector, shared.middle, shared.gather))
     return _captured(shared)
 
 
 def _captured(shared: _Shared) -> Policy:
-    """The policy of decode steps in a CUDA graph."""
+    """The policy of decode steps while rows lie in slots; only `Direct` in place is ever captured in a CUDA graph."""
     if shared.options.meter is not None:
         return shared.measured(shared.options.meter)
     if shared.prefetcher is not None:

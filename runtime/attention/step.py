@@ -22,7 +22,8 @@ class Step:
 
     keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
     each query sees; None: all valid rows. With a `slot`, the number of valid rows and the token's position are known
-    on the device only. `unstored`: a new token's position minus its row. `joint`: one selection for all Q queries.
+    on the device only. `unstored`: add it to an exact row's number to get its token's position.
+    `joint`: one selection for all Q queries.
     """
 
     query: torch.Tensor

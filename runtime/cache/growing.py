@@ -6,10 +6,10 @@ LEAST_ROOM = 1024
 
 
 class GrowingRows:
-    """Rows [Hk, used, ...] at the front of a buffer, with free space for twice the rows added since the start.
+    """Rows [Hk, used, ...] at the front of a buffer.
 
-    The free space does not depend on the length of the initial rows. A write copies only what is written, except for
-    the few times when the buffer grows.
+    Before the first write the buffer is the given tensor, without free space. When it grows, it gets free space for
+    twice the rows added so far, at least LEAST_ROOM; any other write copies only what is written.
 
     Args:
         rows: [Hk, T, ...], not copied before the first write.

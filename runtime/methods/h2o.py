@@ -2,7 +2,7 @@
 
 Differences from the paper: it spends half of its budget on the most recent tokens; here those are the exact tail, and
 the whole budget is heavy hitters. It evicts step by step and also sums the attention of the answer's queries; here
-tokens are ranked once, by the sums over the whole prompt, which do not change during decoding.
+tokens are ranked once, by the sums over a sample of the document's queries (`--query-sample`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("h2o")
 @dataclass(frozen=True)
 class H2O(Method):
-    """Keeps the tokens of highest attention, summed over the prompt's queries."""
+    """Keeps the tokens of highest attention, summed over a sample of the document's queries."""
 
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True

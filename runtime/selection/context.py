@@ -29,8 +29,8 @@ class MiddleContext:
 
     `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of
     `tensors`. Token positions in the tensors are counted from the first middle token, whose own position in the
-    prompt is `first_token`. `observed` [Hk, G, W, D] are the last of the prompt's queries that a method may learn from:
-    the half of the held-out tail that no report measures on.
+    prompt is `first_token`. `observed` [Hk, G, W, D] are the queries of the tail's first half: a method may learn from
+    them, for reports measure on the second half.
     """
 
     load_keys: Callable[[], torch.Tensor]

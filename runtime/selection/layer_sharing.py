@@ -26,13 +26,13 @@ Rankings = dict[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerSharing(Method):
-    """A method that ranks tokens in two layers for all others."""
+    """A method in which two layers rank tokens for the layers after them; those before them attend to everything."""
 
     select_layer: int = field(
         default=0,
         metadata={
-            "help": "Layer, counted from 0, that attends to everything and selects the tokens for all layers after it, "
-            "as layer 2 does for those before it. 0: the layer at 13/32 of the model's depth."
+            "help": "Layer, counted from 0, that attends to everything and selects the tokens for all layers after it; "
+            "layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
         },
     )
 

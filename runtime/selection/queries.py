@@ -27,7 +27,7 @@ class Queries:
     `positions()` [Q] int64 are the queries' positions in the sequence; `exact_logsumexp()` [Hk, G, Q] is the
     log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens). Both are computed only
     when a method calls them. `joint`: one selection for all Q queries together, as in a question's prefill. `batch`
-    numbers the set of tokens: it is the same in all layers, so that layers can share what they found for it.
+    is a number for these tokens, the same in every layer, by which layers find a ranking they share (0 in decoding).
     """
 
     query: torch.Tensor
