@@ -1,0 +1,64 @@
+"""Triton's interpreter without the two habits that take most of its time in our kernels' tests.
+
+It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
+combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. And
+it prepares `triton.language` again for each function that a kernel calls; here once for each kernel.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@contextmanager
+def faster_interpreter() -> Iterator[None]:
+    """While it lasts, tuples are reduced and scanned in log2(n) calls, and a language is prepared once a kernel."""
+    prepare = interpreter._patch_lang
+
+    def prepare_once(function: Any) -> Any:
+        languages = [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
+        prepared = languages and not any(tl.core.is_builtin(one.load) for one in languages)
+        return interpreter._LangPatchScope() if prepared else prepare(function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
+        patch.setattr(interpreter.ScanOps, "generic_scan", _scan)
+        yield
+
+
+def _combine(operation: Any, left: list[np.ndarray], right: list[np.ndarray], inputs: Any) -> list[np.ndarray]:
+    """The combining function of a reduction or a scan, on arrays of any one shape."""
+    arguments = [
+        operation.to_tensor(array, one.dtype) for half in (left, right) for array, one in zip(half, inputs, strict=True)
+    ]
+    combined = operation.combine_fn.fn(*arguments)
+    return [one.handle.data for one in (combined if isinstance(combined, tuple) else (combined,))]
+
+
+def _reduce(operation: Any, inputs: Any) -> list[Any]:
+    """Takes the place of `ReduceOps.generic_reduce`."""
+    inputs, axis = operation.unravel(inputs, operation.axis)
+    arrays = [np.moveaxis(one.handle.data, axis, 0) for one in inputs]
+    while len(arrays[0]) > 1:
+        arrays = _combine(operation, [one[0::2] for one in arrays], [one[1::2] for one in arrays], inputs)
+    whole = [np.moveaxis(one, 0, axis) if operation.keep_dims else one[0] for one in arrays]
+    return [operation.to_tensor(one, of.dtype) for one, of in zip(whole, inputs, strict=True)]
+
+
+def _scan(operation: Any, inputs: Any) -> list[Any]:
+    """Takes the place of `ScanOps.generic_scan`; its caller turns what is scanned backwards."""
+    arrays = [np.moveaxis(one.handle.data, operation.axis, 0) for one in inputs]
+    reach = 1
+    while reach < len(arrays[0]):
+        combined = _combine(operation, [np.roll(one, reach, 0) for one in arrays], arrays, inputs)
+        arrays = [np.concatenate([old[:reach], new[reach:]]) for old, new in zip(arrays, combined, strict=True)]
+        reach *= 2
+    whole = [np.ascontiguousarray(np.moveaxis(one, 0, operation.axis)) for one in arrays]
+    return [operation.to_tensor(one, of.dtype) for one, of in zip(whole, inputs, strict=True)]
