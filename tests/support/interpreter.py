@@ -1,13 +1,15 @@
-"""Triton's interpreter without the two habits that take most of its time in our kernels' tests.
+"""Triton's interpreter without the three habits that take most of its time in our kernels' tests.
 
 It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. And
-it prepares `triton.language` again for each function that a kernel calls; here once for each kernel.
+it prepares `triton.language` again for each function that a kernel calls; here once for each kernel. And it computes each
+sum and product of integers again in 64 bits, to find overflows that no tensor of these tests is large enough for.
 """
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from triton.runtime import interpreter
 @contextmanager
 def faster_interpreter() -> Iterator[None]:
     """While it lasts, tuples are reduced and scanned in log2(n) calls, and a language is prepared once a kernel."""
+    options = interpreter.interpreter_builder.options
     prepare = interpreter._patch_lang
 
     def prepare_once(function: Any) -> Any:
@@ -28,6 +31,7 @@ def faster_interpreter() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
         patch.setattr(interpreter.ScanOps, "generic_scan", _scan)
         yield

@@ -50,7 +50,7 @@ def test_a_manifests_strings_and_a_documents_words_are_shown_as_they_are(hostile
     assert printable(shown.stdout) == shown.stdout
     assert "[red]m[/red]\\x1b]0;title\\x07" in shown.stdout
     assert "now\\x1b]0;title\\x07" in shown.stdout
-    reported = run_here("recall-report", "-q", "--budget", "0.1", "--plot", "recall.png")
+    reported = run_here("recall-report", "-q", "--budget", "0.1", "--method", "squeezed", "--plot", "recall.png")
     assert reported.code == 0, reported.stderr
     assert "[red]m[/red]\\x1b]0;title\\x07" in reported.stdout
     assert printable(reported.stdout) == reported.stdout
@@ -60,13 +60,14 @@ def test_a_manifests_strings_and_a_documents_words_are_shown_as_they_are(hostile
 def test_names_are_neither_markup_nor_mathematics(place: Path, name: str) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     shutil.move("doc.skv", name)
-    for command in (("recall-report", "--budget", "0.1", "--plot", "plot.png"), ("inspect", "--plot", "plot.svg")):
+    reported = ("recall-report", "--budget", "0.1", "--method", "squeezed", "--plot", "plot.png")
+    for command in (reported, ("inspect", "--plot", "plot.svg")):
         outcome = run_here(*command, "-i", name, "-q")
         assert outcome.code == 0, outcome.stderr
         assert printable(name) in outcome.stdout
         assert "\x1b" not in outcome.stdout
     assert Path("plot.png").read_bytes().startswith(b"\x89PNG")
-    tuned = run_here("tune", "--target-recall", "0.5", "-i", name, "--dry-run")
+    tuned = run_here("tune", "--target-recall", "0.5", "--method", "squeezed", "-i", name, "--dry-run")
     assert tuned.code == 0, tuned.stderr
     assert printable(name) in tuned.stdout
     missing = run_here("generate", "Why?", "-i", f"no {name}")

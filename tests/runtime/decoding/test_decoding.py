@@ -1,5 +1,7 @@
 """Decoding over an index: with everything attended it is the plain model's, to the last logit and letter."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from support.reference import assert_close, relative_error
@@ -37,6 +39,18 @@ METHODS: dict[str, Method] = {
     "loki": Loki(dims=5),
     "magicpig": MagicPIG(hash_bits=4, hash_tables=10),
 }
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Tokens [T] after a prompt and the plain model's logits [T, V], a question's token ids, and its greedy answer's."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    question: torch.Tensor
+    answer: torch.Tensor
+
+
 every_method = pytest.mark.parametrize("name", METHODS)
 EVERYTHING = Budget(1.0)
 
@@ -45,12 +59,21 @@ def _cache(index: OpenIndex, name: str, budget: Budget = EVERYTHING) -> IndexCac
     return index.sparse_cache(name, METHODS[name], budget)
 
 
+@pytest.fixture(scope="session")
+def plain(family_index: OpenIndex) -> Plain:
+    """What the plain model gives for all methods of a family; longer than its sliding layers' window."""
+    tokens, question = random_ids(WINDOW + 20), question_ids(family_index, "What comes next?")
+    prompt = torch.cat([family_index.input_ids, question])[None]
+    logits = plain_logits_after(family_index, tokens)
+    answer = family_index.model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+    return Plain(tokens, logits, question, answer)
+
+
 @every_method
-def test_a_budget_of_everything_gives_the_plain_models_logits(family_index: OpenIndex, name: str) -> None:
-    """The answer is longer than the sliding layers' window, so that the stored context leaves it on the way."""
-    tokens = random_ids(WINDOW + 20)
-    logits = stepped_logits(family_index, _cache(family_index, name), tokens, question=9)
-    assert_close(logits, plain_logits_after(family_index, tokens), 1e-4)
+def test_a_budget_of_everything_gives_the_plain_models_logits(family_index: OpenIndex, plain: Plain, name: str) -> None:
+    """The stored context leaves a sliding layer's window on the way."""
+    logits = stepped_logits(family_index, _cache(family_index, name), plain.tokens, question=9)
+    assert_close(logits, plain.logits, 1e-4)
 
 
 def test_a_dense_cache_gives_the_plain_models_logits(family_index: OpenIndex) -> None:
@@ -68,15 +91,11 @@ def test_layers_with_a_window_stay_dense_and_hold_what_is_in_sight(family_index:
 
 
 @every_method
-def test_a_greedy_answer_is_the_one_transformers_gives(family_index: OpenIndex, name: str) -> None:
-    question = question_ids(family_index, "What comes next?")
-    answer = generate(family_index, _cache(family_index, name), question, Sampling(max_new_tokens=24))
-    prompt = torch.cat([family_index.input_ids, question])[None]
-    family_index.model.set_attn_implementation("eager")
-    expected = family_index.model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
-    assert answer.generated_tokens == len(expected)
-    assert answer.text == family_index.tokenizer.decode(expected, skip_special_tokens=True)
-    assert answer.prompt_tokens == prompt.shape[1]
+def test_a_greedy_answer_is_the_one_transformers_gives(family_index: OpenIndex, plain: Plain, name: str) -> None:
+    answer = generate(family_index, _cache(family_index, name), plain.question, Sampling(max_new_tokens=24))
+    assert answer.generated_tokens == len(plain.answer)
+    assert answer.text == family_index.tokenizer.decode(plain.answer, skip_special_tokens=True)
+    assert answer.prompt_tokens == len(family_index.input_ids) + len(plain.question)
 
 
 @pytest.mark.parametrize("question", [5, FIRST_NEW_ROWS + 30])
