@@ -53,7 +53,7 @@ def test_the_wheel_names_its_command_its_licence_and_what_it_needs(wheel: Path) 
             "[console_scripts]",
             "sparsekv",
             "=",
-            "sparsekv.cli.main:run",
+            "sparsekv.cli.main:main",
         ]
         assert archive.read(texts["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")
