@@ -43,7 +43,7 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Plain:
-    """Tokens [T] after a prompt and the plain model's logits [T, V], a question's token ids, and its greedy answer's."""
+    """Tokens [T] after a prompt, the plain model's logits [T, V], a question's token ids, and those of its answer."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
