@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.selection.capabilities import DescribesClusters, DescribesLists
@@ -32,7 +33,7 @@ def describe_layers(artifact: Artifact, name: str, biggest: int) -> Iterator[Lay
     split, method = artifact.manifest.split, methods()[name]
     for layer in artifact.manifest.indexed_layers:
         _, values = artifact.context(layer)
-        context = stored_context(artifact, layer, name).context
+        context = stored_context(LayerRows(artifact, layer), name).context
         queries = tail_block(artifact, layer).queries.unflatten(0, (len(values), -1))
         middle = values[:, split.sinks : split.sinks + split.middle]
         clusters = method.describe_clusters(context, middle, biggest) if issubclass(method, DescribesClusters) else None

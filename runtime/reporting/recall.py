@@ -16,6 +16,7 @@ import torch
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.guard import Attempt, Outcome, missed_share
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.reporting.measures import Measured, Measures
 from sparsekv.runtime.reporting.queries import QueryBlock
@@ -45,9 +46,10 @@ def measure_layer(
     results = {one: Measures() for one in measured}
     states = {} if states is None else states
     selectors: dict[Form, Selector] = {}
+    stored = LayerRows(artifact, layer)
     for form in dict.fromkeys(one.form for one in measured):
         shared = states.setdefault((form.name, form.variant), {})
-        prepared = prepare_layer(artifact, layer, form.name, form.method, "cpu", residual=form.residual, shared=shared)
+        prepared = prepare_layer(stored, form.name, form.method, residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
     for truth in truths(artifact, layer, blocks):
         for one in measured:

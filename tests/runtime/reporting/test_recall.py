@@ -15,6 +15,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.methods.keydiff import KeyDiff
@@ -109,7 +110,7 @@ def _tail(artifact: Artifact, layer: int) -> _Tail:
 def _selector_and_choice(artifact: Artifact, layer: int, tail: _Tail, method: str, budget: Budget) -> _Choice:
     name, parameters = METHODS[method]
     split = artifact.manifest.split
-    selector = prepare_layer(artifact, layer, name, parameters, "cpu").selector
+    selector = prepare_layer(LayerRows(artifact, layer), name, parameters).selector
     # All that is attended anyway, by what is left of the probability: log(p / q) + log-sum-exp of the middle.
     middle = slice(split.sinks, split.sinks + split.middle)
     options = _options(artifact, layer)
