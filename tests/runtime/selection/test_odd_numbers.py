@@ -55,7 +55,6 @@ def assert_within(chosen: Selection, middle: int) -> None:
 def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, stored: str, kind: str) -> None:
     artifact, store = everything.artifact, STORED[stored]
     context = stored_context(LayerRows(artifact, 0), name).context
-    assert context.observed is not None
     keys, values, middle = context.keys, context.load_values(), context.keys.shape[1]
     context = replace(
         context,
@@ -63,7 +62,7 @@ def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, 
         tensors={key: store(one) if one.is_floating_point() else one for key, one in context.tensors.items()},
         load_values=lambda: store(values),
     )
-    Hk, G, _, D = context.observed.shape
+    Hk, G, _, D = context.load_observed().shape
     for method in methods()[name].variants(artifact.manifest.methods.get(name)).values():
         selector = method.prepare(context)
         for queries, shared in ((1, False), (3, True)):
