@@ -197,7 +197,9 @@ def generate(
         outlive_reader()
     check_placement(placement)
     guarded, stats = None if guard is None else Guard(guard), stats or gauge
-    for option in (["--gauge"] if gauge else []) + (["--guard"] if guarded else []):
+    measured = gauge or guarded is not None
+    if measured:
+        option = "--gauge" if guarded is None else "--guard"
         check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
     if setting.form.residual:
         residual_source(artifact)
@@ -210,7 +212,6 @@ def generate(
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    measured = gauge or guarded is not None
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
     streamed = not (batch_file or as_json)
     on_text = partial(say, end="") if streamed else lambda text: None

@@ -15,7 +15,7 @@ from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 def main() -> NoReturn:
     """The installed command: `run`, after which the process ends at once.
 
-    Python would first clear torch and transformers module by module, which takes more than a second.
+    Python would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
     try:

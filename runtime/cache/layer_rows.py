@@ -13,24 +13,22 @@ CPU = torch.device("cpu")
 
 @dataclass
 class LayerRows:
-    """Keys and values [Hk, N, D] of one layer, in the index's dtype.
+    """Keys and values [Hk, N, D] of one layer, in the index's dtype, held for each device from first use to `release`.
 
-    On a CPU they are views of the index's file. On a GPU they are a copy, which stays until `release`: 0.5 GB for a
-    layer of an 8B at 131,072 tokens.
+    On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
+    those of all. On a GPU they are a copy: 0.5 GB for a layer of an 8B at 131,072 tokens.
     """
 
     artifact: Artifact
     layer: int
-    _copies: dict[torch.device, Pair] = field(default_factory=dict)
+    _rows: dict[torch.device, Pair] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Pair:
         """Keys and values on a device."""
-        if device.type == "cpu":
-            return self.artifact.context(self.layer)
-        if device not in self._copies:
+        if device not in self._rows:
             keys, values = self.artifact.context(self.layer)
-            self._copies[device] = keys.to(device), values.to(device)
-        return self._copies[device]
+            self._rows[device] = keys.to(device), values.to(device)
+        return self._rows[device]
 
     def middle_keys(self, device: torch.device) -> torch.Tensor:
         """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
@@ -52,5 +50,5 @@ class LayerRows:
         return first_half.reshape(heads, -1, *first_half.shape[1:]).to(device)
 
     def release(self) -> None:
-        """Forget the copies."""
-        self._copies.clear()
+        """Let go of the rows."""
+        self._rows.clear()

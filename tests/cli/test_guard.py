@@ -25,6 +25,7 @@ def test_a_gauge_of_what_cannot_be_told_is_refused(place: Path) -> None:
         refused = run_here(*ASK, "--gauge", *cannot)
         assert refused.code == 2
         assert f"--gauge: {cannot[1]} cannot tell how much attention it leaves" in refused.stderr
+        assert run_here(*ASK, "--stats", *cannot).code == 0
 
 
 def test_json_has_the_layers_when_they_are_gauged(place: Path) -> None:

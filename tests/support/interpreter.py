@@ -3,7 +3,7 @@
 It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
 prepares `triton.language` again for each function that a kernel calls; here once for each kernel. And it computes each
-sum and product of integers again in 64 bits, to find overflows for which no tensor of these tests is large enough.
+sum and product of integers again in 64 bits, and looks at what came of it only in debugging.
 """
 
 import inspect

@@ -14,9 +14,10 @@ from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.models.load import LoadedModel
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.layer_rows import CPU, LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.prepare import stored_context
+from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
+from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.registry import methods
@@ -140,3 +141,13 @@ def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
     cache = moved.sparse_cache("squeezed", Squeezed(), Budget(1.0))
     plain = plain_logits(plan.loaded.model, torch.cat([moved.input_ids, tokens]))[-6:]
     assert_close(stepped_logits(moved, cache, tokens, question=3), plain, 1e-4)
+
+
+def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenIndex) -> None:
+    """They are pages of one mapping, however often a layer's rows are asked for."""
+    rows = LayerRows(index.artifact, 1)
+    prepared = prepare_layer(rows, "quest", Quest())
+    storages = {
+        one.untyped_storage().data_ptr() for one in (prepared.mapped[0], prepared.context.keys, rows.on(CPU)[0])
+    }
+    assert len(storages) == 1
