@@ -142,7 +142,8 @@ class _Sequence:
     def _sized(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries [Hk, G, count, D], rescaled per head; allocates four times the logits of each head's first query."""
         scale = self.shape.head_dim**-0.5
-        logits = attention_logits(queries[:, :, :1], self.middle_keys, scale)[:, :, 0]
+        # Not of the first token, whose key becomes the sink's.
+        logits = attention_logits(queries[:, :, :1], self.middle_keys[:, 1:], scale)[:, :, 0]
         low, high = MASS
         wanted = low + (high - low) * self._uniform(logits.shape[1])
         times = _sharpen(logits, wanted)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.common.hook import route_attention
@@ -199,13 +200,17 @@ class _SparseLayers:
         facts, where, rows = artifact.manifest.layers[layer], self._search_device(self.method), index.take_rows(layer)
         prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
+        mapped = prepared.mapped if self.placement == "disk" else ()
         options = LayerOptions(
             prefetch=prefetch,
             meter=meter,
             search_device=where,
-            mapped=prepared.mapped if self.placement == "disk" else (),
+            mapped=mapped,
             question=self._question_search(rows, prepared.selector),
         )
+        # The selector may keep the file mapped, with the pages that were read to get here.
+        for tensor in (*rows.on(CPU), *mapped) if self.placement == "disk" else ():
+            release_pages(tensor)
         rows.release()
         plan = plan_layer(prepared.selector, middle, facts, self.split.sinks, budget, len(exact[0]), device, options)
         return SparseLayer(exact, self.split, plan)

@@ -1,7 +1,7 @@
 """The mixture that steps are timed on: uneven, in runs, peaked, with a sink; and the same for the same seed."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.reference import attention_probabilities
 
@@ -25,6 +25,7 @@ def attention(data: LayerData) -> torch.Tensor:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31 - 1), context=st.integers(512, 6000), group=st.integers(1, 4))
+@example(seed=788679399, context=600, group=3)  # the first token's key, before it is the sink's, is among the best
 def test_a_few_tokens_hold_most_of_the_attention_and_the_first_a_good_part(seed: int, context: int, group: int) -> None:
     data = mixture(Shape(context, 2 * group, 2, 32), 1, seed, torch.device("cpu"), torch.float32)
     assert all(bool(rows.isfinite().all()) for rows in (data.keys, data.values, data.query, data.tail))
