@@ -8,6 +8,7 @@ from sparsekv.cli.common.console import note, note_plain, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import (
+    ChunkSizeOption,
     DeviceOption,
     DtypeOption,
     IndexOption,
@@ -43,7 +44,7 @@ def append(
     again: Annotated[bool, typer.Option("--again", help="Append the text even if it was appended before.")] = False,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
+    chunk_size: ChunkSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,

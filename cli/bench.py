@@ -97,6 +97,15 @@ def bench(
             "turn. Default: 2."
         ),
     ] = None,
+    compiled: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            metavar="auto|on|off",
+            help="With --end-to-end, compile the model's layers with torch, all but their attention, for every row of "
+            "the table. auto: on a GPU.",
+        ),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -142,10 +151,13 @@ def bench(
             "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "index": index, "layer": layer,
             "variants": variants, "warm": warm, "csv": as_csv, "plot": plot,
         }  # fmt: skip
-        what = EndToEnd(config, distinct_layers, wanted, method or [], budget or DEFAULT_BUDGETS, runs, device)
+        what = EndToEnd(
+            config, distinct_layers, wanted, method or [], budget or DEFAULT_BUDGETS, runs, device, compiled
+        )
         return time_models(what, parameters, elsewhere, as_json=as_json, quiet=quiet)
-    for name, value in (("config", config), ("distinct-layers", distinct_layers)):
-        if value is not None:
+    only_there = {"config": config, "distinct-layers": distinct_layers, "compile": compiled}
+    for name, value in only_there.items():
+        if value not in (None, "auto"):
             raise UsageError(f"--{name} {value}: means nothing without --end-to-end; leave it out")
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")

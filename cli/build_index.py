@@ -10,7 +10,14 @@ from sparsekv.cli.common.console import note, note_plain, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import with_method_options
-from sparsekv.cli.common.options import DeviceOption, DtypeOption, ModelOption, QuietOption, SpecialTokensOption
+from sparsekv.cli.common.options import (
+    ChunkSizeOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.ours import check_output
@@ -18,7 +25,7 @@ from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.documents.document import open_document
 from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.configure import configure, refuse_unused
 
@@ -50,7 +57,7 @@ def build_index(
             "on and to measure with."
         ),
     ] = 128,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
+    chunk_size: ChunkSizeOption = None,
     prefill: Annotated[
         str,
         typer.Option(
@@ -98,14 +105,15 @@ def build_index(
     note_plain("the document", prompt.plain, quiet=quiet)
     if prompt.cut:
         note(f"the first {max_tokens:,} of more tokens are indexed: the document goes on", quiet=quiet)
+    prefilling = configure(way, parameters)
     plan = BuildPlan(
         loaded=loaded,
         prompt=prompt,
         methods=methods,
         sinks=sinks,
         tail=tail,
-        chunk_size=chunk_size,
-        prefill=configure(way, parameters),
+        chunk_size=choose_chunk_size(chunk_size, loaded.model.device, prefilling),
+        prefill=prefilling,
         rope_scaling=rope_scaling,
         force=force,
     )

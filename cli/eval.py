@@ -9,7 +9,14 @@ from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import with_method_options
-from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.options import (
+    ChunkSizeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+)
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.evaluating.output import print_rows
@@ -110,7 +117,7 @@ def evaluate_methods(
     ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
     tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128,
-    chunk_size: Annotated[int, typer.Option(help="Tokens per forward pass of the prefill.")] = 512,
+    chunk_size: ChunkSizeOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks and of the confidence intervals.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
     work: Annotated[

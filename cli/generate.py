@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.batch import encode_questions
+from sparsekv.cli.answering.batch import encode_questions, read_questions
+from sparsekv.cli.answering.compiling import compile_for
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
@@ -27,7 +28,6 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
 )
 from sparsekv.cli.common.printable import json_text
-from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import print_stats
 from sparsekv.cli.common.streams import outlive_reader
@@ -36,6 +36,7 @@ from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.compiled import WORTH_IT, check_mode
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import Setting, choose_setting
@@ -163,6 +164,15 @@ def generate(
             "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
         ),
     ] = False,
+    compiled: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            metavar="auto|on|off",
+            help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later "
+            f"by some ten seconds. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
+        ),
+    ] = "auto",
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -196,6 +206,7 @@ def generate(
         refuse_unsavable(artifact, save_to, dtype)
         outlive_reader()
     check_placement(placement)
+    check_mode(compiled)
     guarded, stats = None if guard is None else Guard(guard), stats or gauge
     measured = gauge or guarded is not None
     if measured:
@@ -203,7 +214,7 @@ def generate(
         check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
     if setting.form.residual:
         residual_source(artifact)
-    questions = _questions(prompt, prompt_file, batch_file)
+    questions = read_questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=placement == "device")
     asker = Asker.open(
@@ -212,6 +223,7 @@ def generate(
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
+    compile_for(asker, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
     streamed = not (batch_file or as_json)
     on_text = partial(say, end="") if streamed else lambda text: None
@@ -228,14 +240,6 @@ def generate(
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
-
-
-def _questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
-    if batch_file is None:
-        return [read_question(prompt, prompt_file)]
-    if prompt is not None or prompt_file is not None:
-        raise UsageError("give --batch-file alone, or one question")
-    return read_lines(batch_file, "--batch-file")
 
 
 def _record(answer: Answer, setting: Setting, *, measured: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.models.rope import rope_depends_on_length
-from sparsekv.indexing.plan import BuildPlan, Growth
+from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill, prefills
 
 BETWEEN = "\n\n"  # put between the document and appended text
@@ -109,8 +109,13 @@ def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
         raise UsageError(f"--dtype {dtype}: the index is in {manifest.dtype} and grows in it; leave the option out")
 
 
-def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int = 512) -> BuildPlan:
+def growing_plan(
+    artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int | None = None
+) -> BuildPlan:
     """The plan of a build that appends tokens; sinks and tail keep their sizes, so the old tail becomes middle.
+
+    Args:
+        chunk_size: tokens per forward pass of a dense prefill; None lets the device decide.
 
     Raises:
         ArtifactError: a file of the index is damaged, or from another version.
@@ -123,6 +128,8 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
         if folder == "samples" or folder in manifest.methods:
             check_values(artifact.tensors(name), manifest.split, f"{name} of {artifact.folder}")
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
+    prefill = _stored_prefill(manifest)
+    chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
     return BuildPlan(
         loaded=loaded,
         prompt=FixedPrompt(
@@ -134,8 +141,8 @@ def growing_plan(artifact: Artifact, loaded: LoadedModel, addition: Addition, *,
         methods=stored_indexers(manifest),
         sinks=manifest.split.sinks,
         tail=manifest.split.tail,
-        chunk_size=chunk_size if manifest.prefill.exact else manifest.prefill.chunk_size,
-        prefill=_stored_prefill(manifest),
+        chunk_size=chosen if prefill.exact else manifest.prefill.chunk_size,
+        prefill=prefill,
         rope_scaling=manifest.rope.scaling,
         growth=Growth(manifest.uuid, online_methods(manifest), addition_record(addition)),
     )

@@ -18,6 +18,18 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 
 Progress = Callable[[str, int, int], None]
 
+CHUNK, CHUNK_ON_A_GPU = 512, 2048
+
+
+def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:
+    """Tokens per forward pass of a prefill: as asked, else as many as the device needs to be busy.
+
+    The result of a sparse prefill depends on them, so there they are the same for all devices.
+    """
+    if asked is not None:
+        return asked
+    return CHUNK_ON_A_GPU if prefill.exact and device.type == "cuda" else CHUNK
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -38,7 +50,7 @@ class BuildPlan:
     methods: dict[str, Indexer]
     sinks: int = 10
     tail: int = 128
-    chunk_size: int = 512
+    chunk_size: int = CHUNK
     prefill: Prefill = field(default_factory=DensePrefill)
     rope_scaling: str | None = None
     force: bool = False

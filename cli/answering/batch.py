@@ -1,12 +1,26 @@
-"""Tokenise all questions of a call, so that errors are found before the first is answered."""
+"""Read and tokenise all questions of a call, so that errors are found before the first is answered."""
 
 from collections.abc import Sequence
 
 import torch
 
+from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+
+
+def read_questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
+    """The question, or each line of a batch.
+
+    Raises:
+        UsageError: both are given, or a file cannot be read.
+    """
+    if batch_file is None:
+        return [read_question(prompt, prompt_file)]
+    if prompt is not None or prompt_file is not None:
+        raise UsageError("give --batch-file alone, or one question")
+    return read_lines(batch_file, "--batch-file")
 
 
 def encode_questions(

@@ -61,18 +61,41 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     batch, sinks = len(query), kwargs.get("s_aux")
-    call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of transformers has one
-        query=query.flatten(0, 1),
-        keys=key.flatten(0, 1),
-        values=value.flatten(0, 1),
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        window=kwargs.get("sliding_window"),
-        sink_logits=sinks if sinks is None or batch == 1 else sinks.repeat(batch),
+    attend = _compiled_attend if torch.compiler.is_compiling() else _attend
+    output = attend(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        module.layer_idx,  # type: ignore[arg-type]  # every attention module of transformers has one
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("softcap"),
+        kwargs.get("sliding_window"),
+        sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
-    output = _active.get()(call)
     return output.unflatten(0, (batch, -1)).transpose(1, 2), None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    softmax_scale: float,
+    softcap: float | None,
+    window: int | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    call = AttentionCall(int(layer), query, keys, values, softmax_scale, softcap, window, sink_logits)
+    return _active.get()(call)
+
+
+_compiled_attend = torch.library.custom_op("sparsekv::attend", _attend, mutates_args=())
+"""The same as one operator to torch's compiler, which compiles what is around it and need not look into it."""
+
+
+@_compiled_attend.register_fake
+def _shape_of_output(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(*query.shape[:-1], values.shape[-1])
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

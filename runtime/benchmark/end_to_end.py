@@ -23,7 +23,7 @@ from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
-from sparsekv.runtime.decoding.step import DecodeStep
+from sparsekv.runtime.decoding.step import captured_step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.form import Form
@@ -88,7 +88,7 @@ class ModelBench:
         yield self._row(DENSE, name, None, torchs, 1.0)
         own = self._each(lambda data, turn: DenseLayer(data.keys, data.values))
         yield self._row(DENSE, OWN, None, self._time(IndexCache(own)), 1.0)
-        none = self._each(lambda data, turn: DenseFormLayer(data, lambda query: query))
+        none = self._each(lambda data, turn: DenseFormLayer(data, lambda query: query.clone()))
         yield self._row(NOTHING, "", None, self._time(IndexCache(none)), 0.0)
 
     @torch.inference_mode()
@@ -186,8 +186,8 @@ class _Timed:
 
 def _step(model: PreTrainedModel, cache: IndexCache, batch: int, steps: int) -> ModelStep:
     """A step as `generate` runs it: as a CUDA graph where possible, else as transformers calls the model."""
-    if model.device.type == "cuda" and cache.capturable:
-        step = DecodeStep(model, cache, batch=batch)
+    step = captured_step(model, cache, batch=batch)
+    if step is not None:
         step.begin(steps)
         return step
 

@@ -17,6 +17,7 @@ from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
 from sparsekv.runtime.benchmark.rows import RefusedError
 from sparsekv.runtime.benchmark.sources import Mixtures, Wanted, check_dtype
+from sparsekv.runtime.decoding.compiled import check_mode, compile_layers
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import refuse_unused
 from sparsekv.runtime.selection.context import MiddleContext
@@ -40,6 +41,7 @@ class EndToEnd:
     budgets: list[str]
     runs: int | None
     device: str
+    compiled: str
 
 
 class ModelTimer:
@@ -48,6 +50,8 @@ class ModelTimer:
     def __init__(self, what: EndToEnd, parameters: Mapping[str, Any], report: Callable[[str], None]):
         self.device = choose_device(what.device)
         kind = self.device.type
+        check_mode(what.compiled)
+        self.compiled = what.compiled == "on" or (what.compiled == "auto" and kind == "cuda")
         self.name = what.config or DEFAULT_CONFIG[kind]
         self.config = model_config(self.name)
         self.distinct = DISTINCT if what.distinct is None else what.distinct
@@ -96,6 +100,8 @@ class ModelTimer:
             f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
         )
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
+        if self.compiled:
+            compile_layers(model)
         rows: list[ModelRow] = []
         for context in dict.fromkeys(self.source.contexts):
             for batch in dict.fromkeys(self.source.batches):
@@ -124,6 +130,7 @@ class ModelTimer:
             "config": self.name,
             "layers": int(self.config.num_hidden_layers),
             "distinct_layers": self.distinct,
+            "compiled": self.compiled,
             **self.source.about(),
             "indices": {name: asdict(one) for name, one in self.built.items()},
             "refused": self.refused,

@@ -39,8 +39,17 @@ class IndexCache(Cache):
         self.rows = torch.zeros(len(layers), dtype=torch.int64, device=first.device)
         self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows themselves: `attend` gets and appends them, so that torch's compiler meets one operator a layer."""
+        return key_states, value_states
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return self.stored_layers[call.layer].attend(call)
+        """Append a layer's new rows and attend to stored and new ones; returns [Hq, Q, D]."""
+        layer = self.stored_layers[call.layer]
+        layer.update(call.keys[None], call.values[None])
+        return layer.attend(call)
 
     @property
     def capturable(self) -> bool:

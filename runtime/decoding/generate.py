@@ -19,7 +19,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.step import DecodeStep
+from sparsekv.runtime.decoding.step import captured_step
 
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
 
@@ -155,9 +155,10 @@ def generate(
 def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
     """Arguments of `generate` that choose the decoding loop: transformers' own on a CPU or if steps cannot be replayed,
     else `DecodeLoop`."""
-    if index.model.device.type != "cuda" or not cache.capturable:
+    step = captured_step(index.model, cache)
+    if step is None:
         return {"logits_processor": LogitsProcessorList([FiniteLogits()])}
-    return {"custom_generate": DecodeLoop(DecodeStep(index.model, cache), streamer)}
+    return {"custom_generate": DecodeLoop(step, streamer)}
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:

@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.graphs import ModelGraph, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
 
@@ -78,3 +79,22 @@ class DecodeStep:
             tensor.copy_(value)
         self.capture = self.cache.capturing = found is not None
         return None if found is None else ModelGraph(*found, self.tokens, self.position, self.cache.buffers())
+
+
+def captured_step(model: PreTrainedModel, cache: IndexCache, *, batch: int = 1) -> DecodeStep | None:
+    """A step that is captured as a CUDA graph; None where there is no GPU or steps cannot be replayed."""
+    return DecodeStep(model, cache, batch=batch) if model.device.type == "cuda" and cache.capturable else None
+
+
+def one_step(model: PreTrainedModel, cache: IndexCache, token: torch.Tensor) -> None:
+    """Decode one token [1] over the stored context and forget it: what a first step compiles and captures stays."""
+    cache.rewind()
+    step = captured_step(model, cache)
+    with route_attention(model, cache.attend), torch.inference_mode():
+        if step is None:
+            model(input_ids=token[None].to(model.device), past_key_values=cache, use_cache=True)
+        else:
+            step.begin(ROOM)
+            step(token[None].to(model.device))
+            cache.release()
+    cache.rewind()

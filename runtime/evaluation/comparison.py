@@ -40,7 +40,7 @@ class Comparison:
     max_new_tokens: int | None = None
     sinks: int = 10
     tail: int = 128
-    chunk_size: int = 512
+    chunk_size: int | None = None
 
     def count(self, text: str) -> int:
         """Tokens of a document as it is indexed."""

@@ -13,7 +13,7 @@ from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.documents.prompt import FixedPrompt
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.generate import Sampling, generate
@@ -89,7 +89,7 @@ class _Asking:
             "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
             "prompt": hash_tokens(self.prompt.input_ids.tolist()),
             "split": [comparison.sinks, comparison.tail],
-            "prefill": [comparison.chunk_size, asdict(comparison.prefills[self.prefill])],
+            "prefill": [self._chunk_size(), asdict(comparison.prefills[self.prefill])],
             "question_prefill": self._question_prefill(method is not None),
             "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
             "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
@@ -107,6 +107,11 @@ class _Asking:
         indexer = self.comparison.indexers.get(question.name)
         return asdict(question) | {"indexer": indexer and asdict(indexer)}
 
+    def _chunk_size(self) -> int:
+        comparison = self.comparison
+        device, prefill = comparison.loaded.model.device, comparison.prefills[self.prefill]
+        return choose_chunk_size(comparison.chunk_size, device, prefill)
+
     def _folder(self) -> Path:
         built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill]
         return self.work / "indices" / f"{hash_json(built)[:16]}.skv"
@@ -119,7 +124,7 @@ class _Asking:
             comparison.indexers,
             sinks=comparison.sinks,
             tail=comparison.tail,
-            chunk_size=comparison.chunk_size,
+            chunk_size=self._chunk_size(),
             prefill=comparison.prefills[self.prefill],
         )
         build_index(plan, self._folder(), show)

@@ -1,0 +1,66 @@
+"""Decode steps with compiled layers give the tokens that they give without, and layers are compiled once."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.reference import assert_close
+from support.small_index import build_small
+from torch._dynamo.utils import counters
+
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_compiling
+from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.budget import Budget
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def _logits(index: OpenIndex, cache: IndexCache) -> torch.Tensor:
+    """[STEPS, V]: of a question's last token and of the greedy tokens after it."""
+    cache.rewind()
+    tokens, found = question_ids(index, "What is an expression?")[None], []
+    with torch.inference_mode(), route_attention(index.model, cache.attend):
+        for _ in range(STEPS):
+            found.append(index.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0, -1])
+            tokens = found[-1].argmax().view(1, 1)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss"])
+def test_compiled_steps_give_the_same_logits(tmp_path: Path, family: str) -> None:
+    """For layers of several kinds too; all layers of one kind share what is compiled."""
+    index = build_small(tmp_path / "small.skv", family)
+    compiled = replace(index, model=deepcopy(index.model))
+    compile_layers(compiled.model, backend="aot_eager")
+    expected, found = (_logits(one, one.sparse_cache("squeezed", Squeezed(), Budget(0.3))) for one in (index, compiled))
+    assert_close(found, expected.double(), 1e-5)
+    graphs = counters["stats"]["unique_graphs"]
+    assert 0 < graphs <= 4
+    assert_close(_logits(compiled, compiled.dense_cache()), _logits(index, index.dense_cache()).double(), 1e-5)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+def test_many_tokens_on_a_gpu_are_worth_compiling() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert worth_compiling("auto", gpu, WORTH_IT)
+    assert not worth_compiling("auto", gpu, WORTH_IT - 1)
+    assert not worth_compiling("auto", cpu, WORTH_IT)
+    assert worth_compiling("on", cpu, 1)
+    assert not worth_compiling("off", gpu, WORTH_IT)
