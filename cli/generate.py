@@ -1,16 +1,19 @@
 """`sparsekv generate`: answer questions over an index."""
 
 import time
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.answering.answers import batch_answers, choose_batch_size, parse_batch_size
 from sparsekv.cli.answering.batch import encode_questions, read_questions
 from sparsekv.cli.answering.compiling import compile_for
+from sparsekv.cli.answering.options import BatchSizeOption, CompileOption, ResumeOption
+from sparsekv.cli.answering.output import Output, identity
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
+from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
 from sparsekv.cli.common.console import note, say
@@ -27,19 +30,17 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.common.stats import print_stats
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.compiled import WORTH_IT, check_mode
-from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
+from sparsekv.runtime.decoding.compiled import check_mode
+from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.prepare import residual_source
-from sparsekv.runtime.decoding.setting import Setting, choose_setting
+from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -54,6 +55,8 @@ def generate(
     batch_file: Annotated[
         str | None, typer.Option(help="Answer every line of a file (- for stdin), and print one line per answer.")
     ] = None,
+    batch_size: BatchSizeOption = "auto",
+    resume: ResumeOption = None,
     model: ModelOption = None,
     method: Annotated[
         str | None,
@@ -164,15 +167,7 @@ def generate(
             "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
         ),
     ] = False,
-    compiled: Annotated[
-        str,
-        typer.Option(
-            "--compile",
-            metavar="auto|on|off",
-            help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later "
-            f"by some ten seconds. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
-        ),
-    ] = "auto",
+    compiled: CompileOption = "auto",
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -214,7 +209,14 @@ def generate(
         check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
     if setting.form.residual:
         residual_source(artifact)
+    wanted_size = parse_batch_size(batch_size)
     questions = read_questions(prompt, prompt_file, batch_file)
+    if resume is not None and not (batch_file and as_json):
+        raise UsageError("--resume is for the lines of --batch-file with --json; give both")
+    resumed = None if resume is None else AnswersFile(resume, questions, identity(setting))
+    done = [] if resumed is None else resumed.begin()
+    if len(done) == len(questions):
+        return say("\n".join(done))
     started = time.perf_counter()
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=placement == "device")
     asker = Asker.open(
@@ -224,26 +226,17 @@ def generate(
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
     compile_for(asker, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
-    batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
-    streamed = not (batch_file or as_json)
-    on_text = partial(say, end="") if streamed else lambda text: None
-    for question in batch:
-        result = NO_ANSWER if question is None else asker.ask(question, sampling, on_text)
-        if streamed:
-            say("")
-        elif as_json:
-            say(json_text(_record(result, setting, measured=measured)))
-        else:
-            say(" ".join(result.text.split()))
-        if question is not None and stats and not quiet:
-            print_stats(result)
+    size = choose_batch_size(wanted_size, asker, len(questions))
+    batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
+    output = Output(setting, as_json, not (batch_file or as_json), measured, stats and not quiet, resumed)
+    for line in done:
+        say(line)
+    if batch_file is None:
+        answers: Iterable[Answer] = (asker.ask(one, sampling, output.piece) for one in batch if one is not None)
+    else:
+        answers = batch_answers(asker, batch, sampling, size)
+    for question, result in zip(questions[len(done) :], answers, strict=True):
+        output.answer(question, result)
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
-
-
-def _record(answer: Answer, setting: Setting, *, measured: bool) -> dict[str, Any]:
-    """An answer as a JSON object, with the same keys for every question of a call."""
-    left_out = {"ids"} if measured else {"ids", "layers"}
-    kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-    return {**kept, "method": setting.form.name, "budget": setting.budget.value}

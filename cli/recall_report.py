@@ -78,6 +78,14 @@ def recall_report(
             help="Below the table, name the method of lowest error among those whose KV read is at most this."
         ),
     ] = 0.12,
+    together: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...",
+            help="Measure also with so many queries that attend to what any of them selects, as --batch-size of "
+            "`generate` has them; such as 1,4,16,64.",
+        ),
+    ] = "1",
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -120,6 +128,8 @@ def recall_report(
     By default a method is measured in several forms, such as with and without re-ranking. Options of a method, such as
     --rerank 4, replace these by the one form that they describe.
 
+    With --together, `tokens` and `KV read` are those of all queries that share a choice, which read it once.
+
     \b
     sparsekv recall-report --index manual.skv
     sparsekv recall-report --index manual.skv --method csattention --method quest --rerank 4
@@ -132,7 +142,9 @@ def recall_report(
         raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
-    groups = _groups(by)
+    groups, shared = _groups(by), _together(together)
+    if shared != [1] and queries is not None:
+        raise UsageError(f"--together {together}: is measured on queries of the document's tail; leave --queries out")
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index, thorough=True)
@@ -148,6 +160,8 @@ def recall_report(
         questions = read_questions(queries, "--queries")
         opened = load_for(artifact, model, device, dtype, quiet=quiet)
         asked = MeasuredQueries(artifact, opened, questions, special_tokens=special_tokens)
+    if max(shared) > len(asked):
+        raise UsageError(f"--together {together}: the tail has {len(asked)} queries to measure on; give at most that")
     note_small_budgets(budgets, quiet=quiet)
     with progress(quiet=quiet) as tell:
         report = measure(
@@ -159,6 +173,7 @@ def recall_report(
             residual=residual,
             guard=guarded,
             configured=configured,
+            together=shared,
         )
     if plot is not None:
         from sparsekv.cli.common.plots import plot_recall
@@ -184,7 +199,7 @@ def recall_report(
         print_table(report, report.by(*groups), groups)
         say(best_line(best, within))
         if most := [row for row in rows if row.kv_fraction > 1]:
-            named = dict.fromkeys(f"{row.method} {row.variant}".strip() for row in most)
+            named = dict.fromkeys(row.name for row in most)
             say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
 
 
@@ -206,3 +221,10 @@ def _groups(by: str | None) -> list[str]:
         if name not in BY:
             raise UsageError(f"--by {by}: give layer, head or layer,head")
     return [BY[name] for name in names]
+
+
+def _together(text: str) -> list[int]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in found):
+        raise UsageError(f"--together {text}: give numbers of at least 1, such as 1,4,16,64")
+    return list(dict.fromkeys(int(part) for part in found))

@@ -68,7 +68,7 @@ def _log_scale(axis: Axes) -> None:
 def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
     lines: dict[str, list[RecallRow]] = {}
     for row in report.by():
-        lines.setdefault(f"{row.method} {row.variant}".strip(), []).append(row)
+        lines.setdefault(row.name, []).append(row)
     colours = plt.get_cmap("tab10")
     for number, (name, rows) in enumerate(lines.items()):
         rows = sorted(rows, key=lambda row: row.kv_fraction)
@@ -93,7 +93,7 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
     _by_layer(figure, axis, recall, layers)
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
     axis.set_xlabel("KV head")
-    axis.set_title(f"recall of {shown.method} {shown.variant} at {shown.budget_tokens:,} tokens", fontsize="medium")
+    axis.set_title(f"recall of {shown.name} at {shown.budget_tokens:,} tokens", fontsize="medium")
 
 
 def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
@@ -106,7 +106,7 @@ def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int])
 
 
 def _line(row: RecallRow) -> tuple[Any, ...]:
-    return row.method, row.variant, row.budget, row.budget_tokens
+    return row.method, row.variant, row.together, row.budget, row.budget_tokens
 
 
 def _shown(report: RecallReport) -> RecallRow:

@@ -38,7 +38,8 @@ def print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) 
         title_justify="left",
         title_style="",
     )
-    for name in ["method", *groups]:
+    shared = ["together"] if any(row.together > 1 for row in rows) else []
+    for name in ["method", *shared, *groups]:
         table.add_column(name)
     optional = {
         name: title for name, title in OPTIONAL_COLUMNS.items() if any(getattr(row, name) is not None for row in rows)
@@ -48,7 +49,7 @@ def print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) 
     for row in rows:
         table.add_row(
             f"{row.method} {row.variant}".strip(),
-            *(str(getattr(row, group)) for group in groups),
+            *(str(getattr(row, group)) for group in shared + groups),
             str(Budget(row.budget)),
             f"{row.selected_tokens:,.0f}",
             f"{row.recall:.3f}",

@@ -76,6 +76,18 @@ def attend_with_logsumexp(
     return Attended(_output(weights, segments, query), total)
 
 
+def segment_logits(
+    query: torch.Tensor, segments: Sequence[Segment], softmax_scale: float, softcap: float | None
+) -> list[torch.Tensor]:
+    """Logits [Hk, G, Q, T] float32 of queries [Hk, G, Q, D] on each segment, with its bias and its mask."""
+    logits = []
+    for segment in segments:
+        part = attention_logits(query, segment.keys, softmax_scale, softcap)
+        part = part if segment.bias is None else part + segment.bias
+        logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
+    return logits
+
+
 def _logits(
     query: torch.Tensor,
     segments: Sequence[Segment],
@@ -83,11 +95,7 @@ def _logits(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    logits = []
-    for segment in segments:
-        part = attention_logits(query, segment.keys, softmax_scale, softcap)
-        part = part if segment.bias is None else part + segment.bias
-        logits.append(part if segment.mask is None else part.masked_fill(~segment.mask, -torch.inf))
+    logits = segment_logits(query, segments, softmax_scale, softcap)
     if sink_logits is not None:
         logits.append(sink_logits.float()[:, :, None, None].expand(*query.shape[:3], 1))
     return logits
@@ -97,10 +105,10 @@ def _output(weights: torch.Tensor, segments: Sequence[Segment], query: torch.Ten
     """Attention's output [Hk, G, Q, D] of weights [Hk, G, Q, sum of T]."""
     Hk, G, Q, _ = query.shape
     rows = weights.to(query.dtype).view(Hk, G * Q, weights.shape[3])
-    return _weigh(rows, [segment.values for segment in segments]).view(Hk, G, Q, -1)
+    return weigh(rows, [segment.values for segment in segments]).view(Hk, G, Q, -1)
 
 
-def _weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
+def weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """[Hk, R, D]: values [Hk, T, D] of all segments, summed by weights [Hk, R, sum of T]; weights of sink logits come
     last, without values."""
     output, start = None, 0
@@ -144,7 +152,7 @@ def attend_once(
     if sink_logits is not None:
         logits.append(sink_logits.float().unsqueeze(2))
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype)
-    return _weigh(weights, [values for _, values in rows] + [one.values for one in stand_ins])
+    return weigh(weights, [values for _, values in rows] + [one.values for one in stand_ins])
 
 
 def causal_attention(

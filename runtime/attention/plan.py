@@ -52,11 +52,18 @@ class LayerPlan:
     decode: Policy
     captured: Policy
     prefill: Policy
+    gather: GatherExecutor
     appender: Appender | None
     prefetcher: Prefetcher | None
     meter: MissedMeter | None
     steps_alike: bool
     graph: GraphState | None
+
+    @property
+    def shareable(self) -> bool:
+        """Whether several sequences can share a step's choice: steps are alike, and keep nothing of a sequence."""
+        alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
+        return not alone and (self.graph is None or self.graph.graph_state() is not None)
 
     def graph_state(self) -> int | None:
         """A number that changes when a captured step must be captured again; None: steps cannot be replayed."""
@@ -97,6 +104,7 @@ def plan_layer(
         decode=_decode(shared, device),
         captured=_captured(shared),
         prefill=_prefill(shared),
+        gather=gather,
         appender=appender,
         prefetcher=prefetcher,
         meter=options.meter,

@@ -23,7 +23,7 @@ class Step:
     keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
     each query sees; None: all valid rows. With a `slot`, the number of valid rows and the token's position are known
     on the device only. `unstored`: add it to an exact row's number to get its token's position.
-    `joint`: one selection for all Q queries.
+    `joint`: one selection for all Q queries. `batch`: that of `Queries`.
     """
 
     query: torch.Tensor
@@ -35,11 +35,12 @@ class Step:
     unstored: int
     joint: bool
     how: How
+    batch: int = 0
 
     @cached_property
     def queries(self) -> Queries:
         """The selector's input for this step."""
-        return Queries(self.query, self._positions, self._exact_logsumexp, self.joint)
+        return Queries(self.query, self._positions, self._exact_logsumexp, self.joint, self.batch)
 
     @cached_property
     def exact(self) -> Segment:

@@ -20,9 +20,10 @@ from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import DenseForm, dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
-from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.step import captured_step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext

@@ -21,8 +21,8 @@ from sparsekv.runtime.benchmark.layer import (
     relative_error,
     sparse_layer,
 )
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.graphs import Step
-from sparsekv.runtime.cache.stored_layer import DenseLayer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.form import Form

@@ -18,10 +18,11 @@ from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.cache.layer_rows import CPU, LayerRows
-from sparsekv.runtime.cache.stored_layer import DenseLayer, MappedDenseLayer, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector

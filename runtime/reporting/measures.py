@@ -15,7 +15,7 @@ class Measured:
 
     A `guard` limits the missed share of a head. Recall and `list_coverage` count the oracle's tokens at the `reference`
     budget, by default the form's own. Without `outputs` attention outputs are not computed, and output error and
-    missed estimate are NaN.
+    missed estimate are NaN. So many queries `together` attend to what any of them chooses.
     """
 
     form: Form
@@ -23,6 +23,7 @@ class Measured:
     guard: Guard | None = None
     reference: Budget | None = None
     outputs: bool = True
+    together: int = 1
 
 
 @dataclass

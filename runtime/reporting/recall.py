@@ -26,6 +26,7 @@ from sparsekv.runtime.selection.capabilities import Covers
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
+from sparsekv.runtime.selection.union import can_unite, unite_groups
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
 """The state shared by all layers, for each method and variant."""
@@ -43,7 +44,6 @@ def measure_layer(
     Args:
         states: state shared with the layers measured before this one.
     """
-    results = {one: Measures() for one in measured}
     states = {} if states is None else states
     selectors: dict[Form, Selector] = {}
     stored = LayerRows(artifact, layer)
@@ -51,7 +51,9 @@ def measure_layer(
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(stored, form.name, form.method, residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
-    for truth in truths(artifact, layer, blocks):
+    measured = [one for one in measured if one.together == 1 or can_unite(one.form.method, selectors[one.form])]
+    results = {one: Measures() for one in measured}
+    for truth in truths(artifact, layer, blocks, at_least=max((one.together for one in measured), default=1)):
         for one in measured:
             _measure(one, selectors[one.form], truth, results[one])
     return results
@@ -59,7 +61,7 @@ def measure_layer(
 
 def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) -> None:
     def attempt(budget: Budget) -> Attempt:
-        return _attempt(selector, truth, budget, outputs=one.outputs)
+        return _attempt(selector, truth, budget, outputs=one.outputs, together=one.together)
 
     middle = truth.logits.shape[-1]
     if one.guard is None:
@@ -89,10 +91,12 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
     )
 
 
-def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool) -> Attempt:
+def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool, together: int) -> Attempt:
     """A selection [Hk, Q, M] bool and its output [Hk, Q, G, D]. Without `outputs` output and missed share are NaN; the
     missed share also for a method without centroids of the rest."""
     selection = selector.select(truth.queries, budget)
+    if together > 1:
+        selection = unite_groups(selection, selector, truth.logits.shape[-1], together)
     positions = _positions(selection.rows, selector.layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
     rows = 2 * chosen.sum(-1) + selection.cost.index_rows

@@ -1,7 +1,7 @@
 """The recall report: every method, variant and budget on all layers, as rows with stable keys."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
@@ -42,10 +42,12 @@ class RecallRow:
     recall on the document queries that the index was built from, for an index built without queries; `list_coverage`,
     the share of the oracle's tokens that are in the posting lists read, without posting lists; `raised` and `dense`,
     the shares of a head's queries with a budget raised by the guard and with dense attention, without a guard.
+    `together`: how many queries attend to what any of them selects.
     """
 
     method: str
     variant: str
+    together: int
     budget: float | int
     budget_tokens: int
     selected_tokens: float
@@ -61,6 +63,12 @@ class RecallRow:
     dense: float | None
     layer: int | None
     kv_head: int | None
+
+    @property
+    def name(self) -> str:
+        """Of a line or a row: the method, its variant, and how many queries share a choice."""
+        shared = f"{self.together} together" if self.together > 1 else ""
+        return " ".join(part for part in (self.method, self.variant, shared) if part)
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,10 @@ class RecallReport:
         return [_mean(group, rows) for group, rows in groups.items()]
 
     def best_within(self, kv_fraction: float) -> RecallRow | None:
-        """The averaged row of lowest output error with at most this KV fraction, bounds excluded; None if none has."""
-        within = [row for row in self.by() if row.kv_fraction <= kv_fraction and not methods()[row.method].is_bound]
+        """The averaged row of lowest output error with at most this KV fraction, bounds and rows of several queries
+        together excluded; None if none has."""
+        alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
+        within = [row for row in alone if row.kv_fraction <= kv_fraction]
         return min(within, key=lambda row: row.output_error, default=None)
 
 
@@ -111,6 +121,7 @@ def recall_report(
     residual: bool = False,
     guard: Guard | None = None,
     configured: Mapping[str, tuple[str, Method]] | None = None,
+    together: Sequence[int] = (1,),
 ) -> RecallReport:
     """Measure methods by name at each budget, layer by layer; needs the memory of one layer.
 
@@ -119,6 +130,8 @@ def recall_report(
         progress: called with the number of layers done and the total.
         residual: measure each variant also with centroids for the tokens that it does not choose.
         guard: measure each variant whose missed share can be estimated also under this guard.
+        together: how many queries share what any of them selects, the furthest apart of the tail; each number is
+            measured, but for methods that cannot share, and under a guard.
         configured: for some methods, by name, a label and the one form to measure; the others' variants are measured.
 
     Raises:
@@ -128,7 +141,8 @@ def recall_report(
     compared = [
         form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
     ]
-    measured = _measured(compared, budgets, guard)
+    alone = _measured(compared, budgets, guard)
+    measured = [replace(one, together=number) for one in alone for number in together if number == 1 or not one.guard]
     rows: list[RecallRow] = []
     states: SharedStates = {}
     for done, layer in enumerate(manifest.indexed_layers, 1):
@@ -195,6 +209,7 @@ def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]
         RecallRow(
             method=one.form.name,
             variant=one.form.variant,
+            together=one.together,
             budget=one.budget.value,
             budget_tokens=one.budget.tokens(middle),
             layer=layer,

@@ -43,12 +43,13 @@ class Truth:
         return self.oracles[tokens]
 
 
-def truths(artifact: Artifact, layer: int, blocks: Iterable[QueryBlock]) -> Iterator[Truth]:
-    """Dense attention of all blocks' queries, as many at a time as `LOGITS_AT_ONCE` allows, numbered as batches."""
+def truths(artifact: Artifact, layer: int, blocks: Iterable[QueryBlock], at_least: int = 1) -> Iterator[Truth]:
+    """Dense attention of all blocks' queries, numbered as batches: as many at a time as `LOGITS_AT_ONCE` allows, and
+    `at_least` so many."""
     batches = count()
     for block in blocks:
         Hq, queries, _ = block.queries.shape
-        step = max(1, LOGITS_AT_ONCE // (Hq * artifact.manifest.split.tokens))
+        step = max(at_least, LOGITS_AT_ONCE // (Hq * artifact.manifest.split.tokens))
         for start in range(0, queries, step):
             yield _truth(artifact, layer, block, slice(start, start + step), next(batches))
 

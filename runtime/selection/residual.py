@@ -1,5 +1,6 @@
 """Centroids that represent all tokens a method does not choose: Multipole's replacement, for any selector."""
 
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,16 @@ class ResidualSelector(Selector):
 
     def covered(self, queries: Queries) -> torch.Tensor | None:
         return self.inner.covered(queries) if isinstance(self.inner, Covers) else None
+
+    def __copy__(self) -> "ResidualSelector":
+        """One whose inner selector observes another question."""
+        return ResidualSelector(copy(self.inner), self.clusters)
+
+    def rest_of(self, chosen: torch.Tensor) -> Rest:
+        counts = self.clusters.counts.float()
+        left = counts.scatter_add(1, self.labels, -chosen.float())
+        centroids = CentroidSegment(self.clusters.keys, left.log()[:, None], self.clusters.values)
+        return Rest(lambda: (centroids,), attended=True)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Reads all key and value centroids, in addition to the inner selector's reads."""

@@ -144,6 +144,15 @@ class ClusterSelector(Selector):
             Rest(lambda: self._remainders(scored, lengths), attended=self.replace),
         )
 
+    def rest_of(self, chosen: torch.Tensor) -> Rest:
+        """Of the finest clusters, whichever were scored."""
+        before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
+        counts = self.tree.counts[0].long()
+        taken = before.gather(1, self.starts + counts) - before.gather(1, self.starts)
+        keys = self.keys[0]
+        centroids = CentroidSegment(keys, (counts - taken).float().log()[:, None], (self.values or self.keys)[0])
+        return Rest(lambda: (centroids,), attended=self.replace)
+
     def attend_fused(
         self,
         query: torch.Tensor,

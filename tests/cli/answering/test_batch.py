@@ -19,7 +19,8 @@ def _records(*arguments: str) -> list[dict[str, object]]:
 
 def test_each_line_has_its_answer_and_a_blank_one_a_blank_answer(place: Path) -> None:
     Path("questions.txt").write_bytes("\r\n".join(LINES).encode())
-    records = _records("--batch-file", "questions.txt")
+    records = _records("--batch-file", "questions.txt", "--batch-size", "1")
+    assert [one["question"] for one in records] == [line.strip(" \t") for line in LINES]
     single = [_records(line)[0] if line.strip() else None for line in LINES]
     assert [one["text"] for one in records] == ["" if one is None else one["text"] for one in single]
     assert {tuple(one) for one in records} == {tuple(records[0])}

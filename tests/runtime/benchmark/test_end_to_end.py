@@ -14,8 +14,9 @@ from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.selection.budget import Budget

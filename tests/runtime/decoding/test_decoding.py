@@ -9,8 +9,9 @@ from support.small_index import plain_logits_after, random_ids, stepped_logits
 from support.tiny_models import WINDOW
 
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS, DenseLayer
+from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.keydiff import KeyDiff

@@ -1,0 +1,60 @@
+"""Answer a call's questions: one after another, or several at once."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.batch import Batch, check_shareable
+from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
+
+AT_ONCE = 16
+"""How many questions `--batch-size auto` answers at once on a CPU; on a GPU, where such steps are not captured, one."""
+
+
+def parse_batch_size(text: str) -> int | None:
+    """A `--batch-size`; None for auto.
+
+    Raises:
+        UsageError: it is neither auto nor a number of at least 1.
+    """
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--batch-size {text}: give auto, or a number of at least 1")
+    return int(text)
+
+
+def choose_batch_size(asked: int | None, asker: Asker, questions: int) -> int:
+    """How many questions to answer at once.
+
+    Raises:
+        UsageError: more than one was asked for, and the setting allows one.
+    """
+    if asked is None:
+        try:
+            check_shareable(asker.setting.form.method, asker.cache)
+        except UsageError:
+            return 1
+        return min(AT_ONCE, questions) if asker.index.model.device.type == "cpu" else 1
+    if asked > 1:
+        check_shareable(asker.setting.form.method, asker.cache)
+    return max(1, min(asked, questions))
+
+
+def batch_answers(
+    asker: Asker, questions: Sequence[torch.Tensor | None], sampling: Sampling, size: int
+) -> Iterator[Answer]:
+    """Answers in the order of the questions, each as soon as those before it are there; an empty one for None."""
+    if size == 1:
+        yield from (NO_ANSWER if one is None else asker.ask(one, sampling) for one in questions)
+        return
+    asked = [number for number, one in enumerate(questions) if one is not None]
+    ready: dict[int, Answer] = {number: NO_ANSWER for number, one in enumerate(questions) if one is None}
+    answers = Batch(asker.index, asker.cache, sampling, size).answers([one for one in questions if one is not None])
+    for number in range(len(questions)):
+        while number not in ready:
+            place, answer = next(answers)
+            ready[asked[place]] = answer
+        yield ready.pop(number)

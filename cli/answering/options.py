@@ -1,0 +1,35 @@
+"""Options of `generate` that say how many questions are answered at a time, and how fast."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.answering.answers import AT_ONCE
+from sparsekv.runtime.decoding.compiled import WORTH_IT
+
+BatchSizeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto",
+        help="How many questions of --batch-file to answer at once. They share what each step reads of the document: "
+        f"all attend to what any of them selects. auto: {AT_ONCE} on a CPU, 1 on a GPU or where they cannot.",
+    ),
+]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="With --batch-file and --json: answers that are in this file are printed and not asked for again; new "
+        "ones are added to it.",
+    ),
+]
+CompileOption = Annotated[
+    str,
+    typer.Option(
+        "--compile",
+        metavar="auto|on|off",
+        help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later by "
+        f"some ten seconds. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
+    ),
+]

@@ -1,0 +1,72 @@
+"""The answers of an interrupted batch: which are there already, and adding the others to them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsekv.formats.errors import UsageError
+
+
+class AnswersFile:
+    """A file with a line of JSON for each of the first questions, as `generate --json` prints it.
+
+    Args:
+        questions: of the batch, blank ones too.
+        setting: fields that every line must have, such as the method.
+
+    Raises:
+        UsageError: it cannot be read, or a line answers another question or is of another setting.
+    """
+
+    def __init__(self, file: Path, questions: Sequence[str], setting: dict[str, Any]):
+        self.file = file
+        try:
+            content = file.read_bytes() if file.exists() else b""
+        except OSError as error:
+            raise UsageError(f"--resume {file} cannot be read: {error.strerror}") from None
+        self.lines: list[str] = []
+        size = 0
+        # A line without its end was being written when the run was killed.
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            self._check(line, number, questions, setting)
+            self.lines.append(line.decode().removesuffix("\n"))
+            size += len(line)
+        self.whole = size
+
+    def _check(self, line: bytes, number: int, questions: Sequence[str], setting: dict[str, Any]) -> None:
+        try:
+            record = json.loads(line)
+            question = record["question"]
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"--resume {self.file}: line {number} is no answer as --json prints them; name another file"
+            ) from None
+        if number > len(questions) or question != questions[number - 1]:
+            raise UsageError(f"--resume {self.file}: line {number} answers another question; name another file")
+        for name, value in setting.items():
+            if record.get(name) != value:
+                raise UsageError(
+                    f"--resume {self.file}: line {number} was answered with {name} {record.get(name)}, not {value}; "
+                    "name another file"
+                )
+
+    def begin(self) -> list[str]:
+        """Make the file end with its last whole line; returns its lines.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        try:
+            with self.file.open("ab") as out:
+                out.truncate(self.whole)
+        except OSError as error:
+            raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}") from None
+        return self.lines
+
+    def add(self, line: str) -> None:
+        """Write one more answer to the end of the file."""
+        with self.file.open("ab") as out:
+            out.write(f"{line}\n".encode())

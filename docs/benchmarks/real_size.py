@@ -1,0 +1,222 @@
+"""Times whole commands at a real size, beside plain transformers.
+
+Run it as `python docs/benchmarks/real_size.py FOLDER [TOKENS]`.
+
+FOLDER gets a model with random weights (of Qwen3-8B's shape on a GPU, of SmolLM2-135M's elsewhere, with SmolLM2's
+tokenizer), a text, and an index of it. Every command is a process of its own, so that its time holds imports and
+loading, as a user waits for them. Random weights have no clusters and know no facts: these are times, and say nothing
+of quality. Prints a Markdown table.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from sparsekv.indexing.models.embedded import pull_embedded
+from sparsekv.runtime.benchmark.configs import model_config, random_model
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "demo" / "python-topics.txt"
+QUESTION = "What is a context manager?"
+PYTHON = sys.executable
+SPARSEKV = [PYTHON, "-c", "from sparsekv.cli.main import main; main()"]
+GPU = torch.cuda.is_available()
+SHAPE, TOKENS, DTYPE = ("qwen3-8b", 131_000, torch.bfloat16) if GPU else ("smollm2-135m", 6_144, torch.float32)
+CHUNKS = (512, 2048, 8192) if GPU else (128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished process: wall seconds, the most GB of its own memory (no mapped files), stdout and stderr."""
+
+    seconds: float
+    own: float
+    out: str
+    err: str
+
+    def told(self, pattern: str) -> float:
+        """A number from the command's own words on stderr."""
+        found = re.search(pattern, self.err)
+        if found is None:
+            sys.exit(f"{pattern} is not in what was said: {self.err}")
+        return float(found[1].replace(",", ""))
+
+
+def run(*command: str) -> Ran:
+    """Run a process to its end."""
+    print("  " + " ".join(command[1:]), file=sys.stderr, flush=True)
+    started, most = time.perf_counter(), 0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while True:
+        try:
+            out, err = process.communicate(timeout=0.05)
+            break
+        except subprocess.TimeoutExpired:
+            most = max(most, own_memory(process.pid))
+    if process.returncode:
+        sys.exit(f"it failed: {err}")
+    return Ran(time.perf_counter() - started, most / 1e6, out, err)
+
+
+def own_memory(process: int) -> int:
+    """kB in memory that are no file's; 0 once the process has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return sum(int(size) for size in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
+
+
+def make_model(folder: Path) -> None:
+    """A model with random weights and a tokenizer that fits it."""
+    if (folder / "config.json").is_file():
+        return
+    tokenizer = AutoTokenizer.from_pretrained(pull_embedded())
+    config = model_config(SHAPE)
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2**19
+    config.bos_token_id = config.eos_token_id = None  # random weights would end an answer at any token
+    random_model(config, torch.device("cuda" if GPU else "cpu"), DTYPE, 0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_text(file: Path, tokens: int) -> None:
+    """A text of more than so many tokens; a token has at least one character and a half in it."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    file.write_text(text * -(-6 * tokens // len(text)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measures one size; each method prints one or more rows: what, how long or how fast, and what beside that."""
+
+    folder: Path
+    tokens: int
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / "model")
+
+    @property
+    def text(self) -> str:
+        return str(self.folder / "text.txt")
+
+    @property
+    def index(self) -> str:
+        return str(self.folder / "text.skv")
+
+    def row(self, what: str, took: str, beside: str = "") -> None:
+        print(f"| {what} | {took} | {beside} |", flush=True)
+
+    def plain(self) -> dict[str, float]:
+        """Plain transformers at the fastest of some chunk sizes."""
+        sizes = [str(self.tokens), *map(str, CHUNKS)]
+        program = str(HERE / "plain_transformers.py")
+        found = [json.loads(run(PYTHON, program, self.model, self.text, sizes[0], one).out) for one in sizes[1:]]
+        best: dict[str, float] = min(found, key=lambda one: float(one["prefill"]))
+        self.row(f"plain transformers: prefill in chunks of {best['chunk']:,}", f"{best['prefill']:.2f} s")
+        self.row("the same, whole process, 4 tokens", f"{whole(best):.2f} s")
+        return best
+
+    def build(self, names: list[str], plain: dict[str, float]) -> None:
+        """The index of some methods, from nothing."""
+        options = ["-o", self.index, "--model", self.model, "--max-tokens", str(self.tokens), "--raw", "--force"]
+        built = run(*SPARSEKV, "build-index", self.text, *options, *of_methods(names))
+        ratio = (built.seconds - start(plain)) / plain["prefill"]
+        beside = f"{ratio:.2f} times the plain prefill, plain transformers' start taken off"
+        self.row(f"`build-index`, {' and '.join(names)}", f"{built.seconds:.2f} s", beside)
+
+    def answer(self, name: str, plain: dict[str, float]) -> None:
+        """A short answer."""
+        asked = run(*SPARSEKV, *self.asking(name), "--max-new-tokens", "4")
+        opened, first = asked.told(r"opened in ([\d.]+) s"), asked.told(r"first token after ([\d.]+) s")
+        beside = f"{asked.seconds / whole(plain):.2f} times the plain process; opened in {opened:.2f} s, first token "
+        self.row(
+            f"`generate`, 4 tokens, {name}",
+            f"{asked.seconds:.2f} s",
+            f"{beside} {first:.2f} s after the question, {asked.own:.1f} GB of memory of its own",
+        )
+
+    def speed(self, name: str, mode: str) -> None:
+        """A long answer."""
+        asked = run(*SPARSEKV, *self.asking(name), "--max-new-tokens", "400", "--compile", mode)
+        speed = asked.told(r"tokens at ([\d.,]+) a second")
+        compiled = f", compiled in {asked.told(r'compiled in ([0-9.]+) s'):.1f} s" if mode == "on" else ""
+        beside = f"{asked.seconds:.2f} s in all{compiled}"
+        self.row(f"`generate`, 400 tokens, {name}, --compile {mode}", f"{speed:.1f} tokens/s", beside)
+
+    def asking(self, name: str) -> list[str]:
+        return [
+            "generate",
+            QUESTION,
+            "-i",
+            self.index,
+            "--model",
+            self.model,
+            "--method",
+            name,
+            "--budget",
+            "5%",
+            "--stats",
+        ]
+
+    def beside_dense(self, mode: str) -> None:
+        """Steps of the model with dense attention and with a method, both compiled or both not."""
+        how = ["--config", SHAPE, "--context", str(self.tokens), *of_methods(["multipole"]), "--budget", "5%"]
+        timed = run(*SPARSEKV, "bench", "--end-to-end", *how, "--compile", mode, "--json")
+        for one in json.loads(timed.out)["rows"]:
+            name = f"{one['method']} {one['variant']}".strip()
+            rate, beside = (
+                f"{one['tokens_per_second']:.1f} tokens/s",
+                f"{one['speedup']:.2f} times torch's dense attention",
+            )
+            self.row(f"`bench --end-to-end`, {name}, --compile {mode}", rate, beside)
+
+    def report(self, names: list[str]) -> None:
+        """What the methods keep."""
+        seconds = run(*SPARSEKV, "recall-report", "-i", self.index, *of_methods(names), "--budget", "5%").seconds
+        self.row(f"`recall-report`, {' and '.join(names)}, one budget", f"{seconds:.2f} s")
+
+
+def of_methods(names: list[str]) -> list[str]:
+    return [part for name in names for part in ("--method", name)]
+
+
+def start(plain: dict[str, float]) -> float:
+    """Seconds before the prefill."""
+    return plain["import"] + plain["load"] + plain["tokenise"]
+
+
+def whole(plain: dict[str, float]) -> float:
+    return start(plain) + plain["prefill"] + plain["answer"]
+
+
+def main() -> None:
+    folder, tokens = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else TOKENS
+    folder.mkdir(parents=True, exist_ok=True)
+    table, both = Table(folder, tokens), ["multipole", "squeezed"]
+    make_model(Path(table.model))
+    make_text(Path(table.text), tokens)
+    machine = torch.cuda.get_device_name() if GPU else f"{torch.get_num_threads()} threads"
+    print(f"{machine}, torch {torch.__version__}, random weights of {SHAPE}'s shape, {DTYPE}, {tokens:,} tokens\n")
+    print("| what | took | |\n|---|---|---|")
+    plain = table.plain()
+    table.build(["squeezed"], plain)
+    table.build(both, plain)
+    for name in both:
+        table.answer(name, plain)
+    for mode in ("off", "on", "on"):  # the last finds compiled what the one before has left
+        table.speed("multipole", mode)
+    for mode in ("off", "on"):
+        table.beside_dense(mode)
+    table.report(both)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Layers of many sequences over one stored context: they share each decode step's choice, or attend to everything."""
+
+from copy import copy
+from functools import partial
+
+import torch
+
+from sparsekv.kernels.attention.attention import Segment, causal_mask
+from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.attention.step import How, Step
+from sparsekv.runtime.cache.dense_layer import DenseLayer
+from sparsekv.runtime.cache.packed_cache import PackedLayer
+from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.selection.capabilities import ObservesQuestion
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.residual import ResidualSelector
+from sparsekv.runtime.selection.selection import Selection, single_rows
+from sparsekv.runtime.selection.union import unite
+
+
+def _how(call: AttentionCall, heads: int) -> How:
+    sinks = call.sink_logits
+    return call.softmax_scale, call.softcap, None if sinks is None else sinks.view(heads, -1)
+
+
+class PackedDense(PackedLayer):
+    """Attends to the whole stored context, or to the part of it within a sliding window."""
+
+    def __init__(self, layer: DenseLayer, slots: int):
+        super().__init__(layer, slots)
+        self.layer = layer
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        keys, values = self.layer.stored_rows()
+        grouped, mask = call.query.unflatten(0, (len(keys), -1)), None
+        if call.window is not None:
+            places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
+            mask = self.layer.stored + step.rows[step.single][:, None] - places < call.window
+        own, how = self.own.of_singles(step, call.window), _how(call, len(keys))
+        return shared_attention(grouped, [Segment(keys, values, mask)], own, *how).flatten(0, 1)
+
+    def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
+        return self.layer.attend_before(call, self.own.of_piece(piece))
+
+
+class PackedSparse(PackedLayer):
+    """Attends to sinks, tail and own tokens exactly; and all sequences that answer, to what any of them chooses."""
+
+    def __init__(self, layer: SparseLayer, slots: int):
+        super().__init__(layer, slots)
+        self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
+        self.asked: dict[int, Selector] = {}
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        plan, keys = self.plan, self.exact[0]
+        grouped, own, how = call.query.unflatten(0, (len(keys), -1)), self.own.of_singles(step), _how(call, len(keys))
+        positions = self.tokens + step.rows[step.single]
+        beside = partial(_exact_logsumexp, grouped, keys, own, how)
+        queries = Queries(grouped, lambda: positions, beside, joint=False).to(plan.gather.search_device)
+        chosen = unite(self._select(queries, step), plan.selector, plan.middle.used)
+        found = plan.gather.fetch(chosen, call.query.device)
+        plan.read.add(found.rows_read, plan.middle.used)
+        shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
+        return shared_attention(grouped, shared, own, *how).flatten(0, 1)
+
+    def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
+        selector, own = self.plan.selector, self.own.of_piece(piece)
+        if isinstance(selector, ObservesQuestion):
+            selector.forget_question()
+        keys, values = (torch.cat(pair, 1) for pair in zip(self.exact, own, strict=True))
+        step = Step(
+            query=call.query.unflatten(0, (len(keys), -1)),
+            keys=keys,
+            values=values,
+            mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
+            first=self.tokens,
+            slot=None,
+            unstored=self.tokens - self.exact[0].shape[1],
+            joint=True,
+            how=_how(call, len(keys)),
+            batch=1 + number,
+        )
+        output = self.plan.prefill.attend(step).flatten(0, 1)
+        if _observes(selector):
+            self.asked[piece.slot] = copy(selector)
+        return output
+
+    def _select(self, queries: Queries, step: PackedStep) -> Selection:
+        """The choice of each query for itself; by selectors that observed its question, where there are any."""
+        if not _observes(self.plan.selector):
+            return self.plan.selector.select(queries, self.plan.budget)
+        slots = step.slots[step.single].tolist()
+        each = [self.asked.get(slot, self.plan.selector).select(queries, self.plan.budget) for slot in slots]
+        rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
+        return Selection(single_rows(rows), each[0].cost, each[0].rest)
+
+
+def _observes(selector: Selector) -> bool:
+    """Whether a selector, or the one within a residual's, chooses by the question that it observed."""
+    return isinstance(selector.inner if isinstance(selector, ResidualSelector) else selector, ObservesQuestion)
+
+
+def _exact_logsumexp(query: torch.Tensor, keys: torch.Tensor, own: OwnRows, how: How) -> torch.Tensor:
+    """[Hk, G, B]: of each query's logits on shared exact keys and on its own rows."""
+    shared = attention_logits(query, keys, *how[:2])
+    return torch.cat([shared, own_logits(query, own, *how[:2])], -1).logsumexp(-1)

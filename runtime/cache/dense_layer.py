@@ -1,0 +1,125 @@
+"""Cache layers that attend to the whole stored context, or to a sliding window."""
+
+from collections.abc import Callable
+
+import torch
+
+from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
+from sparsekv.kernels.attention.decode_attention import decode_attention
+from sparsekv.kernels.attention.types import RunRows
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
+
+
+class DenseLayer(StoredLayer):
+    """Attends to the whole stored context, or to the part of it within a sliding window.
+
+    keys, values [Hk, T, D] are its last rows; the `out_of_sight` tokens before them are outside every query's window.
+    `window` must be given for a sliding layer whose steps are to be captured.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, out_of_sight: int = 0, window: int | None = None):
+        super().__init__(out_of_sight + keys.shape[1], keys[:, :0], values[:, :0])
+        self.stored_keys, self.stored_values, self.out_of_sight = keys, values, out_of_sight
+        self.window, self.joined = window, (keys[:, :0], values[:, :0])
+
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, T, D]."""
+        return self.stored_keys, self.stored_values
+
+    def reserve(self, slot: Slot, tokens: int) -> None:
+        super().reserve(slot, tokens)
+        if self.window is not None:
+            self._join()
+
+    def _join(self) -> None:
+        """Put stored and new rows into one buffer, so that a window is one run of rows."""
+        assert self.keys is not None
+        assert self.values is not None
+        stored = self.stored_rows()
+        seen = stored[0].shape[1]
+        if self.joined[0].shape[1] != seen + self.keys.shape[1]:
+            keys, values = (torch.cat(pair, 1) for pair in zip(stored, (self.keys, self.values), strict=True))
+            self.joined = keys, values
+            self.keys, self.values = keys[:, seen:], values[:, seen:]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if self.slot is not None:
+            return self._decode_at(self.slot, call)
+        if call.query.is_cuda and call.query.shape[1] == 1:
+            return self._decode(call)
+        return self.attend_before(call, self.exact_rows())
+
+    def attend_before(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
+        queries' own."""
+        keys, values = new
+        queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
+        mask = causal_mask(queries, tokens, call.window, keys.device)
+        first = 0 if call.window is None else min(max(0, tokens - queries - call.window + 1), self.stored)
+        in_sight = slice(first - self.out_of_sight, None)
+        stored_keys, stored_values = self.stored_rows()
+        segments = [
+            Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
+            Segment(keys, values, mask[:, self.stored :]),
+        ]
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        grouped = call.query.unflatten(0, (Hk, -1))
+        return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+    def _first_seen(self, call: AttentionCall) -> int:
+        """Position of the first token that the first query sees."""
+        return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
+
+    def _decode(self, call: AttentionCall) -> torch.Tensor:
+        """One query's attention to the stored rows and a run of new ones, without copying any."""
+        first, new = self._first_seen(call), self.used
+        seen = min(first, self.stored) - self.out_of_sight
+        stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())
+        assert self.keys is not None
+        assert self.values is not None
+        start = torch.full((len(self.keys), 1), max(0, first - self.stored), dtype=torch.int32, device=self.keys.device)
+        runs = RunRows(self.keys, self.values, start, new - start, new)
+        return _attend_to(call, runs, (stored_keys, stored_values))
+
+    def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
+        """The same when the number of new rows is on the device, in the slot."""
+        assert self.keys is not None
+        assert self.values is not None
+        assert call.window == self.window
+        count = slot.count.expand(len(self.keys), 1)
+        if self.window is None:
+            runs = RunRows(self.keys, self.values, torch.zeros_like(count), count, self.keys.shape[1])
+            return _attend_to(call, runs, self.stored_rows())
+        keys, values = self.joined
+        end = count + (keys.shape[1] - self.keys.shape[1])
+        start = (end - self.window).clamp(min=0)
+        runs = RunRows(keys, values, start, end - start, min(self.window, keys.shape[1]))
+        return _attend_to(call, runs, (keys[:, :0], values[:, :0]))
+
+
+def _attend_to(call: AttentionCall, runs: RunRows, exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One query's attention [Hq, 1, D] to runs of rows and to the rows of `exact`."""
+    Hk = len(runs.keys)
+    sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+    query = call.query[:, 0].unflatten(0, (Hk, -1))
+    return decode_attention(query, runs, exact, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
+
+
+class MappedDenseLayer(DenseLayer):
+    """A dense layer that keeps no stored rows in memory: it loads them for each call and frees them after it.
+
+    Args:
+        rows: gives keys and values [Hk, tokens - out_of_sight, D].
+        nothing: [Hk, 0, D], on their device and of their dtype.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        nothing: torch.Tensor,
+        tokens: int,
+        out_of_sight: int = 0,
+    ):
+        super().__init__(nothing, nothing, out_of_sight)
+        self.stored, self.stored_rows = tokens, rows  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""Rows of several sequences' own tokens, beside a document that they share."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.runtime.cache.kv_store import Pair
+
+FIRST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A question's tokens among those of a step: `tokens` from `first` on belong to `slot`, as its first rows."""
+
+    slot: int
+    first: int
+    tokens: int
+
+    @property
+    def where(self) -> slice:
+        return slice(self.first, self.first + self.tokens)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The tokens of one forward pass, of all sequences one after another.
+
+    slots, rows [T] int64: the sequence of each token, and its place among the sequence's own rows. `single` [B] int64:
+    the tokens that answer, one a sequence. `pieces`: the others. `longest`: the most own rows of any sequence with
+    this step's.
+    """
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    single: torch.Tensor
+    pieces: tuple[Piece, ...]
+    longest: int
+
+
+class SlotRows:
+    """One layer's keys and values [S, Hk, capacity, D] of S sequences; the capacity doubles when it is used up.
+
+    Args:
+        like: keys and values [Hk, any, D], for sizes, dtype and device.
+    """
+
+    def __init__(self, slots: int, like: Pair):
+        # Zeros, because masked rows must still be finite numbers.
+        self.keys, self.values = (rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, step: PackedStep) -> None:
+        """Store the step's rows [Hk, T, D]."""
+        if step.longest > self.keys.shape[2]:
+            self.keys, self.values = (_grown(rows, step.longest) for rows in (self.keys, self.values))
+        self.keys[step.slots, :, step.rows] = keys.transpose(0, 1)
+        self.values[step.slots, :, step.rows] = values.transpose(0, 1)
+
+    def of_singles(self, step: PackedStep, window: int | None = None) -> OwnRows:
+        """The rows of the sequences that answer, with this step's; copies them."""
+        slots, used = step.slots[step.single], step.rows[step.single] + 1
+        keys, values = (rows[:, :, : step.longest].index_select(0, slots) for rows in (self.keys, self.values))
+        first = torch.zeros_like(used) if window is None else (used - window).clamp(min=0)
+        return OwnRows(keys, values, first, used)
+
+    def of_piece(self, piece: Piece) -> Pair:
+        """Keys and values [Hk, tokens, D] of a question."""
+        return self.keys[piece.slot, :, : piece.tokens], self.values[piece.slot, :, : piece.tokens]
+
+
+def _grown(rows: torch.Tensor, needed: int) -> torch.Tensor:
+    grown = rows.new_zeros(*rows.shape[:2], max(needed, 2 * rows.shape[2]), rows.shape[3])
+    grown[:, :, : rows.shape[2]] = rows
+    return grown

@@ -1,0 +1,205 @@
+"""Answers many questions over one open index at once; each that ends makes room for the next.
+
+All tokens of a step go through the model in one row, whichever sequence they are of: one token of each sequence that
+answers, and all tokens of questions that begin. So nothing is padded, and the model's weights and the document's rows
+are read once for all of them.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.packed_layers import PackedDense, PackedSparse
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.dense_layer import DenseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer
+from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.decoding.finite_logits import NotFiniteError
+from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.union import can_unite
+
+QUESTION_TOKENS = 1024
+"""Questions that begin in one step have at most so many tokens together, or else one of them begins alone."""
+
+
+def check_shareable(method: Method, cache: IndexCache) -> None:
+    """Raise UsageError where several questions cannot share what a step chooses."""
+    plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    if not all(can_unite(method, plan.selector) for plan in plans):
+        raise UsageError(
+            "--batch-size: what stands for the tokens that this method leaves differs from question to question, so "
+            "that they cannot share a step; give --batch-size 1"
+        )
+    if not all(plan.shareable for plan in plans):
+        raise UsageError(
+            "--batch-size: several questions cannot share a step with --gauge, --guard, --ahead, --stream or --step; "
+            "leave these out, or give --batch-size 1"
+        )
+
+
+def pack(cache: IndexCache, slots: int) -> PackedCache:
+    """A cache of so many sequences over the stored context of another, whose rows it shares."""
+    layers: list[PackedLayer] = []
+    for layer in cache.stored_layers:
+        if isinstance(layer, SparseLayer):
+            layers.append(PackedSparse(layer, slots))
+        else:
+            assert isinstance(layer, DenseLayer)
+            layers.append(PackedDense(layer, slots))
+    return PackedCache(cache.stored_layers, layers)
+
+
+@dataclass
+class _Sequence:
+    """One question and what has been answered; `used` of its tokens are in the cache."""
+
+    number: int
+    question: torch.Tensor
+    longest: int
+    random: torch.Generator
+    started: float
+    answer: list[int] = field(default_factory=list)
+    used: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    read_before: tuple[float, int] = (0.0, 0)
+
+    def next_tokens(self) -> list[int]:
+        """What is fed in the next step: the question, then the newest token."""
+        return self.answer[-1:] if self.answer else self.question.tolist()
+
+    def take(self, token: int) -> None:
+        """Record the next token of the answer."""
+        self.used += len(self.next_tokens())
+        self.answer.append(token)
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+
+
+class Batch:
+    """Questions over one index that decode together.
+
+    Allocates the own rows of `slots` sequences, and in each step the logits of all of them.
+
+    Args:
+        cache: one that `check_shareable` lets pass; its rows are shared, and nobody else may use it meanwhile.
+    """
+
+    def __init__(self, index: OpenIndex, cache: IndexCache, sampling: Sampling, slots: int):
+        self.index, self.cache, self.sampling, self.slots = index, cache, sampling, slots
+        self.packed = pack(cache, slots)
+        self.active: dict[int, _Sequence] = {}
+        ends = index.model.generation_config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+
+    @torch.inference_mode()
+    def answers(self, questions: Sequence[torch.Tensor]) -> Iterator[tuple[int, Answer]]:
+        """Answer questions [Q] of token ids; yields each answer with its question's number when it is done.
+
+        Raises:
+            UsageError: no position of the model is left for an answer.
+            NotFiniteError: the model's logits are not finite.
+        """
+        self.cache.rewind()
+        waiting = [(number, question, self._longest(question)) for number, question in enumerate(questions)][::-1]
+        with route_attention(self.index.model, self.packed.attend):
+            while waiting or self.active:
+                self._admit(waiting)
+                for slot, token in self._step():
+                    sequence = self.active[slot]
+                    sequence.take(token)
+                    if token in self.ends or len(sequence.answer) == sequence.longest:
+                        yield sequence.number, self._answer(self.active.pop(slot))
+
+    def _longest(self, question: torch.Tensor) -> int:
+        room = answer_room(self.index, len(self.index.input_ids) + len(question))
+        return self.sampling.max_new_tokens if room is None else min(room, self.sampling.max_new_tokens)
+
+    def _admit(self, waiting: list[tuple[int, torch.Tensor, int]]) -> None:
+        """Give free slots to the next questions."""
+        tokens = 0
+        for slot in range(self.slots):
+            if not waiting or (tokens and tokens + len(waiting[-1][1]) > QUESTION_TOKENS):
+                return
+            if slot not in self.active:
+                number, question, longest = waiting.pop()
+                random = torch.Generator(self.index.model.device).manual_seed(self.sampling.seed)
+                sequence = _Sequence(number, question, longest, random, time.perf_counter())
+                sequence.read_before = self._read()
+                self.active[slot] = sequence
+                tokens += len(question)
+
+    def _step(self) -> list[tuple[int, int]]:
+        """The next token of each sequence, by its slot."""
+        slots = sorted(self.active)
+        fed = [self.active[slot].next_tokens() for slot in slots]
+        device, lengths = self.index.model.device, [len(tokens) for tokens in fed]
+        ends = torch.tensor(lengths).cumsum(0)
+        firsts = (ends - torch.tensor(lengths)).tolist()
+        used = [self.active[slot].used for slot in slots]
+        rows = torch.cat([torch.arange(start, start + length) for start, length in zip(used, lengths, strict=True)])
+        step = PackedStep(
+            slots=torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device),
+            rows=rows.to(device),
+            single=torch.tensor([first for first, one in zip(firsts, lengths, strict=True) if one == 1]).to(device),
+            pieces=tuple(Piece(*one) for one in zip(slots, firsts, lengths, strict=True) if one[2] > 1),
+            longest=max(start + length for start, length in zip(used, lengths, strict=True)),
+        )
+        self.packed.begin(step)
+        logits = self.index.model(
+            input_ids=torch.tensor([list(chain.from_iterable(fed))], device=device),
+            position_ids=(self.index.split.tokens + step.rows)[None],
+            past_key_values=self.packed,
+            use_cache=True,
+            logits_to_keep=(ends - 1).to(device),
+        ).logits[0]
+        return list(zip(slots, self._choose(logits, slots), strict=True))
+
+    def _choose(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
+        """The next token of each sequence by its logits [B, V]."""
+        scores = logits.to(torch.float32, copy=True)
+        if not bool(scores.amax(-1).isfinite().all()):
+            raise NotFiniteError
+        if not self.sampling.temperature:
+            return scores.argmax(-1).tolist()
+        nothing = torch.empty(len(slots), 0, dtype=torch.int64, device=scores.device)
+        probability = _processors(self.sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
+        drawn = zip(probability, slots, strict=True)
+        return [int(torch.multinomial(one, 1, generator=self.active[slot].random)) for one, slot in drawn]
+
+    def _read(self) -> tuple[float, int]:
+        """Rows that were read for all sequences so far, and rows that dense attention would have read."""
+        counts = [layer.read for layer in self.cache.stored_layers if layer.read is not None]
+        return sum(count.total() for count in counts), sum(count.dense for count in counts)
+
+    def _answer(self, done: _Sequence) -> Answer:
+        steps, seconds = len(done.answer) - 1, done.last - done.first
+        read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
+        return Answer(
+            text=str(self.index.tokenizer.decode(done.answer, skip_special_tokens=True)),
+            ids=done.answer,
+            prompt_tokens=self.index.split.tokens + len(done.question),
+            generated_tokens=len(done.answer),
+            tokens_per_second=steps / seconds if steps and seconds else 0.0,
+            time_to_first_token=done.first - done.started,
+            kv_fraction=read / dense if dense else 0.0,
+        )
+
+
+def _processors(sampling: Sampling) -> LogitsProcessorList:
+    """As transformers' own loop applies them."""
+    found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None and sampling.top_p < 1:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    return found

@@ -1,0 +1,100 @@
+"""One choice for several queries: the rows that any of them chooses for itself.
+
+A row that is read for one query costs the others nothing more, so that all attend to all of them.
+"""
+
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
+
+
+@runtime_checkable
+class RepresentsRest(Protocol):
+    """Has centroids for whatever is not chosen."""
+
+    def rest_of(self, chosen: torch.Tensor) -> Rest:
+        """Centroids for the tokens that are False in `chosen` [Hk, M], which is in the layout's order."""
+
+
+def can_unite(method: Method, selector: Selector) -> bool:
+    """Whether queries can share what any of them chooses: not where something else than centroids stands for the rest,
+    such as the weights of a sample or the mean of what one query left."""
+    return isinstance(selector, RepresentsRest) or not method.replaces()
+
+
+def unite(selection: Selection, selector: Selector, middle: int) -> Selection:
+    """One selection for all queries of a selection; the same where these share one already.
+
+    Its cost counts what all queries read in the index once, where that is a number, and otherwise adds up what each
+    reads: an upper bound, because two of them may read the same. One sync.
+
+    Args:
+        selector: the one that made it; it must be `RepresentsRest` where centroids are attended.
+        middle: M.
+    """
+    chosen = chosen_rows(selection.rows, middle)
+    counts, place = chosen.sum(-1), chosen.cumsum(-1) - 1
+    most = max(1, int(counts.max()))
+    rows = torch.zeros(len(chosen), most + 1, dtype=torch.int64, device=chosen.device)
+    everywhere = torch.arange(middle, device=chosen.device).expand_as(chosen)
+    rows.scatter_(1, torch.where(chosen, place, most), everywhere)
+    valid = torch.arange(most, device=chosen.device) < counts[:, None]
+    read, rest = selection.cost.index_rows, None
+    if isinstance(read, torch.Tensor):
+        read = read.expand(len(chosen), -1).sum(1, keepdim=True)
+    if selection.rest is not None and selection.rest.attended:
+        assert isinstance(selector, RepresentsRest)
+        rest = selector.rest_of(chosen)
+    return replace(
+        selection,
+        rows=RowSet(rows[:, None, :most], valid.long()[:, None], most),
+        cost=Cost(read, selection.cost.per_count),
+        rest=rest,
+    )
+
+
+def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
+    """[Hk, M] bool, in the layout's order: the rows that at least one query chooses."""
+    places, valid = rows.expand()
+    places = places if valid is None else torch.where(valid, places, middle)
+    chosen = torch.zeros(len(places), middle + 1, dtype=torch.bool, device=places.device)
+    return chosen.scatter_(1, places.flatten(1), True)[:, :middle]
+
+
+def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
+    """A selection for each of Q queries [Hk, Q, ...], of which every `together` share one, those furthest apart; where
+    Q is no multiple of it, some share with a few more."""
+    Q = selection.rows.starts.shape[1]
+    groups = max(1, Q // together)
+    united = [unite(_part(selection, slice(group, None, groups)), selector, middle) for group in range(groups)]
+    group_of = torch.arange(Q, device=selection.rows.starts.device) % groups
+    most = max(one.rows.capacity for one in united)
+    starts, lengths = (
+        torch.stack([torch.nn.functional.pad(rows[:, 0], (0, most - rows.shape[2])) for rows in parts], 1)[:, group_of]
+        for parts in ([one.rows.starts for one in united], [one.rows.lengths for one in united])
+    )
+    reads = [torch.as_tensor(one.cost.index_rows).expand(len(starts), 1) for one in united]
+    rest = None if united[0].rest is None else _rest_of_groups(united, group_of)
+    return replace(
+        selection, rows=RowSet(starts, lengths, most), cost=Cost(torch.cat(reads, 1)[:, group_of]), rest=rest
+    )
+
+
+def _part(selection: Selection, queries: slice) -> Selection:
+    rows, read = selection.rows, selection.cost.index_rows
+    lengths = None if rows.run_lengths is None else rows.run_lengths[:, queries]
+    if isinstance(read, torch.Tensor) and read.shape[1] > 1:
+        read = read[:, queries]
+    return replace(selection, rows=replace(rows, starts=rows.starts[:, queries], run_lengths=lengths), cost=Cost(read))
+
+
+def _rest_of_groups(united: list[Selection], group_of: torch.Tensor) -> Rest:
+    parts = list(chain.from_iterable(one.attended_segments() for one in united))
+    log_counts = torch.cat([part.log_counts for part in parts], 1)[:, group_of]
+    segment = CentroidSegment(parts[0].keys, log_counts, parts[0].values)
+    return Rest(lambda: (segment,), attended=True)

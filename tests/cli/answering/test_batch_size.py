@@ -1,0 +1,92 @@
+"""`generate --batch-size` and `--resume`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import run_here
+
+ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "-q", "--batch-file", "questions.txt")
+QUESTIONS = ("What is 3 times 3?", "Why?", "", "Which line says that 7 times 7 is 49?", "How many lines are there?")
+
+
+@pytest.fixture(autouse=True)
+def questions(place: Path) -> None:
+    Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+
+
+def answers(*options: str) -> list[dict[str, object]]:
+    outcome = run_here(*ASK, "--json", *options)
+    assert outcome.code == 0, outcome.stderr
+    return [json.loads(line) for line in outcome.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("size", ["auto", "2", "9"])
+def test_answers_come_in_the_order_of_their_lines(size: str) -> None:
+    """And are what each is alone, where all of the document is attended to."""
+    alone = answers("--batch-size", "1", "--budget", "100%")
+    found = answers("--batch-size", size, "--budget", "100%")
+    assert [one["question"] for one in found] == list(QUESTIONS)
+    assert [one["text"] for one in found] == [one["text"] for one in alone]
+    assert [list(one) for one in found] == [list(one) for one in alone]
+
+
+def test_questions_share_what_a_step_reads() -> None:
+    alone, found = answers("--batch-size", "1", "--budget", "5"), answers("--batch-size", "4", "--budget", "5")
+    pairs = [(one["kv_fraction"], of_all["kv_fraction"]) for one, of_all in zip(alone, found, strict=True)]
+    assert all(one < of_all for one, of_all in pairs if one)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "many", "1.5"])
+def test_a_size_that_there_is_not(size: str) -> None:
+    refused = run_here(*ASK, "--batch-size", size)
+    assert refused.code == 2
+    assert f"--batch-size {size}: give auto, or a number of at least 1" in refused.stderr
+
+
+def test_what_cannot_be_shared_is_answered_one_by_one_or_refused() -> None:
+    for alone in (("--guard", "0.2"), ("--method", "magicpig"), ("--gauge",)):
+        refused = run_here(*ASK, "--batch-size", "2", *alone)
+        assert refused.code == 2
+        assert "give --batch-size 1" in refused.stderr
+        assert len(answers(*alone)) == len(QUESTIONS)
+
+
+def test_what_was_answered_is_not_asked_again() -> None:
+    whole = run_here(*ASK, "--json", "--resume", "answers.jsonl").stdout
+    assert Path("answers.jsonl").read_text() == whole
+    lines = whole.splitlines(keepends=True)
+    # Killed within the third line.
+    changed = lines[0].replace('"text": "', '"text": "as it was: ')
+    Path("answers.jsonl").write_text(changed + lines[1] + lines[2][:30])
+    resumed = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert resumed.code == 0, resumed.stderr
+    assert Path("answers.jsonl").read_text() == resumed.stdout
+    assert resumed.stdout.startswith(changed + lines[1])
+    assert [json.loads(line)["question"] for line in resumed.stdout.splitlines()] == list(QUESTIONS)
+    # With nothing left to ask no model is needed.
+    Path("model").unlink()
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl").stdout == resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("hello", "line 1 is no answer as --json prints them; name another file"),
+        ('{"question": "What else?"}', "line 1 answers another question; name another file"),
+        ('{"question": "What is 3 times 3?", "method": "quest"}', "line 1 was answered with method quest, not "),
+    ],
+)
+def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
+    Path("answers.jsonl").write_text(f"{line}\n")
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert refused.code == 2
+    assert f"--resume answers.jsonl: {says}" in refused.stderr
+    assert Path("answers.jsonl").read_text() == f"{line}\n"
+
+
+def test_resuming_is_for_lines_of_json() -> None:
+    refused = run_here(*ASK, "--resume", "answers.jsonl")
+    assert (refused.code, "--resume is for the lines of --batch-file with --json" in refused.stderr) == (2, True)
+    Path("folder").mkdir()
+    assert "--resume folder cannot be read" in run_here(*ASK, "--json", "--resume", "folder").stderr

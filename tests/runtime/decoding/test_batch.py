@@ -1,0 +1,192 @@
+"""Questions that decode together: with everything attended their answers are those that each gets alone."""
+
+import random
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from support.odd_numbers import logits_full_of
+from support.small_index import INDEXERS, build_small
+
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.decoding.batch import Batch, check_shareable
+from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.lessismore import LessIsMore
+from sparsekv.runtime.methods.magicpig import MagicPIG
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.pqcache import PQCache
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.sparq import SparQ
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.tidaldecode import TidalDecode
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
+
+QUESTIONS = (
+    "What is an expression?",
+    "x",
+    "Which statement is it that raises an exception, and when?",
+    "Why?",
+    "And how?",
+)
+METHODS: dict[str, Method] = {
+    "squeezed": Squeezed("hierarchical"),
+    "multipole": Multipole(),
+    "quest": Quest(page_size=4),
+    "snapkv": SnapKV(window_queries=4),
+    "tidaldecode": TidalDecode(),
+    "lessismore": LessIsMore(),
+    "pqcache": PQCache(rerank=2.0),
+    "csattention": CSAttention(),
+}
+GREEDY = Sampling(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """With every method that has an index."""
+    return build_small(tmp_path_factory.mktemp("full") / "small.skv", methods=INDEXERS)
+
+
+def alone(index: OpenIndex, cache: IndexCache, asked: list[torch.Tensor], sampling: Sampling = GREEDY) -> list[Answer]:
+    return [generate(index, cache, one, sampling) for one in asked]
+
+
+def together(
+    index: OpenIndex, cache: IndexCache, asked: list[torch.Tensor], slots: int, sampling: Sampling = GREEDY
+) -> list[Answer]:
+    found = dict(Batch(index, cache, sampling, slots).answers(asked))
+    assert sorted(found) == list(range(len(asked)))
+    return [found[number] for number in range(len(asked))]
+
+
+def ids(answers: list[Answer]) -> list[list[int]]:
+    return [one.ids for one in answers]
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+def test_each_family_answers_as_it_does_one_by_one(family_index: OpenIndex, slots: int) -> None:
+    """Sliding windows, soft caps, learned sinks, layers without positions; uneven questions, more than fit at once."""
+    asked = [question_ids(family_index, question) for question in QUESTIONS]
+    cache = family_index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    expected = alone(family_index, cache, asked)
+    assert ids(together(family_index, cache, asked, slots)) == ids(expected)
+    dense = family_index.dense_cache()
+    assert ids(together(family_index, dense, asked, slots)) == ids(alone(family_index, dense, asked))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
+def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: str, residual: bool) -> None:
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    cache = full_index.sparse_cache(name, METHODS[name], Budget(1.0), residual=residual)
+    expected = alone(full_index, cache, asked)
+    found = together(full_index, cache, asked, 3)
+    assert ids(found) == ids(expected)
+    assert [one.prompt_tokens for one in found] == [one.prompt_tokens for one in expected]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_of_one_chooses_what_a_question_alone_does(full_index: OpenIndex, name: str) -> None:
+    """At a small budget too, and whatever was asked before."""
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.1))
+    expected = alone(full_index, cache, asked)
+    found = together(full_index, cache, asked, 1)
+    assert ids(found) == ids(expected)
+    if name != "squeezed":  # whose rest is at the finest level, and its hierarchical reads depend on the batch
+        assert [one.kv_fraction for one in found] == pytest.approx([one.kv_fraction for one in expected], rel=0.02)
+
+
+def test_the_order_of_questions_does_not_matter_where_everything_is_read(index: OpenIndex) -> None:
+    asked = [question_ids(index, question) for question in QUESTIONS]
+    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    expected = ids(together(index, cache, asked, 2))
+    for order in random.Random(0).sample(list(permutations(range(len(asked)))), 6):
+        assert ids(together(index, cache, [asked[one] for one in order], 3)) == [expected[one] for one in order]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str) -> None:
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    caches = [
+        full_index.sparse_cache("quest", Quest(page_size=4), Budget(0.2), residual=True, placement=place)
+        for place in ("device", placement)
+    ]
+    first, second = (ids(together(full_index, cache, asked, 4)) for cache in caches)
+    assert first == second
+
+
+def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    question = QuestionPrefill("dense", None, Budget(1.0), chunk_size=5)
+    cache = full_index.sparse_cache("snapkv", SnapKV(window_queries=4), Budget(0.2), question=question)
+    assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
+
+
+def test_what_is_drawn_is_drawn_for_each_question(index: OpenIndex) -> None:
+    asked = [question_ids(index, question) for question in QUESTIONS]
+    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    drawn = replace(GREEDY, temperature=1.3, top_k=30, top_p=0.9, seed=5)
+    found = ids(together(index, cache, asked, 3, drawn))
+    assert found == ids(alone(index, cache, asked, drawn))
+    assert found != ids(together(index, cache, asked, 3))
+
+
+def test_an_answer_that_ends_makes_room(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [question_ids(index, question) for question in QUESTIONS]
+    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    whole = ids(together(index, cache, asked, 2))
+    monkeypatch.setattr(index.model.generation_config, "eos_token_id", whole[2][4])
+    expected = ids(alone(index, cache, asked))
+    assert len(expected[2]) <= 5
+    assert ids(together(index, cache, asked, 2)) == expected
+
+
+def test_more_tokens_than_the_first_rows_have_room_for(index: OpenIndex) -> None:
+    asked = [question_ids(index, question) for question in QUESTIONS[:2]]
+    long, cache = replace(GREEDY, max_new_tokens=90), index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    assert ids(together(index, cache, asked, 2, long)) == ids(alone(index, cache, asked, long))
+
+
+def test_a_batch_reads_what_its_questions_share_once(full_index: OpenIndex) -> None:
+    asked = [question_ids(full_index, QUESTIONS[0])] * 4
+    cache = full_index.sparse_cache("quest", Quest(page_size=4), Budget(0.1))
+    one = alone(full_index, cache, asked[:1])[0]
+    assert [answer.kv_fraction for answer in together(full_index, cache, asked, 4)] == pytest.approx(
+        [one.kv_fraction] * 4
+    )
+
+
+def test_logits_that_are_no_numbers_are_told(index: OpenIndex) -> None:
+    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    with logits_full_of(index.model, torch.nan), pytest.raises(SparsekvError, match="logits are not finite"):
+        together(index, cache, [question_ids(index, QUESTIONS[0])] * 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "changes"),
+    [
+        ("magicpig", MagicPIG(), {}),
+        ("sparq", SparQ(mean_value=True), {}),
+        ("csattention", CSAttention(step=2), {}),
+        ("multipole", Multipole(stream=True, buffer=8), {}),
+        ("multipole", Multipole(), {"guard": Guard(0.2)}),
+        ("multipole", Multipole(), {"measure_missed": True}),
+        ("quest", Quest(), {"prefetch": True}),
+    ],
+)
+def test_what_cannot_be_shared_says_so(
+    full_index: OpenIndex, name: str, method: Method, changes: dict[str, object]
+) -> None:
+    cache = full_index.sparse_cache(name, method, Budget(0.2), **changes)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="give --batch-size 1"):
+        check_shareable(method, cache)

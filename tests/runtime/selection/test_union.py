@@ -1,0 +1,81 @@
+"""The union of several queries' choices: all that each of them chooses, and centroids for exactly the rest."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
+
+from sparsekv.runtime.methods.keydiff import KeyDiff
+from sparsekv.runtime.methods.loki import Loki
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.oracle import Oracle
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.window import Window
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
+from sparsekv.runtime.selection.union import RepresentsRest, unite
+
+METHODS: dict[str, Any] = {
+    "flat": Squeezed("flat"),
+    "hierarchical": Squeezed("hierarchical"),
+    "threshold": Squeezed("hierarchical", "threshold"),
+    "quest": Quest(page_size=7),
+    "oracle": Oracle(),
+    "window": Window(),
+    "keydiff": KeyDiff(),
+    "loki": Loki(dims=5),
+}
+
+
+def replacing(layer: SmallLayer, name: str) -> Selector:
+    """A selector whose centroids are attended for the rest."""
+    if name == "multipole":
+        return Multipole().prepare(layer.context)
+    tensors = small_layer(1, block=64).context.tensors
+    return ResidualSelector(METHODS[name].prepare(layer.context), residual_clusters(tensors))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999), queries=st.integers(1, 9), budget=st.integers(1, 220))
+def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, budget: int) -> None:
+    layer = small_layer(seed % 3)
+    selector = METHODS[name].prepare(layer.context)
+    asked = as_queries(layer.queries[:, :, :queries])
+    each = selector.select(asked, Budget(budget))
+    together = unite(each, selector, layer.split.middle)
+    for own, (union,) in zip(all_chosen(each, selector), all_chosen(together, selector), strict=True):
+        assert set(union) == {token for one in own for token in one}
+        assert len(set(union)) == len(union)
+
+
+@pytest.mark.parametrize("name", ["multipole", "quest", "oracle"])
+@settings(max_examples=15, deadline=None)
+@given(queries=st.integers(1, 9), budget=st.integers(1, 200))
+def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget: int) -> None:
+    layer = small_layer(1, block=64)
+    selector = replacing(layer, name)
+    assert isinstance(selector, RepresentsRest)
+    together = unite(selector.select(as_queries(layer.queries[:, :, :queries]), Budget(budget)), selector, 200)
+    (left,) = together.attended_segments()
+    tokens = torch.as_tensor(together.rows.counts())[:, 0]
+    assert torch.allclose(left.log_counts.exp().sum(-1)[:, 0] + tokens, torch.tensor(200.0))
+    assert bool((left.log_counts.exp() >= 0).all())
+
+
+@pytest.mark.parametrize("name", ["multipole", "quest"])
+def test_of_one_query_it_is_its_own_choice(name: str) -> None:
+    layer = small_layer(1, block=64)
+    selector = replacing(layer, name)
+    own = selector.select(as_queries(layer.queries[:, :, :1]), Budget(20))
+    together = unite(own, selector, 200)
+    (left,), (left_of_one,) = together.attended_segments(), own.attended_segments()
+    assert torch.allclose(left.log_counts.exp(), left_of_one.log_counts.exp(), atol=1e-4)
+    assert (
+        torch.as_tensor(together.rows_read()).expand(2, 1).equal(torch.as_tensor(own.rows_read()).expand(2, 1).float())
+    )
