@@ -56,7 +56,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -112,6 +112,15 @@ def evaluate_methods(
             help="Share or number of tokens that each chunk of the question attends to, with --question-prefill."
         ),
     ] = QUESTION_BUDGET,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="How many questions of a context to answer at once. Dense attention's answers stay as they are; a "
+            "method's questions then share what each step selects, and lose less.",
+        ),
+    ] = 1,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the task's.")
     ] = None,
@@ -195,6 +204,7 @@ def evaluate_methods(
         sinks=sinks,
         tail=tail,
         chunk_size=chunk_size,
+        together=batch_size,
     )
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)

@@ -176,9 +176,9 @@ def generate(
 ) -> None:
     """Answer a question over an index; the answer streams to stdout.
 
-    Only the question is prefilled. With --batch-file, line breaks in an answer become spaces unless --json is given,
-    and a blank line gets a blank answer. An index made by --save-to can be asked the next question; methods that
-    cannot append tokens are rebuilt for it.
+    Only the question is prefilled. With --batch-file several questions are answered at once, line breaks in an answer
+    become spaces unless --json is given, and a blank line gets a blank answer. An index made by --save-to can be asked
+    the next question; methods that cannot append tokens are rebuilt for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"

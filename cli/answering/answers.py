@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.batch import Batch, check_shareable
+from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 
 AT_ONCE = 16
@@ -32,15 +32,12 @@ def choose_batch_size(asked: int | None, asker: Asker, questions: int) -> int:
     Raises:
         UsageError: more than one was asked for, and the setting allows one.
     """
+    alone = why_alone(asker.setting.form.method, asker.cache)
     if asked is None:
-        try:
-            check_shareable(asker.setting.form.method, asker.cache)
-        except UsageError:
-            return 1
-        return min(AT_ONCE, questions) if asker.index.model.device.type == "cpu" else 1
-    if asked > 1:
-        check_shareable(asker.setting.form.method, asker.cache)
-    return max(1, min(asked, questions))
+        return min(AT_ONCE, questions) if asker.index.model.device.type == "cpu" and not alone else 1
+    if asked > 1 and alone:
+        raise UsageError(f"--batch-size {asked}: {alone}; give --batch-size 1")
+    return min(asked, questions)
 
 
 def batch_answers(

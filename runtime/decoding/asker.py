@@ -1,13 +1,15 @@
 """Questions over one open index with one setting: the cache is made once and rewound for each question."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
@@ -62,3 +64,17 @@ class Asker:
         """
         ids = question_ids(self.index, question) if isinstance(question, str) else question
         return generate(self.index, self.cache, ids, sampling or Sampling(), on_text)
+
+    def ask_all(
+        self, questions: Sequence[str | torch.Tensor], sampling: Sampling | None = None, *, together: int = 16
+    ) -> list[Answer]:
+        """Answer questions, so many `together`, in their order; raises what `ask` raises.
+
+        Raises:
+            UsageError: this setting's questions cannot share a step.
+        """
+        if reason := why_alone(self.setting.form.method, self.cache):
+            raise UsageError(f"{reason}; ask one question at a time")
+        ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]
+        found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
+        return [found[number] for number in range(len(ids))]

@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.packed_layers import PackedDense, PackedSparse
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
@@ -31,19 +30,16 @@ QUESTION_TOKENS = 1024
 """Questions that begin in one step have at most so many tokens together, or else one of them begins alone."""
 
 
-def check_shareable(method: Method, cache: IndexCache) -> None:
-    """Raise UsageError where several questions cannot share what a step chooses."""
+def why_alone(method: Method | None, cache: IndexCache) -> str:
+    """Why several questions cannot share a step; empty where they can. `method` is None for dense attention."""
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
-    if not all(can_unite(method, plan.selector) for plan in plans):
-        raise UsageError(
-            "--batch-size: what stands for the tokens that this method leaves differs from question to question, so "
-            "that they cannot share a step; give --batch-size 1"
-        )
+    if method is not None and not all(can_unite(method, plan.selector) for plan in plans):
+        return "what stands for the tokens that this method leaves differs from question to question"
     if not all(plan.shareable for plan in plans):
-        raise UsageError(
-            "--batch-size: several questions cannot share a step with --gauge, --guard, --ahead, --stream or --step; "
-            "leave these out, or give --batch-size 1"
+        return (
+            "--gauge, --guard, --ahead, --stream and --step keep something of one question, which others cannot share"
         )
+    return ""
 
 
 def pack(cache: IndexCache, slots: int) -> PackedCache:
@@ -91,7 +87,7 @@ class Batch:
     Allocates the own rows of `slots` sequences, and in each step the logits of all of them.
 
     Args:
-        cache: one that `check_shareable` lets pass; its rows are shared, and nobody else may use it meanwhile.
+        cache: one with nothing that `why_alone` tells; its rows are shared, and nobody else may use it meanwhile.
     """
 
     def __init__(self, index: OpenIndex, cache: IndexCache, sampling: Sampling, slots: int):

@@ -24,7 +24,7 @@ class Comparison:
     """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
 
     `indexers` build what the methods need; with `residual`, each method is run once more with it; `keep` keeps the
-    indices.
+    indices. So many questions of a context are answered `together`.
     """
 
     loaded: LoadedModel
@@ -41,6 +41,7 @@ class Comparison:
     sinks: int = 10
     tail: int = 128
     chunk_size: int | None = None
+    together: int = 1
 
     def count(self, text: str) -> int:
         """Tokens of a document as it is indexed."""

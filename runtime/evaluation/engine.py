@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparsekv.indexing.documents.prompt import FixedPrompt
 from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Sampling, generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
@@ -64,19 +66,43 @@ class _Asking:
 
     def results(self, ways: list[tuple[Way, Budget | None]], show: Show) -> Iterator[Result]:
         for way, budget in ways:
-            cache: IndexCache | None = None
-            for question in self.context.questions:
-                key = answer_key(self._decides(way, budget, question))
-                if key not in self.answers.known:
-                    self.opened = self.opened or self._open(show)
-                    cache = cache or self._cache(self.opened, way, budget)
-                    told = {"task": self.context.task, "context": self.context.name, "question": question.text}
-                    given = self._answer(self.opened, cache, question)
-                    self.answers.add(key, given, {**told, "expected": question.answers, **asdict(way)})
+            keys = [answer_key(self._decides(way, budget, question)) for question in self.context.questions]
+            asked = list(zip(self.context.questions, keys, strict=True))
+            answered = self._answered(way, budget, [one for one in asked if one[1] not in self.answers.known], show)
+            for question, key in asked:
+                while key not in self.answers.known:
+                    self._keep(*next(answered), way)
                 yield Result(self.context, question, way, self.answers.known[key])
         if self.opened is not None and not self.comparison.keep:
             self.opened = None
             shutil.rmtree(self._folder())
+
+    def _answered(
+        self, way: Way, budget: Budget | None, missing: list[tuple[Question, str]], show: Show
+    ) -> Iterator[tuple[Question, str, Given]]:
+        """Answers as they come; several questions at once where the comparison and the method allow it."""
+        self.opened = self.opened or self._open(show)
+        cache, together = self._cache(self.opened, way, budget), self.comparison.together
+        one_by_one = together == 1 or why_alone(self.comparison.methods.get(way.method), cache)
+        alone = [one for one in missing if one_by_one or METRICS[one[0].metric].continuation]
+        for question, key in alone:
+            yield question, key, self._answer(self.opened, cache, question)
+        rest = [one for one in missing if one not in alone]
+        for longest, several in groupby(sorted(rest, key=self._longest), self._longest):
+            some = list(several)
+            ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in some]
+            for number, answer in Batch(self.opened, cache, Sampling(longest), together).answers(ids):
+                seconds = answer.time_to_first_token
+                if answer.tokens_per_second:
+                    seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
+                yield *some[number], Given(answer.text, None, _fraction(cache, answer.kv_fraction), seconds)
+
+    def _longest(self, asked: tuple[Question, str]) -> int:
+        return self.comparison.longest(asked[0])
+
+    def _keep(self, question: Question, key: str, given: Given, way: Way) -> None:
+        told = {"task": self.context.task, "context": self.context.name, "question": question.text}
+        self.answers.add(key, given, {**told, "expected": question.answers, **asdict(way)})
 
     def _decides(self, way: Way, budget: Budget | None, question: Question) -> dict[str, Any]:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
@@ -97,7 +123,7 @@ class _Asking:
             "share": budget is not None and budget.is_share,
             "method": None if method is None else asdict(method),
             "indexers": {name: indexer and asdict(indexer) for name, indexer in builders.items()},
-        }
+        } | ({} if method is None or comparison.together == 1 else {"together": comparison.together})
 
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
         """Of a method's questions; dense attention's are prefilled densely."""
@@ -145,6 +171,9 @@ class _Asking:
             text, loss = "", math.log(perplexity(index, cache, ids))
         else:
             text, loss = generate(index, cache, ids, Sampling(comparison.longest(question))).text, None
-        # Dense layers count nothing.
-        fraction = cache.kv_fraction() if any(isinstance(one, SparseLayer) for one in cache.stored_layers) else 1.0
-        return Given(text, loss, fraction, time.perf_counter() - started)
+        return Given(text, loss, _fraction(cache, cache.kv_fraction()), time.perf_counter() - started)
+
+
+def _fraction(cache: IndexCache, counted: float) -> float:
+    """The share of keys and values that was read; dense layers count nothing."""
+    return counted if any(isinstance(one, SparseLayer) for one in cache.stored_layers) else 1.0

@@ -47,7 +47,6 @@ class RecallRow:
 
     method: str
     variant: str
-    together: int
     budget: float | int
     budget_tokens: int
     selected_tokens: float
@@ -63,6 +62,7 @@ class RecallRow:
     dense: float | None
     layer: int | None
     kv_head: int | None
+    together: int
 
     @property
     def name(self) -> str:

@@ -113,6 +113,18 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(place: Path, straig
     assert written.read_bytes().startswith(whole[: whole.rindex(b"{")])
 
 
+def test_questions_of_a_context_can_share_a_step(place: Path, straight: tuple[Path, str], tmp_path: Path) -> None:
+    """Dense attention's answers are the same ones, and so are those of methods that attend to everything."""
+    rows, alone = _rows(_run(*_small(place, tmp_path, "--json", "--batch-size", "2"))), _rows(straight[1])
+    for row, of_alone in zip(rows, alone, strict=True):
+        if row["budget"] in (None, 1.0):
+            assert row["score"] == pytest.approx(of_alone["score"], abs=1e-3)
+    found, before = _answers(tmp_path), _answers(straight[0])
+    assert len(found) == len(before)
+    assert len(found.keys() & before.keys()) == 4 + 2
+    assert all(found[key][0] == before[key][0] for key in found.keys() & before.keys())
+
+
 def test_prefills_are_compared_on_the_same_contexts(place: Path, tmp_path: Path) -> None:
     command = (
         "eval",

@@ -26,12 +26,12 @@ def test_build_and_ask_in_one_line(embedded_folder: Path, document: Path, tmp_pa
 def test_json_goes_through_json_tool_and_head_leaves_no_traceback(index: Artifact) -> None:
     report = f"sparsekv recall-report --index {index.folder} --budget 64 --method quest --by layer"
     piped = shell(
-        f"{report} --json | python3 -m json.tool > report.json && {report} --csv | head -1", index.folder.parent
+        f"{report} --json | python3 -m json.tool > by-layer.json && {report} --csv | head -1", index.folder.parent
     )
     assert piped.returncode in (0, 141), piped.stderr
     assert piped.stdout.startswith("method,variant,budget,")
     assert piped.stderr == ""
-    rows = json.loads((index.folder.parent / "report.json").read_text())["rows"]
+    rows = json.loads((index.folder.parent / "by-layer.json").read_text())["rows"]
     assert len(rows) == 1 + len(index.manifest.indexed_layers)
     assert {row["budget_tokens"] for row in rows} == {64}
 

@@ -67,3 +67,13 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed", page_size=8)
     with pytest.raises(UsageError, match="no method 'nonsense'"):
         index.recall_report(["nonsense"])
+
+
+def test_many_questions_are_answered_in_their_order(index: api.Index) -> None:
+    asker = index.asker("multipole", "100%")
+    questions = [QUESTION, "What else?", "Why?"]
+    assert [one.ids for one in asker.ask_all(questions, SHORT, together=2)] == [
+        asker.ask(question, SHORT).ids for question in questions
+    ]
+    with pytest.raises(UsageError, match="differs from question to question; ask one question at a time"):
+        index.asker("magicpig").ask_all(questions)
