@@ -7,7 +7,7 @@ SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py"))
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test lint format docs clean FORCE
+.PHONY: help demo test lint style types tests format docs clean FORCE
 
 help:
 	@echo "make demo    build an index of a long text with the embedded model, ask it, and report recall"
@@ -50,13 +50,21 @@ demo: .venv/installed
 		--plot demo/recall.png
 	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png."
 
-lint: .venv/installed
+lint: style types
+
+style: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/installed
 	$(BIN)/mypy
 
-test: lint
+tests: .venv/installed
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Types beside the tests, because they take one core.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types tests
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

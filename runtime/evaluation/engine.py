@@ -27,6 +27,7 @@ from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Result, Way
 from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
 
 Show = Callable[[str, int, int], None]
 
@@ -123,7 +124,11 @@ class _Asking:
             "share": budget is not None and budget.is_share,
             "method": None if method is None else asdict(method),
             "indexers": {name: indexer and asdict(indexer) for name, indexer in builders.items()},
-        } | ({} if method is None or comparison.together == 1 else {"together": comparison.together})
+        } | ({"together": comparison.together} if self._shares(question, method) else {})
+
+    def _shares(self, question: Question, method: Method | None) -> bool:
+        """Whether the answer depends on the questions beside it: not dense attention's, nor a continuation."""
+        return method is not None and self.comparison.together > 1 and not METRICS[question.metric].continuation
 
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
         """Of a method's questions; dense attention's are prefilled densely."""

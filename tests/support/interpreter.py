@@ -1,9 +1,10 @@
-"""Triton's interpreter without the three habits that take most of its time in our kernels' tests.
+"""Triton's interpreter without the four habits that take most of its time in our kernels' tests.
 
 It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
-prepares `triton.language` again for each function that a kernel calls; here once for each kernel. And it computes each
-sum and product of integers again in 64 bits, and looks at what came of it only in debugging.
+prepares `triton.language` again for each function that a kernel calls; here once for each kernel. It makes its table of
+types again for each type that it looks up. And it computes each sum and product of integers again in 64 bits, and
+looks at what came of it only in debugging.
 """
 
 import inspect
@@ -24,13 +25,28 @@ def faster_interpreter() -> Iterator[None]:
     options = interpreter.interpreter_builder.options
     prepare = interpreter._patch_lang
 
+    numpy_type = interpreter._get_np_dtype
+    languages: dict[str, list[Any]] = {}
+    types: dict[str, Any] = {}
+
     def prepare_once(function: Any) -> Any:
-        languages = [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
-        prepared = languages and not any(tl.core.is_builtin(one.load) for one in languages)
+        if function.__module__ not in languages:
+            modules = filter(inspect.ismodule, function.__globals__.values())
+            languages[function.__module__] = [one for one in modules if one in (tl, tl.core)]
+        here = languages[function.__module__]
+        prepared = here and not any(tl.core.is_builtin(one.load) for one in here)
         return interpreter._LangPatchScope() if prepared else prepare(function)
+
+    def numpy_type_of(one: Any) -> Any:
+        scalar = one.scalar
+        name = "pointer" if isinstance(scalar, tl.pointer_type) else scalar.name
+        if name not in types:
+            types[name] = numpy_type(one)
+        return types[name]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce)
         patch.setattr(interpreter.ScanOps, "generic_scan", _scan)
