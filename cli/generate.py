@@ -1,5 +1,6 @@
 """`sparsekv generate`: answer questions over an index."""
 
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ from sparsekv.cli.answering.question_prefill import prefill_method, question_pre
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
-from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
@@ -217,16 +218,18 @@ def generate(
     done = [] if resumed is None else resumed.begin()
     if len(done) == len(questions):
         return say("\n".join(done))
-    started = time.perf_counter()
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=placement == "device")
+    started, loading = time.perf_counter(), list[float]()
+    hold = placement == "device"
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append)
     asker = Asker.open(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
-    note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    compile_for(asker, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
+    took = time.perf_counter() - started - sum(loading)
+    note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
     size = choose_batch_size(wanted_size, asker, len(questions))
+    compile_for(asker, compiled, size, len(questions) * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
     output = Output(setting, as_json, not (batch_file or as_json), measured, stats and not quiet, resumed)
     for line in done:
@@ -235,8 +238,10 @@ def generate(
         answers: Iterable[Answer] = (asker.ask(one, sampling, output.piece) for one in batch if one is not None)
     else:
         answers = batch_answers(asker, batch, sampling, size)
-    for question, result in zip(questions[len(done) :], answers, strict=True):
-        output.answer(question, result)
+    with progress(quiet=quiet or batch_file is None or sys.stdout.isatty()) as tell:
+        for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
+            output.answer(question, result)
+            tell("answers", number, len(questions))
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)

@@ -32,7 +32,7 @@ def choose_batch_size(asked: int | None, asker: Asker, questions: int) -> int:
     Raises:
         UsageError: more than one was asked for, and the setting allows one.
     """
-    alone = why_alone(asker.setting.form.method, asker.cache)
+    alone = why_alone(asker.index, asker.setting.form.method, asker.cache)
     if asked is None:
         return min(AT_ONCE, questions) if asker.index.model.device.type == "cpu" and not alone else 1
     if asked > 1 and alone:

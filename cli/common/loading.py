@@ -1,5 +1,6 @@
 """Loading models for a command: transformers' own advice stays off the user's screen, progress goes to stderr."""
 
+from collections.abc import Callable
 from functools import partial
 
 import transformers
@@ -29,8 +30,15 @@ def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *,
 
 
 def load_for(
-    artifact: Artifact, name: str | None, device: str, dtype: str, *, quiet: bool, hold: bool = False
+    artifact: Artifact,
+    name: str | None,
+    device: str,
+    dtype: str,
+    *,
+    quiet: bool,
+    hold: bool = False,
+    loaded_in: Callable[[float], None] = lambda seconds: None,
 ) -> OpenIndex:
-    """An index, opened with a model; raises what `load_and_open` raises."""
+    """An index, opened with a model; raises what `load_and_open` raises, whose last two arguments these are."""
     transformers.logging.set_verbosity_error()
-    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet), hold=hold)
+    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet), hold=hold, loaded_in=loaded_in)

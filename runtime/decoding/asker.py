@@ -73,7 +73,7 @@ class Asker:
         Raises:
             UsageError: this setting's questions cannot share a step.
         """
-        if reason := why_alone(self.setting.form.method, self.cache):
+        if reason := why_alone(self.index, self.setting.form.method, self.cache):
             raise UsageError(f"{reason}; ask one question at a time")
         ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]
         found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))

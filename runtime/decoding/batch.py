@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.packed_layers import PackedDense, PackedSparse
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
@@ -30,8 +31,10 @@ QUESTION_TOKENS = 1024
 """Questions that begin in one step have at most so many tokens together, or else one of them begins alone."""
 
 
-def why_alone(method: Method | None, cache: IndexCache) -> str:
+def why_alone(index: OpenIndex, method: Method | None, cache: IndexCache) -> str:
     """Why several questions cannot share a step; empty where they can. `method` is None for dense attention."""
+    if rope_depends_on_length(index.artifact.manifest.rope.parameters):
+        return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
     if method is not None and not all(can_unite(method, plan.selector) for plan in plans):
         return "what stands for the tokens that this method leaves differs from question to question"

@@ -1,5 +1,6 @@
 """Opening an index with the model that built it, or with another that the user names."""
 
+import time
 from collections.abc import Callable
 
 from sparsekv.formats.reader import Artifact
@@ -17,6 +18,7 @@ def load_and_open(
     progress: Callable[[str], None] = lambda text: None,
     *,
     hold: bool = False,
+    loaded_in: Callable[[float], None] = lambda seconds: None,
 ) -> OpenIndex:
     """Open an index with a model: by default the one that built it, in the dtype and with the RoPE scaling it had then.
 
@@ -24,6 +26,7 @@ def load_and_open(
         model: a local folder or a hub id; it may be loaded again later because an index names it.
         dtype: `auto` is the index's.
         progress: called with one line at the start of each step that takes a while.
+        loaded_in: called with the seconds that the model took, before the index is opened.
         hold: keep the keys and values that the checks read to a GPU, for the cache that is made next.
 
     Raises:
@@ -31,7 +34,7 @@ def load_and_open(
         UsageError: no such model, device or dtype.
         IdentityError: the index does not belong to this model.
     """
-    manifest = artifact.manifest
+    manifest, started = artifact.manifest, time.perf_counter()
     loaded = load_model(
         named_by_index(manifest.model.id, progress) if model is None else model,
         device=device,
@@ -41,4 +44,5 @@ def load_and_open(
     )
     if model is not None:
         remember(loaded.name)
+    loaded_in(time.perf_counter() - started)
     return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)

@@ -84,7 +84,7 @@ class _Asking:
         """Answers as they come; several questions at once where the comparison and the method allow it."""
         self.opened = self.opened or self._open(show)
         cache, together = self._cache(self.opened, way, budget), self.comparison.together
-        one_by_one = together == 1 or why_alone(self.comparison.methods.get(way.method), cache)
+        one_by_one = together == 1 or why_alone(self.opened, self.comparison.methods.get(way.method), cache)
         alone = [one for one in missing if one_by_one or METRICS[one[0].metric].continuation]
         for question, key in alone:
             yield question, key, self._answer(self.opened, cache, question)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,4 +189,12 @@ def test_some_things_cannot_be_shared(
     full_index: OpenIndex, name: str, method: Method, changes: dict[str, object]
 ) -> None:
     cache = full_index.sparse_cache(name, method, Budget(0.2), **changes)  # type: ignore[arg-type]
-    assert why_alone(method, cache)
+    assert why_alone(full_index, method, cache)
+
+
+def test_keys_that_turn_by_a_sequences_length_cannot_be_shared(index: OpenIndex) -> None:
+    cache, manifest = index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), index.artifact.manifest
+    assert not why_alone(index, Squeezed(), cache)
+    rope = manifest.rope.model_copy(update={"parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    turned = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest.model_copy(update={"rope": rope})))
+    assert "turns keys by the length" in why_alone(turned, Squeezed(), cache)  # type: ignore[arg-type]
