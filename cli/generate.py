@@ -32,7 +32,7 @@ from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import print_stats
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.asker import Asker
@@ -152,8 +152,15 @@ def generate(
         bool,
         typer.Option(
             "--stats",
-            help="Print times, the share of keys and values read and, by layer, the attention left to centroids or "
-            "dropped.",
+            help="Print times, and the share of keys and values read.",
+        ),
+    ] = False,
+    gauge: Annotated[
+        bool,
+        typer.Option(
+            "--gauge",
+            help="Print what --stats prints and, by layer, an estimate of the attention left to centroids or dropped. "
+            "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -189,21 +196,21 @@ def generate(
         refuse_unsavable(artifact, save_to, dtype)
         outlive_reader()
     check_placement(placement)
-    guarded = None if guard is None else Guard(guard)
-    if guarded is not None:
-        guarded.check(setting.form.name, setting.form.method, residual=setting.form.residual)
+    guarded, stats = None if guard is None else Guard(guard), stats or gauge
+    for option in (["--gauge"] if gauge else []) + (["--guard"] if guarded else []):
+        check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
     if setting.form.residual:
         residual_source(artifact)
     questions = _questions(prompt, prompt_file, batch_file)
     started = time.perf_counter()
-    opened = load_for(artifact, model, device, dtype, quiet=quiet)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=placement == "device")
     asker = Asker.open(
-        opened, setting, measure_missed=stats, guard=guarded, placement=placement, prefetch=ahead, question=asking
+        opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     note(f"opened in {time.perf_counter() - started:.2f} s", quiet=quiet or not stats)
-    measured = stats or guarded is not None
+    measured = gauge or guarded is not None
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)
     streamed = not (batch_file or as_json)
     on_text = partial(say, end="") if streamed else lambda text: None

@@ -28,7 +28,9 @@ def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *,
     return loaded
 
 
-def load_for(artifact: Artifact, name: str | None, device: str, dtype: str, *, quiet: bool) -> OpenIndex:
+def load_for(
+    artifact: Artifact, name: str | None, device: str, dtype: str, *, quiet: bool, hold: bool = False
+) -> OpenIndex:
     """An index, opened with a model; raises what `load_and_open` raises."""
     transformers.logging.set_verbosity_error()
-    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet))
+    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet), hold=hold)

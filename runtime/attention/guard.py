@@ -52,6 +52,14 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
     return method.estimates_missed or (residual and not method.replaces())
 
 
+def check_estimates_missed(option: str, name: str, method: Method, *, residual: bool) -> None:
+    """Raise UsageError for a method whose missed share cannot be estimated."""
+    if not estimates_missed(method, residual=residual):
+        raise UsageError(
+            f"{option}: {name} cannot tell how much attention it leaves; add --residual or use another method"
+        )
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A step at one budget: estimated missed share [Hk, Q], D-sized rows read for the middle [Hk, Q], and result
@@ -88,13 +96,6 @@ class Guard:
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
             raise UsageError(f"--guard {self.share:g}: give a share between 0 and 1, such as 0.2")
-
-    def check(self, name: str, method: Method, *, residual: bool) -> None:
-        """Raise UsageError for a method whose missed share cannot be estimated."""
-        if not estimates_missed(method, residual=residual):
-            raise UsageError(
-                f"--guard: {name} cannot tell how much attention it leaves; add --residual or use another method"
-            )
 
     def enforce(
         self,

@@ -9,6 +9,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts, MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.runtime.benchmark.layer import LayerData
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 
@@ -91,8 +92,8 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
     _refuse_unlike(manifest.layers[number], number)
-    keys, values = (rows.to(device, dtype) for rows in artifact.context(number))
-    tail = artifact.queries(number)["tail"].to(device, dtype)
+    keys, values = (rows.to(dtype) for rows in artifact.context(number, device))
+    tail = artifact.queries(number, device)["tail"].to(dtype)
     return LayerData(
         keys=keys,
         values=values,
@@ -119,7 +120,7 @@ def _refuse_unlike(facts: LayerFacts, number: int) -> None:
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
     """What the index holds for a method in a layer that `stored_layer` gave."""
     number = artifact.manifest.indexed_layers[data.position.number]
-    context = stored_context(artifact, number, name, data.keys.device).context
+    context = stored_context(LayerRows(artifact, number), name, data.keys.device).context
     context = replace(
         context, load_keys=lambda: data.keys[:, data.middle], load_values=lambda: data.values[:, data.middle]
     )

@@ -59,12 +59,12 @@ class LayerData:
         return MiddleContext(
             load_keys=lambda: self.keys[:, self.middle],
             load_values=lambda: self.values[:, self.middle],
+            load_observed=lambda: self.tail.unflatten(0, (len(self.keys), -1)),
             facts=self.facts,
             tensors=tensors,
             calibration=calibration or {},
             parameters=parameters or {},
             first_token=self.split.sinks,
-            observed=self.tail.unflatten(0, (len(self.keys), -1)),
             position=self.position,
         )
 

@@ -233,10 +233,16 @@ class MappedDenseLayer(DenseLayer):
     """A dense layer that keeps no stored rows in memory: it loads them for each call and frees them after it.
 
     Args:
-        rows: gives keys and values [Hk, T, D].
+        rows: gives keys and values [Hk, tokens - out_of_sight, D].
+        nothing: [Hk, 0, D], on their device and of their dtype.
     """
 
-    def __init__(self, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]], out_of_sight: int = 0):
-        keys, values = rows()
-        super().__init__(keys[:, :0].clone(), values[:, :0].clone(), out_of_sight)
-        self.stored, self.stored_rows = out_of_sight + keys.shape[1], rows  # type: ignore[method-assign]
+    def __init__(
+        self,
+        rows: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        nothing: torch.Tensor,
+        tokens: int,
+        out_of_sight: int = 0,
+    ):
+        super().__init__(nothing, nothing, out_of_sight)
+        self.stored, self.stored_rows = tokens, rows  # type: ignore[method-assign]

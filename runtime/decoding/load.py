@@ -15,6 +15,8 @@ def load_and_open(
     device: str = "auto",
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    hold: bool = False,
 ) -> OpenIndex:
     """Open an index with a model: by default the one that built it, in the dtype and with the RoPE scaling it had then.
 
@@ -22,6 +24,7 @@ def load_and_open(
         model: a local folder or a hub id; it may be loaded again later because an index names it.
         dtype: `auto` is the index's.
         progress: called with one line at the start of each step that takes a while.
+        hold: keep the keys and values that the checks read to a GPU, for the cache that is made next.
 
     Raises:
         SparsekvError: no model is given, and the user has never named the one that the index names.
@@ -38,4 +41,4 @@ def load_and_open(
     )
     if model is not None:
         remember(loaded.name)
-    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded))
+    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)

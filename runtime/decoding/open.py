@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.guard import Guard, MissedMeter, estimates_missed
+from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.stored_layer import DenseLayer, MappedDenseLayer, StoredLayer
 from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
 from sparsekv.runtime.selection.budget import Budget
@@ -39,6 +39,7 @@ class OpenIndex:
 
     def __post_init__(self) -> None:
         self.input_ids = self.artifact.input_ids().clone()
+        self._held: dict[int, LayerRows] = {}
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
         named = torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])
         if named.amin() < 0 or named.amax() >= known:
@@ -72,8 +73,8 @@ class OpenIndex:
 
         Args:
             residual: attend to centroids for the tokens that the method does not choose.
-            measure_missed: measure the missed share of attention, where the method allows it; costs a pass over the
-                logits.
+            measure_missed: measure the missed share of attention: steps read their logits once more, and none is
+                captured.
             guard: measure the missed share, and limit it for each head.
             placement: one of PLACEMENTS.
             prefetch: search for each step's rows during the previous step's attention, with that step's query.
@@ -82,13 +83,14 @@ class OpenIndex:
             tail: False: the stored context ends with the middle, and the tokens fed next take the tail's place.
 
         Raises:
-            UsageError: unknown placement, `residual` for an index without value centroids, or a guard for a method
-                whose missed share cannot be estimated.
+            UsageError: unknown placement, `residual` for an index without value centroids, or a missed share to be
+                measured or guarded of a method that cannot estimate it.
         """
         check_placement(placement)
-        if guard is not None:
-            guard.check(name, method, residual=residual)
-        measured = guard is not None or (measure_missed and estimates_missed(method, residual=residual))
+        measured = measure_missed or guard is not None
+        if measured:
+            option = "--gauge" if guard is None else "--guard"
+            check_estimates_missed(option, name, method, residual=residual)
         manifest = self.artifact.manifest
         read = [name, "queries"] if method.needs_index else ["queries"]
         self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
@@ -111,29 +113,55 @@ class OpenIndex:
         tokens = self.split.tokens if tokens is None else tokens
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
-    def _dense_layer(self, layer: int, tokens: int, *, mapped: bool = False) -> DenseLayer:
-        """A dense layer; with a sliding window only of the rows that the next token can see."""
-        window = self.artifact.manifest.layers[layer].sliding_window
-        first = 0 if window is None else max(0, tokens - window + 1)
-        if mapped:
-            return MappedDenseLayer(partial(self._rows, layer, slice(first, tokens)), out_of_sight=first)
-        return DenseLayer(*self._rows(layer, slice(first, tokens)), out_of_sight=first, window=window)
+    def take_rows(self, layer: int) -> LayerRows:
+        """One layer's stored keys and values: those that the probe read, or to be read."""
+        return self._held.pop(layer, LayerRows(self.artifact, layer))
 
-    def _rows(self, layer: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.artifact.context(layer)
+    def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
+        """A dense layer; with a sliding window only of the rows that the next token can see."""
+        first, window = self._first_seen(layer, tokens), self.artifact.manifest.layers[layer].sliding_window
+        rows = self._rows(self.take_rows(layer), slice(first, tokens))
+        return DenseLayer(*rows, out_of_sight=first, window=window)
+
+    def _probed_layer(self, layer: int, tokens: int, *, hold: bool) -> DenseLayer:
+        """A dense layer that reads its rows when it attends, and holds them if a cache will take them."""
+        first, rows = self._first_seen(layer, tokens), LayerRows(self.artifact, layer)
+        if hold and not first:
+            self._held[layer] = rows
+
+        def read() -> Pair:
+            pair = self._rows(rows, slice(first, tokens))
+            if layer not in self._held:
+                rows.release()
+            return pair
+
+        Hk, _, D = self.artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
+        nothing = torch.empty(Hk, 0, D, dtype=self.model.dtype, device=self.model.device)
+        return MappedDenseLayer(read, nothing, tokens, out_of_sight=first)
+
+    def _first_seen(self, layer: int, tokens: int) -> int:
+        window = self.artifact.manifest.layers[layer].sliding_window
+        return 0 if window is None else max(0, tokens - window + 1)
+
+    def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
+        """Some tokens' keys and values in the model's dtype on its device; a window's are read alone."""
+        keys, values = rows.on(CPU if tokens.start else self.model.device)
         device, dtype = self.model.device, self.model.dtype
         return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
 
     @torch.inference_mode()
-    def check_probe(self) -> None:
+    def check_probe(self, *, hold: bool = False) -> None:
         """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
+
+        Args:
+            hold: keep the rows that it reads on a GPU, for the cache that is made next.
 
         Raises:
             IdentityError: they differ beyond rounding, so the index was built with another model.
         """
         probe = self.artifact.manifest.probe
         layers = range(len(self.artifact.manifest.layers))
-        cache = IndexCache([self._dense_layer(layer, self.split.tokens - 1, mapped=True) for layer in layers])
+        cache = IndexCache([self._probed_layer(layer, self.split.tokens - 1, hold=hold) for layer in layers])
         with route_attention(self.model, cache.attend):
             last = self.input_ids[None, -1:].to(self.model.device)
             logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
@@ -167,56 +195,58 @@ class _SparseLayers:
 
     def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
         """One layer with its plan; its middle is stored according to the placement."""
-        artifact, device = self.index.artifact, self.index.model.device
-        facts, where = artifact.manifest.layers[layer], self._search_device(self.method)
-        prepared = prepare_layer(
-            artifact, layer, self.name, self.method, where, residual=self.residual, shared=self.shared
-        )
-        exact, middle = self._exact(layer), self._middle(layer, prepared)
+        index, artifact, device = self.index, self.index.artifact, self.index.model.device
+        facts, where, rows = artifact.manifest.layers[layer], self._search_device(self.method), index.take_rows(layer)
+        prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
+        exact, middle = self._exact(rows), self._middle(rows, prepared)
         options = LayerOptions(
             prefetch=prefetch,
             meter=meter,
             search_device=where,
             mapped=prepared.mapped if self.placement == "disk" else (),
-            question=self._question_search(layer, prepared.selector),
+            question=self._question_search(rows, prepared.selector),
         )
+        rows.release()
         plan = plan_layer(prepared.selector, middle, facts, self.split.sinks, budget, len(exact[0]), device, options)
         return SparseLayer(exact, self.split, plan)
 
-    def _question_search(self, layer: int, decoding: Selector) -> QuestionSearch | None:
+    def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
         question = self.question
         if question is None:
             return None
         selector, where = None, self.index.model.device
         if question.method is not None:
             where, shared = self._search_device(question.method), self.question_shared
-            artifact = self.index.artifact
-            selector = prepare_layer(artifact, layer, question.name, question.method, where, shared=shared).selector
+            selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
         return QuestionSearch(question, selector, where, decoding.layout, self.split.middle)
 
     def _search_device(self, method: Method) -> torch.device:
         on_host = method.searched_on_host and self.placement != "device"
         return torch.device("cpu") if on_host else self.index.model.device
 
-    def _exact(self, layer: int) -> Pair:
+    def _exact(self, rows: LayerRows) -> Pair:
         """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
         sinks, end, model = self.split.sinks, self.split.sinks + self.split.middle, self.index.model
-        both = self.index.artifact.context(layer)
-        keys, values = (torch.cat([rows[:, :sinks], rows[:, end : self.split.tokens]], 1) for rows in both)
+        both = rows.on(self._placed())
+        keys, values = (torch.cat([one[:, :sinks], one[:, end : self.split.tokens]], 1) for one in both)
         return keys.to(model.device, model.dtype), values.to(model.device, model.dtype)
 
-    def _middle(self, layer: int, prepared: PreparedLayer) -> MiddleRows:
+    def _placed(self) -> torch.device:
+        """Where the middle's rows are kept, or read from."""
+        return self.index.model.device if self.placement == "device" else CPU
+
+    def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
         """The middle's rows; shares the keys with the selector if both need them in the same order on one device."""
-        artifact, model, layout = self.index.artifact, self.index.model, prepared.selector.layout
+        model, layout, where = self.index.model, prepared.selector.layout, self._placed()
         if self.placement == "disk":
-            return DiskRows(artifact, layer, layout, model.device, model.dtype)
-        where = torch.device("cpu") if self.placement == "host" else model.device
-        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
-        keys, values = (rows[:, middle] for rows in artifact.context(layer))
+            return DiskRows(rows.artifact, rows.layer, layout, model.device, model.dtype)
         if layout is None and where == self._search_device(self.method):
-            keys = prepared.context.keys
-        keys, values = keys.to(where, model.dtype), values.to(where, model.dtype)
-        return MemoryRows(keys, values, None if layout is None else layout.to(where), model.device)
+            keys, values = prepared.context.keys, rows.middle_values(where)
+        else:
+            middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
+            keys, values = (one[:, middle] for one in rows.on(where))
+        order = None if layout is None else layout.to(where)
+        return MemoryRows(keys.to(model.dtype), values.to(model.dtype), order, model.device)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -230,8 +260,13 @@ def open_index(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     identity: tuple[ModelIdentity, TokenizerIdentity],
+    *,
+    hold: bool = False,
 ) -> OpenIndex:
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
+
+    Args:
+        hold: keep the keys and values that the probe reads to a GPU, for the cache that is made next.
 
     Raises:
         IdentityError: names the field that differs, both values and the remedy.
@@ -239,5 +274,5 @@ def open_index(
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
     index = OpenIndex(artifact, model, tokenizer)
-    index.check_probe()
+    index.check_probe(hold=hold and model.device.type == "cuda")
     return index

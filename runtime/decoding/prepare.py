@@ -1,15 +1,17 @@
 """Preparing a method for one layer of an index, with a residual if one is requested."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.formats.values import check_values
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -26,40 +28,34 @@ class StoredContext:
 
 
 def stored_context(
-    artifact: Artifact,
-    layer: int,
-    name: str,
-    device: torch.device | str = "cpu",
-    shared: dict[str, Any] | None = None,
+    rows: LayerRows, name: str, device: torch.device = CPU, shared: dict[str, Any] | None = None
 ) -> StoredContext:
-    """Read what the method called `name` built for one layer; keys and values are read at first use.
+    """Read what the method called `name` built for the layer of `rows`; keys and values are read at first use.
 
     Args:
         shared: the state shared by the layers of one cache or report; new by default.
     """
+    artifact, layer = rows.artifact, rows.layer
     manifest = artifact.manifest
-    keys, values = artifact.context(layer)
     record = manifest.methods.get(name) if methods()[name].needs_index else None
-    stored = {} if record is None else artifact.method_tensors(name, layer)
-    tensors = {key: tensor.to(device) for key, tensor in stored.items()}
+    stored = {} if record is None else artifact.method_tensors(name, layer, device)
+    tensors = dict(stored)
     check_values(tensors, manifest.split, f"layer {layer} of {name} of {artifact.folder}")
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers
-    middle = slice(split.sinks, split.sinks + split.middle)
-    observed = artifact.queries(layer)["tail"][:, : split.tail // 2]
     context = MiddleContext(
-        load_keys=lambda: keys[:, middle].to(device),
-        load_values=lambda: values[:, middle].to(device),
+        load_keys=partial(rows.middle_keys, device),
+        load_values=partial(rows.middle_values, device),
+        load_observed=partial(rows.observed_queries, device),
         facts=manifest.layers[layer],
         tensors=tensors,
         calibration={} if record is None else record.calibration,
         parameters={} if record is None else record.parameters,
         first_token=split.sinks,
-        observed=observed.unflatten(0, (len(keys), -1)).to(device),
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
     )
-    return StoredContext(context, (keys, *stored.values()) if torch.device(device).type == "cpu" else ())
+    return StoredContext(context, (rows.on(device)[0], *stored.values()) if device.type == "cpu" else ())
 
 
 @dataclass(frozen=True)
@@ -72,16 +68,15 @@ class PreparedLayer:
 
 
 def prepare_layer(
-    artifact: Artifact,
-    layer: int,
+    rows: LayerRows,
     name: str,
     method: Method,
-    device: torch.device | str,
+    device: torch.device = CPU,
     *,
     residual: bool = False,
     shared: dict[str, Any] | None = None,
 ) -> PreparedLayer:
-    """A method's selector for one layer of an index.
+    """A method's selector for one layer of an index, the one of `rows`.
 
     Args:
         residual: attend to centroids for the tokens not chosen: the method's own, or another method's of the index.
@@ -92,7 +87,7 @@ def prepare_layer(
             in no cluster.
         ArtifactError: the method's parameters or calibration in the manifest are not valid.
     """
-    stored = stored_context(artifact, layer, name, device, shared)
+    artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
     try:
         selector = method.prepare(stored.context)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -107,7 +102,7 @@ def prepare_layer(
             f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
             "them stay exact"
         )
-    lender = stored_context(artifact, layer, residual_source(artifact), device)
+    lender = stored_context(rows, residual_source(artifact), device)
     replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
     return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
 

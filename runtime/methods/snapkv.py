@@ -58,10 +58,10 @@ class SnapKVSelector(KeptTokens):
     """order [Hk, M]: the ranking by the last window; prompt_order [Hk, M]: the ranking by the prompt's own window."""
 
     def __init__(self, method: SnapKV, context: MiddleContext):
-        assert context.observed is not None
         self.method, self.keys, self.facts = method, context.keys, context.facts
-        nothing = torch.full(context.observed.shape[:3], -torch.inf, device=context.keys.device)
-        self.prompt_order = self._ranking(context.observed, nothing)
+        observed = context.load_observed()
+        nothing = torch.full(observed.shape[:3], -torch.inf, device=observed.device)
+        self.prompt_order = self._ranking(observed, nothing)
         super().__init__(self.prompt_order)
         self.version = 0
 

@@ -27,20 +27,20 @@ class LayerPosition:
 class MiddleContext:
     """One layer's middle, its attention settings, and the tensors, calibration and parameters of a method's indexer.
 
-    `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of
-    `tensors`. Token positions in the tensors are counted from the first middle token, whose own position in the
-    prompt is `first_token`. `observed` [Hk, G, W, D] are the queries of the tail's first half: a method may learn from
-    them, for reports measure on the second half.
+    `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
+    `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
+    reports measure on the second half. Token positions in the tensors are counted from the first middle token, whose
+    own position in the prompt is `first_token`.
     """
 
     load_keys: Callable[[], torch.Tensor]
     load_values: Callable[[], torch.Tensor]
+    load_observed: Callable[[], torch.Tensor]
     facts: LayerFacts
     tensors: dict[str, torch.Tensor]
     calibration: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     first_token: int = 0
-    observed: torch.Tensor | None = None
     position: LayerPosition = field(default_factory=LayerPosition)
 
     @cached_property

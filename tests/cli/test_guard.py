@@ -1,4 +1,4 @@
-"""`generate --stats` and `--guard`, and the guard in a recall report."""
+"""`generate --stats`, `--gauge` and `--guard`, and the guard in a recall report."""
 
 import json
 from pathlib import Path
@@ -8,22 +8,28 @@ from support.command import run_here
 ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", 6, "--model", "model")
 
 
-def test_stats_show_each_layer_on_stderr_alone(place: Path) -> None:
-    plain, told = run_here(*ASK), run_here(*ASK, "--stats")
-    assert told.code == 0
-    assert told.stdout == plain.stdout
-    assert "attention left to centroids or dropped" not in plain.stderr
-    assert "attention left to centroids or dropped" in told.stderr
+def test_a_gauge_shows_each_layer_on_stderr_alone(place: Path) -> None:
+    plain, told, gauged = (run_here(*ASK, *options) for options in ((), ("--stats",), ("--gauge",)))
+    assert plain.code == told.code == gauged.code == 0
+    assert plain.stdout == told.stdout == gauged.stdout
+    assert "tokens at" not in plain.stderr
+    assert "tokens at" in told.stderr
+    assert "tokens at" in gauged.stderr
+    assert "attention left to centroids or dropped" not in told.stderr
+    assert "attention left to centroids or dropped" in gauged.stderr
+
+
+def test_a_gauge_of_what_cannot_be_told_is_refused(place: Path) -> None:
     # What MagicPIG drew stands for all, so that it takes no residual.
     for cannot in (("--method", "oracle"), ("--method", "magicpig", "--residual")):
-        cannot_tell = run_here(*ASK, "--stats", *cannot)
-        assert cannot_tell.code == 0
-        assert "attention left" not in cannot_tell.stderr
+        refused = run_here(*ASK, "--gauge", *cannot)
+        assert refused.code == 2
+        assert f"--gauge: {cannot[1]} cannot tell how much attention it leaves" in refused.stderr
 
 
-def test_json_has_the_layers_when_stats_are_asked_for(place: Path) -> None:
-    assert "layers" not in json.loads(run_here(*ASK, "--json").stdout)
-    layers = json.loads(run_here(*ASK, "--json", "--stats").stdout)["layers"]
+def test_json_has_the_layers_when_they_are_gauged(place: Path) -> None:
+    assert "layers" not in json.loads(run_here(*ASK, "--json", "--stats").stdout)
+    layers = json.loads(run_here(*ASK, "--json", "--gauge").stdout)["layers"]
     assert [one["layer"] for one in layers] == [0, 1, 2]
     assert all(0 < one["missed"] < 1 and one["raised"] == one["dense"] == 0 for one in layers)
 

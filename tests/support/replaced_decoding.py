@@ -6,6 +6,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.budget import Budget
@@ -51,7 +52,7 @@ class _Checked:
             middle_rows(artifact, call.layer),
             (keys.cpu(), values.cpu()),
             stands,
-            stored_context(artifact, call.layer, self.clusters).context.tensors,
+            stored_context(LayerRows(artifact, call.layer), self.clusters).context.tensors,
             artifact.manifest.layers[call.layer],
             None if call.sink_logits is None else call.sink_logits.view(grouped.shape[:2]).cpu(),
         )

@@ -74,12 +74,12 @@ def small_layer(
     context = MiddleContext(
         lambda: keys[:, inside],
         lambda: values[:, inside],
+        lambda: normal(seed + 5, Hk, G, TAIL // 2, D),
         facts,
         tensors,
         calibration,
         first_token=SINKS,
         parameters=asdict(indexer),
-        observed=normal(seed + 5, Hk, G, TAIL // 2, D),
     )
     return SmallLayer(keys, values, queries.unflatten(0, (Hk, G)), split, context)
 

@@ -56,6 +56,12 @@ def tabled_layer(
     asked = normal(seed + 3, len(given.queries), queries, D)
     calibration = indexer.calibrate(lambda: iter([BuiltLayer(tensors, asked, given.facts)]))
     context = MiddleContext(
-        lambda: given.keys, lambda: given.values, given.facts, tensors, calibration, first_token=SINKS
+        lambda: given.keys,
+        lambda: given.values,
+        lambda: asked.unflatten(0, (Hk, -1)),
+        given.facts,
+        tensors,
+        calibration,
+        first_token=SINKS,
     )
     return TabledLayer(given, tensors, SmallLayer(keys, values, asked.unflatten(0, (Hk, -1)), given.split, context))

@@ -10,7 +10,7 @@ from support.small_layer import SmallLayer, all_chosen, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, MissedMeter
+from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -169,8 +169,8 @@ def test_a_guard_is_a_share(share: float) -> None:
 
 def test_a_method_that_cannot_tell_needs_centroids() -> None:
     with pytest.raises(UsageError, match="quest cannot tell"):
-        Guard(0.2).check("quest", Quest(), residual=False)
-    Guard(0.2).check("quest", Quest(), residual=True)
+        check_estimates_missed("--guard", "quest", Quest(), residual=False)
+    check_estimates_missed("--guard", "quest", Quest(), residual=True)
     layer, meter = _layer("multipole", 3, levels=(1.0,)), MissedMeter(None)
     selector = ResidualSelector(Quest().prepare(layer.context), residual_clusters(layer.context.tensors))
     step = Step(layer, selector, Budget(0.1), meter=meter)

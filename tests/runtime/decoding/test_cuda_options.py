@@ -55,7 +55,7 @@ EACH: dict[str, Options] = {
     "multipole --opened": Options("multipole", Multipole("hierarchical", opened=2.0)),
     "multipole --guard": Options("multipole", Multipole(), others={"guard": Guard(0.02)}),
     "multipole --guard down two levels": Options("multipole", Multipole("hierarchical"), others={"guard": Guard(0.02)}),
-    "multipole --stats": Options("multipole", Multipole(), others={"measure_missed": True}),
+    "multipole --gauge": Options("multipole", Multipole(), others={"measure_missed": True}),
     "multipole --prefill quoka": Options("multipole", Multipole(), others={"question": QUESTION}),
     "multipole --stream": Options("multipole", Multipole(stream=True, buffer=8)),
     "multipole --stream down two levels": Options("multipole", Multipole("hierarchical", stream=True, buffer=8)),

@@ -14,6 +14,7 @@ from support.tiny_models import FAMILIES
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.multipole import Multipole
@@ -80,17 +81,17 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     exact = [torch.cat([rows[:, : split.sinks], rows[:, -split.tail :]], 1) for rows in artifact.context(number)]
     query = stored["tail"][:, split.tail // 2 :].unflatten(0, (len(exact[0]), -1))
     sinks = stored["sink_logits"].view(query.shape[:2]) if "sink_logits" in stored else None
-    selector = prepare_layer(artifact, number, name, method, "cpu", residual=True).selector
+    selector = prepare_layer(LayerRows(artifact, number), name, method, residual=True).selector
     selection = selector.select(as_queries(query, first=split.tokens - query.shape[2]), FEW)
     stands = represented(selection, selector, 0, split.middle)
-    tensors = stored_context(artifact, number, clusters).context.tensors
+    tensors = stored_context(LayerRows(artifact, number), clusters).context.tensors
     sparse, dense = (
         replaced_attention(query, middle_rows(artifact, number), (exact[0], exact[1]), level, tensors, facts, sinks)
         for level in (stands, torch.full_like(stands, EXACT))
     )
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean((1, 2))
     one = Measured(Form(name, "", method, residual=True), FEW)
-    measured = measure_layer(artifact, number, [one], [tail_block(artifact, number)])[one].means()
+    measured = measure_layer(LayerRows(artifact, number), [one], [tail_block(artifact, number)])[one].means()
     assert measured["output_error"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     rows_of_index = READ.get(name, 2) * tensors["level0.counts"].shape[1]
     rows_of_index += 2 * -(-split.middle // 16) if name == "quest" else 0

@@ -38,7 +38,8 @@ def test_however_new_keys_are_taken_in_the_lists_are_the_same(seed: int, cuts: l
     coarse = replace(given, keys=_coarse(given.keys, 4))
     built = SMALL.build_layer(coarse)
     tensors = SMALL.append_layer(built | {"centroids": _coarse(built["centroids"], 8)}, coarse, 60)
-    context = MiddleContext(lambda: coarse.keys, lambda: coarse.values, coarse.facts, tensors, {}, first_token=SINKS)
+    load = (lambda: coarse.keys), (lambda: coarse.values), (lambda: coarse.queries)
+    context = MiddleContext(*load, coarse.facts, tensors, {}, first_token=SINKS)
     new = _coarse(normal(seed + 9, 2, 40, 16), 4)
     pieces = [piece for piece in torch.arange(40).tensor_split(sorted(cuts)) if len(piece)]
     in_pieces, at_once = (TableSelector(context) for _ in range(2))

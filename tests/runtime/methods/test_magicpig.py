@@ -16,7 +16,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.guard import check_estimates_missed
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
@@ -156,11 +157,11 @@ def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
 def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> None:
     artifact, split = index.artifact, index.split
     one = Measured(Form("magicpig", "", FEW), Budget(0.5))
-    means = measure_layer(artifact, 0, [one], [tail_block(artifact, 0)])[one].means()
+    means = measure_layer(LayerRows(artifact, 0), [one], [tail_block(artifact, 0)])[one].means()
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
     query = artifact.queries(0)["tail"][:, split.tail // 2 :].unflatten(0, (len(keys), -1))
-    selection = prepare_layer(artifact, 0, "magicpig", FEW, "cpu").selector.select(as_queries(query), Budget(0.5))
+    selection = prepare_layer(LayerRows(artifact, 0), "magicpig", FEW).selector.select(as_queries(query), Budget(0.5))
     outside = [torch.cat([rows[:, :4], rows[:, inside.stop :]], 1) for rows in (keys, values)]
     output = _weighted(selection, (keys[:, inside], values[:, inside]), (outside[0], outside[1]), query, facts)
     everything = reference_attention(
@@ -175,7 +176,7 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
 def test_no_guard_is_told_what_is_left() -> None:
     with pytest.raises(UsageError, match="--guard: magicpig cannot tell"):
-        Guard(0.2).check("magicpig", FEW, residual=True)
+        check_estimates_missed("--guard", "magicpig", FEW, residual=True)
 
 
 def test_a_seed_and_a_layer_have_projections_of_their_own() -> None:

@@ -54,8 +54,7 @@ def test_a_window_keeps_what_it_attends_to_and_its_neighbours(
 ) -> None:
     """The prompt's own window until a question comes, and then the question's, beside what else it attends to."""
     layer = small_layer(seed, middle=middle, softcap=softcap)
-    observed = layer.context.observed
-    assert observed is not None
+    observed = layer.context.load_observed()
     selector, tokens = method.prepare(layer.context), min(budget, middle)
     one = as_queries(normal(seed + 1, 2, 3, 1, 16))
     before = _pooled_sums(layer, observed, torch.full(observed.shape[:3], -torch.inf), method)
@@ -98,7 +97,8 @@ def test_a_tokens_neighbours_are_kept_with_it() -> None:
     keys[0, 20, 0] = 9.0
     queries = torch.zeros(1, 1, 4, 16)
     queries[..., 0] = 9.0
-    selector = SnapKV(pool_size=5).prepare(replace(layer.context, load_keys=lambda: keys, observed=queries))
+    context = replace(layer.context, load_keys=lambda: keys, load_observed=lambda: queries)
+    selector = SnapKV(pool_size=5).prepare(context)
     assert sorted(all_chosen(selector.select(as_queries(queries, joint=True), Budget(5)), selector)[0][0]) == [
         *range(18, 23)
     ]

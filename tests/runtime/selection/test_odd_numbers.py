@@ -14,6 +14,7 @@ from support.small_layer import as_queries
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import stored_context
@@ -53,7 +54,7 @@ def assert_within(chosen: Selection, middle: int) -> None:
 @pytest.mark.parametrize("name", methods())
 def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, stored: str, kind: str) -> None:
     artifact, store = everything.artifact, STORED[stored]
-    context = stored_context(artifact, 0, name).context
+    context = stored_context(LayerRows(artifact, 0), name).context
     assert context.observed is not None
     keys, values, middle = context.keys, context.load_values(), context.keys.shape[1]
     context = replace(

@@ -20,6 +20,7 @@ from support.tiny_models import save_tiny
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer, residual_source
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.oracle import Oracle
@@ -191,7 +192,7 @@ def test_the_fewest_centroids_are_lent(tmp_path: Path, squeezed: float, multipol
     indexers = {"squeezed": SqueezedIndexer(levels=(squeezed,)), "multipole": MultipoleIndexer(levels=(multipole,))}
     index = build_small(tmp_path / "both.skv", methods=indexers)
     assert residual_source(index.artifact) == lender
-    selector = prepare_layer(index.artifact, 0, "quest", Quest(), "cpu", residual=True).selector
+    selector = prepare_layer(LayerRows(index.artifact, 0), "quest", Quest(), residual=True).selector
     assert isinstance(selector, ResidualSelector)
     lent = index.artifact.method_tensors(lender, 0)["level0.value_centroids"]
     assert torch.equal(selector.clusters.values, lent)
@@ -201,7 +202,7 @@ def test_an_index_without_value_centroids_has_no_residual(tmp_path: Path) -> Non
     """An index of no method serves those that need none, but has nothing to stand for what they leave."""
     index = build_small(tmp_path / "bare.skv", methods={})
     with pytest.raises(UsageError, match=r"--residual.*--method multipole"):
-        prepare_layer(index.artifact, 0, "quest", Quest(), "cpu", residual=True)
+        prepare_layer(LayerRows(index.artifact, 0), "quest", Quest(), residual=True)
     model = save_tiny(tmp_path / "model")
     for command in (("generate", "Why?", "--model", str(model)), ("recall-report",)):
         outcome = run_here(*command, "--index", tmp_path / "bare.skv", "--method", "quest", "--residual")

@@ -1,0 +1,53 @@
+"""One layer's stored keys and values, read once for all that need them while an index is opened."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
+from sparsekv.runtime.cache.kv_store import Pair
+
+
+@dataclass
+class LayerRows:
+    """Keys and values [Hk, N, D] of one layer, in the index's dtype.
+
+    On a CPU they are views of the index's file. On a GPU they are a copy, which stays until `release`: 0.5 GB for a
+    layer of an 8B at 131,072 tokens.
+    """
+
+    artifact: Artifact
+    layer: int
+    _copies: dict[torch.device, Pair] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Pair:
+        """Keys and values on a device."""
+        if device.type == "cpu":
+            return self.artifact.context(self.layer)
+        if device not in self._copies:
+            self._copies[device] = self.artifact.context(self.layer, device)
+        return self._copies[device]
+
+    def middle_keys(self, device: torch.device) -> torch.Tensor:
+        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
+        return self._middle(self.on(device)[0])
+
+    def middle_values(self, device: torch.device) -> torch.Tensor:
+        """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
+        return self._middle(self.on(device)[1])
+
+    def _middle(self, rows: torch.Tensor) -> torch.Tensor:
+        split = self.artifact.manifest.split
+        middle = rows[:, split.sinks : split.sinks + split.middle]
+        return middle if rows.device.type == "cpu" else middle.contiguous()
+
+    def observed_queries(self, device: torch.device) -> torch.Tensor:
+        """[Hk, G, W, D]: the queries of the tail's first half."""
+        heads = self.artifact.manifest.files[layer_file("context", self.layer)].tensors["keys"].shape[0]
+        tail = self.artifact.queries(self.layer, device)["tail"]
+        return tail[:, : self.artifact.manifest.split.tail // 2].unflatten(0, (heads, -1))
+
+    def release(self) -> None:
+        """Forget the copies."""
+        self._copies.clear()
