@@ -78,7 +78,8 @@ class DeviceReader:
             buffer.copied.synchronize()
             piece = buffer.memory[: len(target)]
             _read_all(descriptor, memoryview(piece.numpy()), start, what)
-            with torch.cuda.stream(buffer.stream):
+            # The tensors may be made in inference mode, which is a thread's own.
+            with torch.inference_mode(), torch.cuda.stream(buffer.stream):
                 # The target's memory may still be in use by what the current stream was given before.
                 buffer.stream.wait_event(ready)
                 target.copy_(piece, non_blocking=True)

@@ -45,8 +45,8 @@ class LayerRows:
     def observed_queries(self, device: torch.device) -> torch.Tensor:
         """[Hk, G, W, D]: the queries of the tail's first half."""
         heads = self.artifact.manifest.files[layer_file("context", self.layer)].tensors["keys"].shape[0]
-        tail = self.artifact.queries(self.layer, device)["tail"]
-        return tail[:, : self.artifact.manifest.split.tail // 2].unflatten(0, (heads, -1))
+        first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
+        return first_half.reshape(heads, -1, *first_half.shape[1:])
 
     def release(self) -> None:
         """Forget the copies."""
