@@ -130,9 +130,13 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def choose_device(text: str) -> torch.device:
-    """A device by its name; `auto` is the GPU if there is one. UsageError for an unknown or missing device."""
+    """A device by its name, a GPU with its number; `auto` is the GPU if there is one.
+
+    Raises:
+        UsageError: an unknown or missing device.
+    """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        text = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -144,7 +148,7 @@ def choose_device(text: str) -> torch.device:
             f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "
             "use --device cpu or auto"
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
