@@ -4,6 +4,7 @@ A copy from a memory mapping is slow: the driver faults its pages in one by one 
 thread reads a piece of the file into page-locked memory, from which the GPU fetches it while others are read.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -13,9 +14,6 @@ from functools import cache
 from queue import SimpleQueue
 
 import torch
-
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.manifest import REBUILD
 
 THREADS = 8
 PIECE = 8 << 20  # bytes that one thread reads at a time
@@ -43,17 +41,16 @@ class DeviceReader:
             for piece in memory.split(PIECE):
                 self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
 
-    def read(self, descriptor: int, like: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+    def read(self, descriptor: int, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of an open safetensors file that the safetensors library has accepted.
 
         Returns once all of the file is read; the current stream waits for the copies to the GPU.
 
         Args:
             like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
-            what: the file's name in error messages.
 
         Raises:
-            ArtifactError: the file ends early or cannot be read.
+            OSError: the file ends early or cannot be read.
         """
         starts = _starts(descriptor)
         found = {name: torch.empty_like(tensor, device=self.device) for name, tensor in like.items()}
@@ -63,21 +60,19 @@ class DeviceReader:
             flat = tensor.flatten().view(torch.uint8)
             for first in range(0, len(flat), PIECE):
                 target = flat[first : first + PIECE]
-                jobs.append(self._threads.submit(self._copy, descriptor, starts[name] + first, target, ready, what))
+                jobs.append(self._threads.submit(self._copy, descriptor, starts[name] + first, target, ready))
         copied = [job.result() for job in jobs]
         for event in copied:
             torch.cuda.current_stream(self.device).wait_event(event)
         return found
 
-    def _copy(
-        self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event, what: str
-    ) -> torch.cuda.Event:
+    def _copy(self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Read bytes from `start` on to a target [n] uint8; returns an event at the end of the copy to the GPU."""
         buffer = self._buffers.get()
         try:
             buffer.copied.synchronize()
             piece = buffer.memory[: len(target)]
-            _read_all(descriptor, piece.numpy().data, start, what)
+            _read_all(descriptor, piece.numpy().data, start)
             # The tensors may be made in inference mode, which is a thread's own.
             with torch.inference_mode(), torch.cuda.stream(buffer.stream):
                 # The target's memory may still be in use by what the current stream was given before.
@@ -103,13 +98,10 @@ def _starts(descriptor: int) -> dict[str, int]:
     return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
-def _read_all(descriptor: int, into: memoryview, start: int, what: str) -> None:
+def _read_all(descriptor: int, into: memoryview, start: int) -> None:
     done = 0
     while done < len(into):
-        try:
-            count = os.preadv(descriptor, [into[done:]], start + done)
-        except OSError as error:
-            raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
+        count = os.preadv(descriptor, [into[done:]], start + done)
         if not count:
-            raise ArtifactError(f"{what} is shorter than it was when it was opened; {REBUILD}")
+            raise OSError(errno.EIO, "it is shorter than it was when it was opened")
         done += count

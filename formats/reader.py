@@ -81,7 +81,7 @@ class Artifact:
         if first:
             self._check(name, self.manifest.files[name], tensors)
         if device.type != "cpu":
-            tensors = device_reader(device).read(self.descriptor(name), tensors, what)
+            tensors = self._read_to(device, name, tensors)
         if first and self.thorough and (wrong := not_finite(tensors)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
@@ -130,6 +130,13 @@ class Artifact:
             raise ArtifactError(f"{name} of {self.folder} holds other tensors than its manifest says; {REBUILD}")
         if name not in self._summed and self._is_summed(record):
             self._check_sum(name)
+
+    def _read_to(self, device: torch.device, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            return device_reader(device).read(self.descriptor(name), like)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ArtifactError(f"cannot read {name} of {self.folder}: {reason}; {REBUILD}") from None
 
     def _is_summed(self, record: FileRecord) -> bool:
         return self.thorough or record.bytes < self.manifest.files[layer_file("context", 0)].bytes

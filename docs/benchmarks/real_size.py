@@ -24,7 +24,7 @@ from sparsekv.indexing.models.embedded import pull_embedded
 from sparsekv.runtime.benchmark.configs import model_config, random_model
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[1] / "demo" / "python-topics.txt"
+DOCUMENTS = HERE.parent
 QUESTION = "What is a context manager?"
 PYTHON = sys.executable
 SPARSEKV = [PYTHON, "-c", "from sparsekv.cli.main import main; main()"]
@@ -88,8 +88,8 @@ def make_model(folder: Path) -> None:
 
 
 def make_text(file: Path, tokens: int) -> None:
-    """A text of more than so many tokens; a token has at least one character and a half in it."""
-    text = DOCUMENT.read_text(encoding="utf-8")
+    """Our own docs, again and again, for more than so many tokens; on average a token has fewer than six characters."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.rglob("*.md")))
     file.write_text(text * -(-6 * tokens // len(text)), encoding="utf-8")
 
 
