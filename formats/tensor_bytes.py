@@ -47,6 +47,12 @@ def _pieces(flat: torch.Tensor) -> Iterator[memoryview]:
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
-    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=flat.is_cuda)
+    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
+    # On a stream of its own, which does not wait for what the device is given meanwhile.
+    stream = torch.cuda.Stream(flat.device)
+    stream.wait_stream(torch.cuda.current_stream(flat.device))
     for piece in flat.split(STAGING):
-        yield staging[: len(piece)].copy_(piece).numpy().data
+        with torch.cuda.stream(stream):
+            staged = staging[: len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        yield staged.numpy().data
