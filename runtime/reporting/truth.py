@@ -14,6 +14,7 @@ from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.selection.queries import Queries
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
+PIECE = 4096  # tokens of one sum
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], 
 
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T]."""
-    Hk, G, Q, _ = weights.shape
-    return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)
+    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32.
+
+    Tokens are summed piece by piece: a GPU gives one long sum to a dozen of its many units.
+    """
+    Hk, G, Q, tokens = weights.shape
+    rows, values, whole = weights.flatten(1, 2), values.float(), tokens // PIECE * PIECE
+    sums = torch.bmm(rows[..., whole:], values[:, whole:])
+    if whole:
+        pieces = rows[..., :whole].unflatten(-1, (-1, PIECE)).transpose(1, 2)  # [Hk, P, G Q, PIECE]
+        sums += torch.matmul(pieces, values[:, :whole].unflatten(1, (-1, PIECE))).sum(1)
+    return sums.view(Hk, G, Q, -1)
