@@ -91,14 +91,18 @@ def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], 
 
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32.
-
-    Tokens are summed piece by piece: a GPU gives one long sum to a dozen of its many units.
-    """
+    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32."""
     Hk, G, Q, tokens = weights.shape
-    rows, values, whole = weights.flatten(1, 2), values.float(), tokens // PIECE * PIECE
-    sums = torch.bmm(rows[..., whole:], values[:, whole:])
+    # A GPU gives one long sum to a dozen of its many units.
+    piece = PIECE if weights.is_cuda else tokens
+    return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
+
+
+def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> torch.Tensor:
+    """[Hk, R, D]: values [Hk, T, D] summed with weights [Hk, R, T], `piece` tokens at a time and then these sums."""
+    whole = values.shape[1] // piece * piece if piece < values.shape[1] else 0
+    sums = torch.bmm(weights[..., whole:], values[:, whole:])
     if whole:
-        pieces = rows[..., :whole].unflatten(-1, (-1, PIECE)).transpose(1, 2)  # [Hk, P, G Q, PIECE]
-        sums += torch.matmul(pieces, values[:, :whole].unflatten(1, (-1, PIECE))).sum(1)
-    return sums.view(Hk, G, Q, -1)
+        pieces = weights[..., :whole].unflatten(-1, (-1, piece)).transpose(1, 2)  # [Hk, P, R, piece]
+        sums += torch.matmul(pieces, values[:, :whole].unflatten(1, (-1, piece))).sum(1)
+    return sums
