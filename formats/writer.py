@@ -9,11 +9,10 @@ The journal also lists every path before it is written, and the paths of the bas
 that are not in the new manifest are removed; nothing else in the folder is ever touched.
 """
 
-import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +23,15 @@ import torch
 from sparsekv.formats.checksums import hash_descriptor, hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
+from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.journal import JOURNAL, Journal, read_journal
 from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
 from sparsekv.formats.ours import refuse_foreign
 from sparsekv.formats.reader import CPU, map_tensors, on_device
-from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
-from sparsekv.formats.tensor_bytes import safetensors_bytes
+from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
+from sparsekv.formats.tensor_bytes import write_tensors
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
@@ -59,13 +59,10 @@ class ArtifactWriter:
         self._ways_out = ways_out or WaysOut()
         self._made: dict[str, Future[FileRecord]] = {}
         self._journal = Journal()
-        self._held: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._held = HeldTensors(HELD_BYTES)
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        # Guards the journal and `_held`. Always enter this lock, never the condition: the condition's __enter__ is
-        # Python code, and Ctrl-C inside it would leave the lock held for ever.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._guard = threading.RLock()  # of the journal
 
     def __enter__(self) -> Self:
         try:
@@ -156,16 +153,13 @@ class ArtifactWriter:
         self._check_made()
         if name in self._made:
             self._made[name].result()
-        with self._guard:
-            self._changed.wait_for(lambda: not wait or self._has_room(_bytes(tensors)))
-            self._held[name] = tensors
+        self._held.add(name, tensors, wait=wait)
         self._new.add(name)
         self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
 
     def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
-        with self._guard:
-            held = self._held.get(name)
+        held = self._held.get(name)
         if held is not None:
             return {key: tensor.to(device) for key, tensor in held.items()}
         return self._read(name, self._made[name].result(), device)
@@ -219,9 +213,6 @@ class ArtifactWriter:
         self.base, self._journal = sealed, Journal()
         return sealed
 
-    def _has_room(self, size: int) -> bool:
-        return not self._held or sum(map(_bytes, self._held.values())) + size <= HELD_BYTES
-
     def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
         """A recipe that includes the contents of files of this build, which it waits for."""
         return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
@@ -236,35 +227,17 @@ class ArtifactWriter:
             # The threads take files in order, so those that this one waits for are written or being written.
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
-            sha256, size = hashlib.sha256(), 0
             self._name_before(path)
-
-            def counted() -> Iterator[bytes | memoryview]:
-                nonlocal size
-                for piece in safetensors_bytes(tensors):
-                    sha256.update(piece)
-                    size += len(piece)
-                    yield piece
-
-            self._write_file(path, counted())
-            record = FileRecord(
-                path=path,
-                bytes=size,
-                sha256=sha256.hexdigest(),
-                recipe=recipe,
-                tensors={
-                    key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-                    for key, tensor in tensors.items()
-                },
-            )
+            try:
+                record = write_tensors(self._folder, path, tensors, recipe)
+            except OSError as error:
+                raise self._cannot_write(error) from None
             with self._guard:
                 self._journal.files[name] = record
                 self._write_journal()
             return record
         finally:
-            with self._guard:
-                del self._held[name]
-                self._changed.notify_all()
+            self._held.drop(name)
 
     def _name_before(self, path: str) -> None:
         with self._guard:
@@ -325,7 +298,3 @@ class ArtifactWriter:
             self._folder.remove([JOURNAL])
         except OSError as error:
             raise self._cannot_write(error) from None
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
