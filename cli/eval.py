@@ -21,9 +21,9 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.evaluating.output import print_rows
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.evaluation.comparison import Comparison, check_room

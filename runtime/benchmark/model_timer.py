@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.load import DTYPES, choose_device
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.models.load import DTYPES, choose_device
 from sparsekv.runtime.benchmark.configs import head_dim, model_config, random_model
 from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
 from sparsekv.runtime.benchmark.indexed_layers import index_mixture

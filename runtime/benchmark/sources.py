@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.models.load import DTYPES
 from sparsekv.runtime.benchmark.indexed_layers import Indexed, index_mixture, stored_index, stored_layer
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture

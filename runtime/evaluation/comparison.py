@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.plain_text import Trusted, encode_text
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
-from sparsekv.indexing.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.evaluation.metrics import METRICS

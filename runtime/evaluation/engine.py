@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.formats.checksums import hash_json, hash_tokens
+from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.prompt import FixedPrompt
 from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
