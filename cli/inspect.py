@@ -16,7 +16,7 @@ from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.words import telling_words, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.load import load_tokenizer
+from sparsekv.formats.models.load import choose_device, load_tokenizer
 from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
@@ -112,7 +112,7 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
     with progress(quiet=quiet) as show:
         for name in names:
             described[name] = []
-            for done, found in enumerate(describe_layers(artifact, name, biggest), 1):
+            for done, found in enumerate(describe_layers(artifact, name, biggest, choose_device("auto")), 1):
                 described[name].append(found)
                 show(name, done, len(artifact.manifest.indexed_layers))
     return described

@@ -27,6 +27,7 @@ from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.reporting.output import best_line, print_table
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import choose_device
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
@@ -137,7 +138,8 @@ def recall_report(
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png
     """
     if queries is None:
-        _refuse_model_options(model, device, dtype)
+        _refuse_model_options(model, dtype)
+    where = choose_device(device)
     if not 0 < within <= 1:
         raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")
     if as_json and as_csv:
@@ -174,6 +176,7 @@ def recall_report(
             guard=guarded,
             configured=configured,
             together=shared,
+            device=where,
         )
     if plot is not None:
         from sparsekv.cli.common.plots import plot_recall
@@ -203,11 +206,10 @@ def recall_report(
             say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
 
 
-def _refuse_model_options(model: str | None, device: str, dtype: str) -> None:
+def _refuse_model_options(model: str | None, dtype: str) -> None:
     """Raise UsageError for an option that needs a model: without --queries none runs, as the index has the queries."""
     given = {
         "--model": model,
-        "--device": None if device == "auto" else device,
         "--dtype": None if dtype == "auto" else dtype,
     }
     for option, value in given.items():

@@ -14,6 +14,7 @@ from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.load import choose_device
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.selection.budget import Budget
@@ -62,8 +63,8 @@ def tune(
 
     The cheapest setting is the one that reads the fewest keys and values. Settings are searched on one half of the
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a tighter
-    one. `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model,
-    --device and --dtype are for --target-perplexity, which alone runs the model.
+    one. `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model
+    and --dtype are for --target-perplexity, which alone runs the model.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
@@ -87,7 +88,7 @@ def tune(
         open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
     with progress(quiet=quiet) as tell:
-        tuned = find(artifact, goal, method or [], tell)
+        tuned = find(artifact, goal, method or [], tell, choose_device(device))
     best = tuned[0]
     defaults = _defaults(best, goal) if best.holds else None
     if as_json:

@@ -1,4 +1,4 @@
-"""Reads an artifact as mapped memory, so that only rows that are accessed are read from disk."""
+"""Reads an artifact: mapped, so that only rows that are accessed are read from disk, or into a GPU's memory."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.layout import check_layout
 from sparsekv.formats.manifest import REBUILD
@@ -17,6 +18,7 @@ from sparsekv.formats.snapshot import Snapshot
 from sparsekv.formats.values import not_finite
 
 THREADS = min(16, os.cpu_count() or 1)
+CPU = torch.device("cpu")
 
 
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
@@ -66,34 +68,41 @@ class Artifact:
         """Descriptor of a logical file; it stays open for as long as this index."""
         return self._snapshot.descriptors[name]
 
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """All tensors of one logical file, as views of its memory mapping: rows are read when accessed.
+    def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """All tensors of one logical file.
+
+        On a CPU they are views of its memory mapping, whose rows are read when accessed; on a GPU copies.
 
         Raises:
             ArtifactError: the file is not what the manifest says.
         """
-        tensors = map_tensors(self.descriptor(name), f"{name} of {self.folder}")
-        if name not in self._checked:
+        what, first = f"{name} of {self.folder}", name not in self._checked
+        tensors = map_tensors(self.descriptor(name), what)
+        if first:
             self._check(name, self.manifest.files[name], tensors)
-            self._checked.add(name)
+        if device.type != "cpu":
+            tensors = self._read_to(device, name, tensors)
+        if first and self.thorough and (wrong := not_finite(tensors)):
+            raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
+        self._checked.add(name)
         return tensors
 
     def input_ids(self) -> torch.Tensor:
         """Token ids of the fixed prompt, [N] int64."""
         return self.tensors(TOKENS)["input_ids"]
 
-    def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, layer: int, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as attended, each [Hk, N, D], of one layer."""
-        tensors = self.tensors(layer_file("context", layer))
+        tensors = self.tensors(layer_file("context", layer), device)
         return tensors["keys"], tensors["values"]
 
-    def queries(self, layer: int) -> dict[str, torch.Tensor]:
+    def queries(self, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """`tail` [Hq, R, D]: the held-out queries; `sink_logits` [Hq] where the layer has attention sinks."""
-        return self.tensors(layer_file("queries", layer))
+        return self.tensors(layer_file("queries", layer), device)
 
-    def method_tensors(self, method: str, layer: int) -> dict[str, torch.Tensor]:
+    def method_tensors(self, method: str, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Tensors that one method built for one layer; KeyError for a method that the index does not have."""
-        return self.tensors(layer_file(method, layer))
+        return self.tensors(layer_file(method, layer), device)
 
     def check_sums(self, names: Iterable[str]) -> None:
         """Check the sha256 of several files in parallel threads, which reading them would check one by one.
@@ -121,8 +130,13 @@ class Artifact:
             raise ArtifactError(f"{name} of {self.folder} holds other tensors than its manifest says; {REBUILD}")
         if name not in self._summed and self._is_summed(record):
             self._check_sum(name)
-        if self.thorough and (wrong := not_finite(tensors)):
-            raise ArtifactError(f"{wrong} in {name} of {self.folder} holds numbers that are not finite; {REBUILD}")
+
+    def _read_to(self, device: torch.device, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            return device_reader(device).read(self.descriptor(name), like)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ArtifactError(f"cannot read {name} of {self.folder}: {reason}; {REBUILD}") from None
 
     def _is_summed(self, record: FileRecord) -> bool:
         return self.thorough or record.bytes < self.manifest.files[layer_file("context", 0)].bytes

@@ -96,6 +96,7 @@ class Index:
             MeasuredQueries(artifact, self.opened, list(questions)) if questions else MeasuredQueries(artifact),
             residual=residual,
             configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
+            device=self.opened.model.device,
         )
         return [asdict(row) for row in report.by(*by)]
 

@@ -4,24 +4,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.causal_model import causal_model
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]
-
-_NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
-"""Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ def load_model(
         if scaling is not None:
             scaling.stretch(config)
         tokenizer = _tokenizer(folder, name)
-        model = _model(folder, name, config, target, DTYPES.get(dtype) or _auto_dtype(config, target))
+        model = causal_model(folder, name, config, target, DTYPES.get(dtype) or _auto_dtype(config, target))
     return LoadedModel(model, tokenizer, name, revision)
 
 
@@ -130,9 +126,13 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def choose_device(text: str) -> torch.device:
-    """A device by its name; `auto` is the GPU if there is one. UsageError for an unknown or missing device."""
+    """A device by its name, a GPU with its number; `auto` is the GPU if there is one.
+
+    Raises:
+        UsageError: an unknown or missing device.
+    """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        text = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -144,7 +144,7 @@ def choose_device(text: str) -> torch.device:
             f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "
             "use --device cpu or auto"
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -205,44 +205,3 @@ def _tokenizer(folder: Path, name: str) -> Tokenizer:
             f"model '{name}' has no tokenizer that can be read; put its files (tokenizer.json) beside config.json"
         )
     return tokenizer
-
-
-def _model(
-    folder: Path, name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> PreTrainedModel:
-    placed: dict[str, Any] = {} if device.type == "cpu" else {"device_map": device}
-    for weights in folder.glob("*.safetensors"):
-        # Raises a permission error here; safetensors would report a missing file instead.
-        weights.open("rb").close()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **placed,
-        )
-    except torch.OutOfMemoryError:
-        raise SparsekvError(
-            f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
-        ) from None
-    except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
-            raise SparsekvError(
-                f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
-                "or use --dtype bfloat16 or a smaller model"
-            ) from None
-        raise SparsekvError(
-            f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "
-            "safetensors files, and match config.json"
-        ) from None
-    model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
-        raise SparsekvError(
-            f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
-            "transformers would fill them with random numbers: choose a checkpoint with all of them"
-        )
-    model.eval()
-    return model

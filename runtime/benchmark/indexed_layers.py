@@ -91,8 +91,8 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
     _refuse_unlike(manifest.layers[number], number)
-    keys, values = (rows.to(device, dtype) for rows in artifact.context(number))
-    tail = artifact.queries(number)["tail"].to(device, dtype)
+    keys, values = (rows.to(dtype) for rows in artifact.context(number, device))
+    tail = artifact.queries(number, device)["tail"].to(dtype)
     return LayerData(
         keys=keys,
         values=values,

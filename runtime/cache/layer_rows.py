@@ -8,8 +8,6 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.cache.kv_store import Pair
 
-CPU = torch.device("cpu")
-
 
 @dataclass
 class LayerRows:
@@ -26,8 +24,7 @@ class LayerRows:
     def on(self, device: torch.device) -> Pair:
         """Keys and values on a device."""
         if device not in self._rows:
-            keys, values = self.artifact.context(self.layer)
-            self._rows[device] = keys.to(device), values.to(device)
+            self._rows[device] = self.artifact.context(self.layer, device)
         return self._rows[device]
 
     def middle_keys(self, device: torch.device) -> torch.Tensor:
@@ -46,8 +43,8 @@ class LayerRows:
     def observed_queries(self, device: torch.device) -> torch.Tensor:
         """[Hk, G, W, D]: the queries of the tail's first half."""
         heads = self.artifact.manifest.files[layer_file("context", self.layer)].tensors["keys"].shape[0]
-        first_half = self.artifact.queries(self.layer)["tail"][:, : self.artifact.manifest.split.tail // 2]
-        return first_half.reshape(heads, -1, *first_half.shape[1:]).to(device)
+        first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
+        return first_half.reshape(heads, -1, *first_half.shape[1:])
 
     def release(self) -> None:
         """Let go of the rows."""

@@ -11,7 +11,7 @@ from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.pages import release_pages
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
@@ -21,7 +21,7 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
-from sparsekv.runtime.cache.layer_rows import CPU, LayerRows
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
 from sparsekv.runtime.selection.budget import Budget

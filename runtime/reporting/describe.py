@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparsekv.formats.reader import Artifact
+import torch
+
+from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.reporting.queries import tail_block
@@ -22,20 +24,21 @@ class LayerDescription:
     lists: ListShape | None
 
 
-def describe_layers(artifact: Artifact, name: str, biggest: int) -> Iterator[LayerDescription]:
-    """Descriptions of each indexed layer for the method called `name`.
+def describe_layers(
+    artifact: Artifact, name: str, biggest: int, device: torch.device = CPU
+) -> Iterator[LayerDescription]:
+    """Descriptions of each indexed layer for the method called `name`, made on a device.
 
     Reads the whole context and the method's tensors, one layer at a time.
 
     Args:
         biggest: how many of the biggest clusters to list.
     """
-    split, method = artifact.manifest.split, methods()[name]
+    method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
-        _, values = artifact.context(layer)
-        context = stored_context(LayerRows(artifact, layer), name).context
-        queries = tail_block(artifact, layer).queries.unflatten(0, (len(values), -1))
-        middle = values[:, split.sinks : split.sinks + split.middle]
+        rows = LayerRows(artifact, layer)
+        context, middle = stored_context(rows, name, device).context, rows.middle_values(device)
+        queries = tail_block(artifact, layer).queries.unflatten(0, (len(middle), -1)).to(device)
         clusters = method.describe_clusters(context, middle, biggest) if issubclass(method, DescribesClusters) else None
         lists = method.describe_lists(context, queries) if issubclass(method, DescribesLists) else None
         yield LayerDescription(layer, clusters, lists)

@@ -49,6 +49,8 @@ class Measures:
             setattr(self, name, getattr(self, name) + values.double().sum(1))
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Mean over queries of each measure, [Hk]."""
+        """Mean over queries of each measure, [Hk] on the CPU; one sync."""
         names = [one.name for one in fields(self) if one.name != "queries"]
-        return {name: getattr(self, name) / self.queries for name in names}
+        sums = torch.broadcast_tensors(*(getattr(self, name).to(self.recall.device) for name in names))
+        means = torch.stack(sums).cpu() / self.queries
+        return dict(zip(names, means, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.guard import Attempt, Outcome, missed_share
 from sparsekv.runtime.cache.layer_rows import LayerRows
@@ -33,27 +33,28 @@ SharedStates = dict[tuple[str, str], dict[str, Any]]
 
 
 def measure_layer(
-    artifact: Artifact,
-    layer: int,
+    rows: LayerRows,
     measured: list[Measured],
     blocks: Iterable[QueryBlock],
     states: SharedStates | None = None,
+    device: torch.device = CPU,
 ) -> dict[Measured, Measures]:
-    """Measure all methods and budgets on one layer. Allocates 256 MB of logits at a time, a few times over.
+    """Measure all methods and budgets on one layer, on a device.
+
+    Allocates 256 MB of logits at a time, a few times over; on a GPU also the layer's keys and values.
 
     Args:
         states: state shared with the layers measured before this one.
     """
     states = {} if states is None else states
     selectors: dict[Form, Selector] = {}
-    stored = LayerRows(artifact, layer)
     for form in dict.fromkeys(one.form for one in measured):
         shared = states.setdefault((form.name, form.variant), {})
-        prepared = prepare_layer(stored, form.name, form.method, residual=form.residual, shared=shared)
+        prepared = prepare_layer(rows, form.name, form.method, device, residual=form.residual, shared=shared)
         selectors[form] = prepared.selector
     measured = [one for one in measured if one.together == 1 or can_unite(one.form.method, selectors[one.form])]
     results = {one: Measures() for one in measured}
-    for truth in truths(artifact, layer, blocks, at_least=max((one.together for one in measured), default=1)):
+    for truth in truths(rows, blocks, device, at_least=max((one.together for one in measured), default=1)):
         for one in measured:
             _measure(one, selectors[one.form], truth, results[one])
     return results
@@ -128,7 +129,7 @@ def _positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[Hk, Q, M] bool: whether each token is among the chosen positions, in order of position."""
-    chosen = torch.zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
+    chosen = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 
 

@@ -1,7 +1,7 @@
 """The recall report: every method, variant and budget on all layers, as rows with stable keys."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
 from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
@@ -122,8 +124,9 @@ def recall_report(
     guard: Guard | None = None,
     configured: Mapping[str, tuple[str, Method]] | None = None,
     together: Sequence[int] = (1,),
+    device: torch.device = CPU,
 ) -> RecallReport:
-    """Measure methods by name at each budget, layer by layer; needs the memory of one layer.
+    """Measure methods by name at each budget, layer by layer, on a device; needs the memory of one layer.
 
     Args:
         queries: of the held-out tail, or of the user's questions; the same for every method.
@@ -143,11 +146,13 @@ def recall_report(
     ]
     alone = _measured(compared, budgets, guard)
     measured = [replace(one, together=number) for one in alone for number in together if number == 1 or not one.guard]
+    artifact.check_sums(measured_files(artifact, names))
     rows: list[RecallRow] = []
     states: SharedStates = {}
     for done, layer in enumerate(manifest.indexed_layers, 1):
-        seen = _recall_seen(artifact, layer, measured)
-        for one, measures in measure_layer(artifact, layer, measured, queries.blocks(layer), states).items():
+        stored = LayerRows(artifact, layer)
+        seen = _recall_seen(stored, measured, device)
+        for one, measures in measure_layer(stored, measured, queries.blocks(layer), states, device).items():
             means = measures.means()
             means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
             rows += _rows(one, manifest.split.middle, layer, means)
@@ -190,13 +195,21 @@ def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) 
     return measured
 
 
-def _recall_seen(artifact: Artifact, layer: int, measured: list[Measured]) -> dict[Measured, torch.Tensor]:
+def measured_files(artifact: Artifact, names: Iterable[str]) -> list[str]:
+    """Names of the files that are read to measure methods."""
+    manifest = artifact.manifest
+    folders = ["context", "queries", *(name for name in names if name in manifest.methods)]
+    return [layer_file(folder, layer) for folder in folders for layer in manifest.indexed_layers]
+
+
+def _recall_seen(rows: LayerRows, measured: list[Measured], device: torch.device) -> dict[Measured, torch.Tensor]:
     """Recall [Hk] on the document queries that indices were built from, for the methods that learn from queries."""
     learned = [one for one in measured if one.form.method.learns_queries]
-    block = seen_block(artifact, layer) if learned else None
+    block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:
         return {}
-    return {one: found.means()["recall"] for one, found in measure_layer(artifact, layer, learned, [block]).items()}
+    found = measure_layer(rows, learned, [block], device=device)
+    return {one: measures.means()["recall"] for one, measures in found.items()}
 
 
 def _rows(one: Measured, middle: int, layer: int, means: dict[str, torch.Tensor]) -> list[RecallRow]:

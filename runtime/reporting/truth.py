@@ -6,10 +6,10 @@ from itertools import count
 
 import torch
 
-from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.selection.queries import Queries
 
@@ -43,27 +43,28 @@ class Truth:
         return self.oracles[tokens]
 
 
-def truths(artifact: Artifact, layer: int, blocks: Iterable[QueryBlock], at_least: int = 1) -> Iterator[Truth]:
+def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
     """Dense attention of all blocks' queries, numbered as batches: as many at a time as `LOGITS_AT_ONCE` allows, and
     `at_least` so many."""
-    batches = count()
+    batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
         Hq, queries, _ = block.queries.shape
-        step = max(at_least, LOGITS_AT_ONCE // (Hq * artifact.manifest.split.tokens))
+        step = max(at_least, LOGITS_AT_ONCE // (Hq * tokens))
         for start in range(0, queries, step):
-            yield _truth(artifact, layer, block, slice(start, start + step), next(batches))
+            yield _truth(rows, block.part(slice(start, start + step), device), next(batches))
 
 
-def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batch: int) -> Truth:
-    facts, split = artifact.manifest.layers[layer], artifact.manifest.split
-    keys, values = artifact.context(layer)
+def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
+    manifest = rows.artifact.manifest
+    facts, split = manifest.layers[rows.layer], manifest.split
+    keys, values = rows.on(block.queries.device)
     middle = slice(split.sinks, split.sinks + split.middle)
     exact = [
-        torch.cat([rows[:, : split.sinks], rows[:, middle.stop :], new.to(rows)], 1)
-        for rows, new in ((keys, block.keys), (values, block.values))
+        torch.cat([stored[:, : split.sinks], stored[:, middle.stop :], new.to(stored)], 1)
+        for stored, new in ((keys, block.keys), (values, block.values))
     ]
-    grouped = block.queries[:, piece].unflatten(0, (keys.shape[0], -1)).to(keys)
-    visible = torch.arange(exact[0].shape[1]) < split.sinks + block.visible[piece, None]
+    grouped = block.queries.unflatten(0, (keys.shape[0], -1)).to(keys)
+    visible = torch.arange(exact[0].shape[1], device=keys.device) < split.sinks + block.visible[:, None]
     exact_logits = attention_logits(grouped, exact[0], facts.softmax_scale, facts.softcap)
     exact_logits = exact_logits.masked_fill(~visible, -torch.inf)
     weights = exact_logits.softmax(-1)
@@ -77,7 +78,7 @@ def _truth(artifact: Artifact, layer: int, block: QueryBlock, piece: slice, batc
     (probability, beside), _ = joint_softmax([logits, exact_lse[..., None]])
     exact_output = weighted(weights, exact[1])
     output = weighted(probability, values[:, middle]) + exact_output * beside
-    positions = middle.stop - 1 + block.visible[piece]
+    positions = middle.stop - 1 + block.visible
     queries = Queries(grouped, lambda: positions, lambda: exact_lse, joint=False, batch=batch)
     return Truth(queries, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
 

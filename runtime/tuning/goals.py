@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
+
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Target
@@ -44,8 +46,9 @@ class Goal(ABC):
         """How far the gain on held-out queries may lie below the target."""
 
     @abstractmethod
-    def meters(self, artifact: Artifact) -> tuple[Meter, Meter]:
-        """The meters for the half of the tail on which settings are chosen, and for the held-out half."""
+    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
+        """The meters for the half of the tail on which settings are chosen, and for the held-out half; attention is
+        measured on `device`."""
 
     def gain(self, value: float) -> float:
         """A value of the measure as a gain: more is better."""
@@ -91,9 +94,9 @@ class RecallGoal(Goal):
     def gain(self, value: float) -> float:
         return value
 
-    def meters(self, artifact: Artifact) -> tuple[Meter, Meter]:
-        chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs)
-        return chosen_on, AttentionMeter(artifact, self.reference, calibration=False)
+    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
+        chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
+        return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
     def target(self) -> Target:
         return Target(measure=self.measure, value=self.value, of=self.reference.value)
@@ -115,9 +118,11 @@ class ErrorGoal(Goal):
     def tolerance(self) -> float:
         return 0.1 * self.value
 
-    def meters(self, artifact: Artifact) -> tuple[Meter, Meter]:
-        halves = [AttentionMeter(artifact, self.reference, calibration=first) for first in (True, False)]
-        return halves[0], halves[1]
+    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
+        chosen_on, held_out = (
+            AttentionMeter(artifact, self.reference, calibration=first, device=device) for first in (True, False)
+        )
+        return chosen_on, held_out
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class PerplexityGoal(Goal):
     def tolerance(self) -> float:
         return 0.25 * (self.value - 1)
 
-    def meters(self, artifact: Artifact) -> tuple[Meter, Meter]:
+    def meters(self, artifact: Artifact, device: torch.device) -> tuple[Meter, Meter]:
         index = self.open_model()
         return ModelMeter(index, calibration=True), ModelMeter(index, calibration=False)
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 
-from sparsekv.formats.reader import Artifact
+import torch
+
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
 from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
@@ -54,12 +57,20 @@ class AttentionMeter(Meter):
         calibration: the tail's first half; False: the held-out second half.
         stride: measure every `stride`-th query.
         outputs: also measure the error of attention's output.
+        device: where it is measured.
     """
 
     def __init__(
-        self, artifact: Artifact, reference: Budget, *, calibration: bool, stride: int = 1, outputs: bool = True
+        self,
+        artifact: Artifact,
+        reference: Budget,
+        *,
+        calibration: bool,
+        stride: int = 1,
+        outputs: bool = True,
+        device: torch.device = CPU,
     ):
-        self.artifact, self.calibration, self.stride = artifact, calibration, stride
+        self.artifact, self.calibration, self.stride, self.device = artifact, calibration, stride, device
         self.reference, self.outputs = reference, outputs
         self.layers = artifact.manifest.indexed_layers
         self.shared: set[Form] = set()
@@ -103,7 +114,8 @@ class AttentionMeter(Meter):
         if not here:
             return
         measured = {self._measured(form, share): (form, share) for form, share in here}
-        for one, measures in measure_layer(self.artifact, layer, list(measured), [self._block(layer)], states).items():
+        rows, blocks = LayerRows(self.artifact, layer), [self._block(layer)]
+        for one, measures in measure_layer(rows, list(measured), blocks, states, self.device).items():
             means = {name: float(values.mean()) for name, values in measures.means().items()}
             point = Point(means["kv_fraction"], means["recall"], means["output_error"])
             self._known[*measured[one], layer] = point

@@ -16,7 +16,8 @@ from statistics import fmean
 
 import torch
 
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.runtime.reporting.report import measured_files
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.allocation import Option, allocate
 from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded
@@ -60,7 +61,11 @@ class _Candidate:
 
 @torch.inference_mode()
 def tune(
-    artifact: Artifact, goal: Goal, names: list[str], progress: Progress = lambda stage, done, of: None
+    artifact: Artifact,
+    goal: Goal,
+    names: list[str],
+    progress: Progress = lambda stage, done, of: None,
+    device: torch.device = CPU,
 ) -> list[Tuned]:
     """Find each method's cheapest setting that meets a goal, sorted by reads.
 
@@ -69,6 +74,7 @@ def tune(
     Args:
         names: the methods; empty for all that can run on the index.
         progress: called with a round's name, the number of layers or settings done, and the total.
+        device: where attention is measured.
 
     Returns:
         One setting per method; those that miss the goal come last, the nearest first.
@@ -77,7 +83,8 @@ def tune(
         UsageError: a method that cannot run, or that is a bound such as the oracle.
     """
     forms = candidates(artifact, names, residual=goal.residual)
-    tuner = _Tuner(artifact, goal, progress)
+    artifact.check_sums(measured_files(artifact, {form.name for form in forms}))
+    tuner = _Tuner(artifact, goal, progress, device)
     found = tuner.promising(tuner.search_coarsely(forms))
     tuner.search(found)
     tuner.verify(found)
@@ -97,19 +104,24 @@ def tune(
 class _Tuner:
     """The meters of one search, and its stages in the order in which they are called."""
 
-    def __init__(self, artifact: Artifact, goal: Goal, progress: Progress):
+    def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
         self.goal, self.rough, self.progress, self.rounds = goal, goal.rough(), progress, 0
         self.target = goal.gain(goal.value)
         self.layers = artifact.manifest.indexed_layers
         self.sample = self.layers[::LAYER_STRIDE]
-        self.calibration, self.held_out = goal.meters(artifact)
+        self.calibration, self.held_out = goal.meters(artifact, device)
         self.coarse = AttentionMeter(
-            artifact, goal.reference, calibration=True, stride=QUERY_STRIDE, outputs=self.rough.outputs
+            artifact,
+            goal.reference,
+            calibration=True,
+            stride=QUERY_STRIDE,
+            outputs=self.rough.outputs,
+            device=device,
         )
         self.attention = (
             self.held_out
             if isinstance(self.held_out, AttentionMeter)
-            else AttentionMeter(artifact, goal.reference, calibration=False)
+            else AttentionMeter(artifact, goal.reference, calibration=False, device=device)
         )
 
     def search_coarsely(self, found: list[Form]) -> dict[Form, BudgetSearch]:

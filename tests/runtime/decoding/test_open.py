@@ -13,8 +13,8 @@ from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.cache.layer_rows import CPU, LayerRows
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.quest import Quest

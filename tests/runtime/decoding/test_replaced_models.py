@@ -91,7 +91,7 @@ def test_a_report_measures_the_output_that_the_definition_gives(index: OpenIndex
     )
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean((1, 2))
     one = Measured(Form(name, "", method, residual=True), FEW)
-    measured = measure_layer(artifact, number, [one], [tail_block(artifact, number)])[one].means()
+    measured = measure_layer(LayerRows(artifact, number), [one], [tail_block(artifact, number)])[one].means()
     assert measured["output_error"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     rows_of_index = READ.get(name, 2) * tensors["level0.counts"].shape[1]
     rows_of_index += 2 * -(-split.middle // 16) if name == "quest" else 0

@@ -157,7 +157,7 @@ def test_a_layer_attends_to_what_was_drawn_by_its_weights(queries: int) -> None:
 def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> None:
     artifact, split = index.artifact, index.split
     one = Measured(Form("magicpig", "", FEW), Budget(0.5))
-    means = measure_layer(artifact, 0, [one], [tail_block(artifact, 0)])[one].means()
+    means = measure_layer(LayerRows(artifact, 0), [one], [tail_block(artifact, 0)])[one].means()
 
     (keys, values), facts, inside = artifact.context(0), artifact.manifest.layers[0], slice(4, 4 + split.middle)
     query = artifact.queries(0)["tail"][:, split.tail // 2 :].unflatten(0, (len(keys), -1))

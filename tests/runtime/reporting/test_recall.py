@@ -157,7 +157,7 @@ def _by_definition(
 def _measured(artifact: Artifact, layer: int, method: str, budget: Budget) -> dict[str, torch.Tensor]:
     name, parameters = METHODS[method]
     one = Measured(Form(name, method, parameters), budget)
-    return measure_layer(artifact, layer, [one], iter([tail_block(artifact, layer)]))[one].means()
+    return measure_layer(LayerRows(artifact, layer), [one], iter([tail_block(artifact, layer)]))[one].means()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -178,7 +178,7 @@ def test_recall_can_be_of_a_fixed_number_of_tokens(artifact: Artifact, method: s
     expected = _by_definition(artifact, layer, method, budget, reference)
     name, parameters = METHODS[method]
     one = Measured(Form(name, method, parameters), budget, reference=reference, outputs=False)
-    measured = measure_layer(artifact, layer, [one], [tail_block(artifact, layer)])[one].means()
+    measured = measure_layer(LayerRows(artifact, layer), [one], [tail_block(artifact, layer)])[one].means()
     for measure in ("selected_tokens", "recall", "attention_mass", "kv_fraction", "missed_mass"):
         assert measured[measure].tolist() == pytest.approx(expected[measure].tolist(), abs=2e-5), measure
     assert bool(measured["output_error"].isnan().all())
@@ -192,7 +192,7 @@ def test_no_choice_recalls_more_than_it_has_tokens(artifact: Artifact, tokens: i
         Measured(Form(name, name, METHODS[name][1]), Budget(tokens), reference=Budget(reference), outputs=False)
         for name in ("oracle", "quest")
     ]
-    oracle, quest = measure_layer(artifact, layer, wanted, [tail_block(artifact, layer)]).values()
+    oracle, quest = measure_layer(LayerRows(artifact, layer), wanted, [tail_block(artifact, layer)]).values()
     most = min(1.0, min(tokens, middle) / min(reference, middle))
     assert oracle.means()["recall"].tolist() == pytest.approx([most] * len(oracle.recall))
     # A query's recall is a float32: 9 of 277 is rounded up by more than 1e-9.

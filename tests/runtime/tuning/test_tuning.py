@@ -14,6 +14,7 @@ from support.small_index import build_small, random_ids, stepped_logits
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.window import Window, WindowSelector
 from sparsekv.runtime.reporting.measures import Measured
@@ -102,7 +103,7 @@ def _half(artifact: Artifact, one: Tuned, share: float, *, calibration: bool) ->
     form = one.form
     measured = Measured(form, Budget(share), reference=REFERENCE)
     means = [
-        measure_layer(artifact, layer, [measured], [tail_block(artifact, layer, calibration=calibration)])[
+        measure_layer(LayerRows(artifact, layer), [measured], [tail_block(artifact, layer, calibration=calibration)])[
             measured
         ].means()
         for layer in artifact.manifest.indexed_layers

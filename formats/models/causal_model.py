@@ -1,0 +1,75 @@
+"""Makes a causal language model from its config and the weights in its folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.models.hub import first_line
+from sparsekv.formats.models.weights import weights_on
+
+_NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
+"""Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
+
+
+def causal_model(
+    folder: Path, name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, with the weights in a folder.
+
+    Args:
+        name: what error messages call it.
+
+    Raises:
+        SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
+    """
+    for weights in folder.glob("*.safetensors"):
+        # Raises a permission error here; safetensors would report a missing file instead.
+        weights.open("rb").close()
+    try:
+        loaded = _loaded(folder, config, device, dtype)
+    except torch.OutOfMemoryError:
+        raise SparsekvError(
+            f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
+        ) from None
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
+            raise SparsekvError(
+                f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
+                "or use --dtype bfloat16 or a smaller model"
+            ) from None
+        raise SparsekvError(
+            f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "
+            "safetensors files, and match config.json"
+        ) from None
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise SparsekvError(
+            f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
+            "transformers would fill them with random numbers: choose a checkpoint with all of them"
+        )
+    model.eval()
+    return model
+
+
+def _loaded(
+    folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model with its weights, and what transformers says of their loading."""
+    how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
+    if device.type != "cpu":
+        how["device_map"] = device
+    weights = weights_on(folder, config, device)
+    loaded: Any
+    if weights is None:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
+    else:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        own = folder / "generation_config.json"
+        answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
+        loaded = kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how)
+    return loaded[0], loaded[1]
