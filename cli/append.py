@@ -16,7 +16,9 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
 from sparsekv.indexing.append import (
@@ -28,8 +30,6 @@ from sparsekv.indexing.append import (
     refuse_other_dtype,
 )
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.document import read_document
-from sparsekv.indexing.models.load import LoadedModel
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

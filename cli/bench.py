@@ -9,6 +9,7 @@ import torch
 import typer
 
 from sparsekv.cli.benchmarking.end_to_end import time_models
+from sparsekv.cli.benchmarking.indexers import mixture_indexers
 from sparsekv.cli.benchmarking.output import print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -18,9 +19,9 @@ from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, Q
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.load import choose_device
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.configs import CONFIGS
 from sparsekv.runtime.benchmark.layer_timer import Timer, check_runs, configured, machine
@@ -168,8 +169,8 @@ def bench(
     check_dtype(dtype)
     source = _source(index, layer, wanted, where)
     chosen = {name: methods()[name] for name in source.methods(method or [])}
-    built = source.indexers(list(chosen), parameters)
-    building: dict[str, type] = {f"the index of {name}": type(one) for name, one in built.items()}
+    built = mixture_indexers(list(chosen), parameters, seed) if index is None else {}
+    building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in built.items()}
     refuse_unused(building if variants else chosen | building, parameters)
     forms = _variants if variants else partial(configured, parameters)
     # Wrong parameters are refused here, before anything is measured.
@@ -186,7 +187,7 @@ def bench(
         **source.about(),
         "caches": "warm" if warm else "cold",
         "copy_bandwidth": timed.copy_bandwidth,
-        "indices": {name: asdict(one) for name, one in built.items()},
+        "indices": {name: asdict(one.parameters) for name, one in built.items()},
         "refused": timed.refused,
     }
     if plot is not None:
@@ -204,7 +205,7 @@ def _source(index: Path | None, layer: int | None, wanted: Wanted, where: torch.
         return StoredLayerSource(open_artifact(index, thorough=True), layer, wanted, where)
     if layer is not None:
         raise UsageError(f"--layer {layer}: a mixture has no other; leave it out, or give an --index")
-    return Mixtures(wanted, where)
+    return Mixtures(wanted, where, list(indexers()))
 
 
 def _variants(method: type[Method], record: MethodRecord | None) -> dict[str, Method]:

@@ -18,12 +18,12 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.formats.documents.document import open_document
+from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.ours import check_output
 from sparsekv.indexing.build import build_index as build
-from sparsekv.indexing.documents.document import open_document
-from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills

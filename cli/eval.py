@@ -21,9 +21,10 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.evaluating.output import print_rows
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.identify import identify
+from sparsekv.indexing.builder import Builder
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.evaluation.comparison import Comparison, check_room
@@ -189,21 +190,18 @@ def evaluate_methods(
     )
     note_small_budgets(budgets, quiet=quiet)
     loaded = load(model, device, dtype, None, quiet=quiet)
+    building = {name: configure(indexer, parameters) for name, indexer in built.items()}
     comparison = Comparison(
         loaded=loaded,
         identity=identify(loaded),
         methods=configured,
-        indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
         budgets=budgets,
-        prefills=prefilled,
+        builder=Builder(loaded, building, prefilled, sinks, tail, chunk_size),
         question=question,
         residual=residual,
         raw=raw,
         keep=keep_indices,
         max_new_tokens=max_new_tokens,
-        sinks=sinks,
-        tail=tail,
-        chunk_size=chunk_size,
         together=batch_size,
     )
     asked = read_contexts(inputs, comparison)

@@ -16,9 +16,9 @@ from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.words import telling_words, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.load import choose_device, load_tokenizer
+from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models.load import choose_device, load_tokenizer
-from sparsekv.indexing.models.named import named_by_index
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import choose_methods

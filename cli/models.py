@@ -9,9 +9,9 @@ from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.options import JsonOption, QuietOption
-from sparsekv.indexing.models.embedded import EMBEDDED
-from sparsekv.indexing.models.load import known_models
-from sparsekv.indexing.models.load import pull as fetch
+from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.load import known_models
+from sparsekv.formats.models.load import pull as fetch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the built-in models, and download models.")
 

@@ -27,7 +27,7 @@ from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.reporting.output import best_line, print_table
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.models.load import choose_device
+from sparsekv.formats.models.load import choose_device
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries

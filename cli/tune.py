@@ -14,9 +14,9 @@ from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.load import choose_device
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
-from sparsekv.indexing.models.load import choose_device
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
 from sparsekv.runtime.tuning.tuned import Tuned

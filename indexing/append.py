@@ -9,19 +9,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.documents.plain_text import encode_text
+from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.plain_text import encode_text
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition as AdditionRecord
 from sparsekv.formats.schema import ChatFrame, Manifest
 from sparsekv.formats.values import check_values
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.documents.prompt import FixedPrompt
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.models.load import LoadedModel
-from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill, prefills
 

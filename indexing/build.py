@@ -16,13 +16,13 @@ import transformers
 
 from sparsekv.formats.checksums import BLOCK_TOKENS, chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.models.identify import identify
 from sparsekv.formats.schema import Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_method, keep_methods
-from sparsekv.indexing.models.identify import identify
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 
 

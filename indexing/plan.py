@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.documents.prompt import FixedPrompt
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.models.load import LoadedModel
-from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
 Progress = Callable[[str, int, int], None]

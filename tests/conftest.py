@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     # Before anything imports triton, which defines functions of its own then: without a GPU kernels are interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from sparsekv.indexing.models.embedded import EMBEDDED, pull_embedded
-from sparsekv.indexing.models.load import LoadedModel, load_model
-from sparsekv.indexing.models.user_cache import cache_root
+from sparsekv.formats.models.embedded import EMBEDDED, pull_embedded
+from sparsekv.formats.models.load import LoadedModel, load_model
+from sparsekv.formats.user_cache import cache_root
 
 
 def pytest_configure(config: pytest.Config) -> None:

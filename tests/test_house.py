@@ -17,6 +17,11 @@ def test_no_file_imports_from_a_room_above_its_own() -> None:
     assert house.upward() == []
 
 
+def test_packages_import_only_what_they_may() -> None:
+    """Building an index and reading one, above all, know nothing of each other."""
+    assert house.astray() == []
+
+
 def test_no_files_import_each_other() -> None:
     assert set(house.file_order()) >= house.files().keys()
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from sparsekv.cli.common.console import note, progress
+from sparsekv.formats.documents.turns import next_turn
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.append import Addition, growing_plan, refuse_other_dtype, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
-from sparsekv.indexing.documents.turns import next_turn
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.runtime.decoding.open import OpenIndex
 
 

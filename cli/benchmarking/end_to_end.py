@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from sparsekv.cli.benchmarking.indexers import mixture_indexers
 from sparsekv.cli.common.console import note, say, show
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
 from sparsekv.runtime.benchmark.model_timer import EndToEnd, ModelTimer
 from sparsekv.runtime.selection.budget import Budget
@@ -31,7 +33,8 @@ def time_models(
     for name, value in elsewhere.items():
         if value not in (None, False):
             raise UsageError(f"--{name.replace('_', '-')}: means nothing with --end-to-end; leave it out")
-    timer = ModelTimer(what, parameters, partial(note, quiet=quiet))
+    building = partial(mixture_indexers, parameters=parameters, seed=what.wanted.seed)
+    timer = ModelTimer(what, parameters, list(indexers()), building, partial(note, quiet=quiet))
     note_small_budgets(timer.budgets, quiet=quiet)
     rows = timer.run()
     about = timer.about()

@@ -6,10 +6,10 @@ from functools import partial
 import transformers
 
 from sparsekv.cli.common.console import note
+from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.load import LoadedModel, load_model
+from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models.embedded import EMBEDDED
-from sparsekv.indexing.models.load import LoadedModel, load_model
-from sparsekv.indexing.models.named import remember
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 

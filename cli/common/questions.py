@@ -2,8 +2,8 @@
 
 import sys
 
+from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.text_source import read_bytes
 
 MOST = 2**28
 """Bytes of questions in one file: more would be a device that never ends."""

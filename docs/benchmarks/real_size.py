@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from sparsekv.indexing.models.embedded import pull_embedded
+from sparsekv.formats.models.embedded import pull_embedded
 from sparsekv.runtime.benchmark.configs import model_config, random_model
 
 HERE = Path(__file__).parent

@@ -18,15 +18,15 @@ from time_kmeans import DEVICE, ON_GPU, SHARE, mixture
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sparsekv.formats.documents.prompt import FixedPrompt
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Probe, TokenizerIdentity, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import CapturedLayer
 from sparsekv.indexing.context_stage import ContextFacts, _write_layer
-from sparsekv.indexing.documents.prompt import FixedPrompt
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.method_stage import build_method
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import LayerFacts, Probe
-from sparsekv.indexing.models.rope import rope_depends_on_length
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 

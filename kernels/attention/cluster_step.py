@@ -15,7 +15,7 @@ from sparsekv.kernels.clusters.best_clusters import best_clusters
 from sparsekv.kernels.common.runs import expand_full_runs
 
 if TYPE_CHECKING:
-    from sparsekv.kernels.attention.cluster_step_numba import CompiledStep
+    from sparsekv.kernels.attention.compiled_step import CompiledStep
 
 
 @lru_cache(maxsize=1)
@@ -25,7 +25,7 @@ def compiled_kernels() -> ModuleType | None:
     if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
     try:
-        return importlib.import_module("sparsekv.kernels.attention.cluster_step_numba")
+        return importlib.import_module("sparsekv.kernels.attention.compiled_step")
     except ImportError:
         return None
 

@@ -1,11 +1,15 @@
 """Helpers of several Triton kernels: tile shapes, shares of work, products, soft caps, dependent launches."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 # The interpreter stores bfloat16 as integers, and would multiply those.
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+# Logits times this are exponents of 2: a power of 2 takes one instruction less than one of e.
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def power_of_two(size: int) -> int:

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
+    LOG2_E,
     capped,
     dot,
     group_rows,
@@ -15,7 +16,6 @@ from sparsekv.kernels.common.tiles_triton import (
     wait_for_previous_kernel,
 )
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.tables.list_ranks_triton import LOG2_E
 from sparsekv.kernels.tables.packed_triton import exp2
 from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 

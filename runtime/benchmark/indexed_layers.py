@@ -1,13 +1,14 @@
 """Layers to time steps on: of a mixture, with indices built on the spot, or of an index on disk."""
 
-from dataclasses import asdict, dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts, MethodRecord
-from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
@@ -25,42 +26,40 @@ class Indexed:
     record: MethodRecord | None
 
 
-def index_mixture(data: LayerData, indexer: Indexer | None) -> Indexed:
+class LayerIndexer(ABC):
+    """Builds a method's tensors of a layer that is in memory; handed in, because a step needs nothing else of building.
+
+    `parameters` is a dataclass of what it builds with.
+    """
+
+    parameters: Any
+
+    @abstractmethod
+    def queries_wanted(self) -> int:
+        """How many of the contexts' own queries, per KV head, it builds from; 0: none."""
+
+    @abstractmethod
+    def build(self, data: LayerData) -> Tensors:
+        """The tensors of a layer, by name."""
+
+    @abstractmethod
+    def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
+        """What a manifest would say of these tensors of a layer, calibrated on its tail."""
+
+
+def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
     """Build a method's tensors; None: it needs none.
 
     Memory: what the indexer takes for `HEADS_AT_ONCE` heads at a time; calibration for no more.
     """
     if indexer is None:
         return Indexed(data.context({}), None)
-    pieces = [(heads, indexer.build_layer(_layer_input(data, heads))) for heads in _pieces(len(data.keys))]
-    some, tensors = pieces[min(1, len(pieces) - 1)]
-    built = BuiltLayer(tensors, data.tail[_query_heads(data, some)], data.facts)
-    record = MethodRecord(
-        revision=indexer.revision,
-        parameters=asdict(indexer),
-        seed=indexer.seed,
-        # Of some heads: what is calibrated holds for all layers of a model.
-        calibration=indexer.calibrate(lambda: iter([built])),
-        built_from={},
-    )
-    return Indexed(data.context(_join([one for _, one in pieces]), record.calibration, record.parameters), record)
-
-
-def _layer_input(data: LayerData, heads: slice) -> LayerInput:
-    return LayerInput(
-        keys=data.keys[heads, data.middle],
-        values=data.values[heads, data.middle],
-        facts=data.facts,
-        split=data.split,
-        queries=data.sampled[_query_heads(data, heads)],
-        positions=data.positions,
-        sink_keys=data.keys[heads, : data.split.sinks],
-    )
-
-
-def _query_heads(data: LayerData, heads: slice) -> slice:
-    group = len(data.query) // len(data.keys)
-    return slice(heads.start * group, heads.stop * group)
+    pieces = [data.of_heads(heads) for heads in _pieces(len(data.keys))]
+    built = [indexer.build(piece) for piece in pieces]
+    # Of some heads: what is calibrated holds for all layers of a model.
+    some = min(1, len(pieces) - 1)
+    record = indexer.record(built[some], pieces[some])
+    return Indexed(data.context(_join(built), record.calibration, record.parameters), record)
 
 
 def _pieces(heads: int) -> list[slice]:

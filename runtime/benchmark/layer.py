@@ -1,6 +1,6 @@
 """One layer's tensors for a batch of sequences, and the decode step over them as `generate` runs it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -41,6 +41,13 @@ class LayerData:
     def middle(self) -> slice:
         """The middle tokens."""
         return slice(self.split.sinks, self.split.sinks + self.split.middle)
+
+    def of_heads(self, heads: slice) -> "LayerData":
+        """The same layer with some of its KV heads, and with their query heads."""
+        group = len(self.query) // len(self.keys)
+        own = slice(heads.start * group, heads.stop * group)
+        some = {name: getattr(self, name)[heads] for name in ("keys", "values")}
+        return replace(self, **some, **{name: getattr(self, name)[own] for name in ("query", "tail", "sampled")})
 
     def row_bytes(self) -> int:
         """Bytes of one key or value of one head."""

@@ -9,8 +9,8 @@ import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.schema import MethodRecord
-from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.benchmark.clock import Clock
+from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer
 from sparsekv.runtime.benchmark.rows import Bench, RefusedError, Row
 from sparsekv.runtime.benchmark.sources import Source
 from sparsekv.runtime.selection.budget import Budget
@@ -37,7 +37,7 @@ class Timer:
 
     source: Source
     methods: Mapping[str, type[Method]]
-    built: Mapping[str, Indexer]
+    built: Mapping[str, LayerIndexer]
     forms: Forms
     budgets: list[Budget]
     tell: Callable[[str], None]

@@ -1,6 +1,6 @@
 """Timing the steps of a whole model with random weights, dense and with methods."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.models.load import DTYPES, choose_device
+from sparsekv.formats.models.load import DTYPES, choose_device
 from sparsekv.runtime.benchmark.configs import head_dim, model_config, random_model
 from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
-from sparsekv.runtime.benchmark.indexed_layers import index_mixture
+from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer, index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
 from sparsekv.runtime.benchmark.rows import RefusedError
@@ -45,9 +44,22 @@ class EndToEnd:
 
 
 class ModelTimer:
-    """Times one model with all contexts, batches, methods and budgets; `report` gets a line of progress."""
+    """Times one model with all contexts, batches, methods and budgets.
 
-    def __init__(self, what: EndToEnd, parameters: Mapping[str, Any], report: Callable[[str], None]):
+    Args:
+        indexed: methods that have an index.
+        indexers: what builds those of the methods that are named.
+        report: gets a line of progress.
+    """
+
+    def __init__(
+        self,
+        what: EndToEnd,
+        parameters: Mapping[str, Any],
+        indexed: Sequence[str],
+        indexers: Callable[[Sequence[str]], dict[str, LayerIndexer]],
+        report: Callable[[str], None],
+    ):
         self.device = choose_device(what.device)
         kind = self.device.type
         check_mode(what.compiled)
@@ -69,10 +81,10 @@ class ModelTimer:
             kv_heads=int(getattr(self.config, "num_key_value_heads", None) or heads),
             head_dim=head_dim(self.config),
         )
-        self.source = Mixtures(wanted, self.device)
+        self.source = Mixtures(wanted, self.device, indexed)
         self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or DEFAULT_METHODS)}
-        self.built = self.source.indexers(list(self.chosen), parameters)
-        building: dict[str, type] = {f"the index of {name}": type(one) for name, one in self.built.items()}
+        self.built = indexers(list(self.chosen))
+        building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in self.built.items()}
         refuse_unused(self.chosen | building, parameters)
         self.forms = partial(configured, parameters)
         for one in self.chosen.values():
@@ -132,12 +144,12 @@ class ModelTimer:
             "distinct_layers": self.distinct,
             "compiled": self.compiled,
             **self.source.about(),
-            "indices": {name: asdict(one) for name, one in self.built.items()},
+            "indices": {name: asdict(one.parameters) for name, one in self.built.items()},
             "refused": self.refused,
         }
 
 
-def _context(data: LayerData, indexer: Indexer | None) -> MiddleContext:
+def _context(data: LayerData, indexer: LayerIndexer | None) -> MiddleContext:
     context = index_mixture(data, indexer).context
     # In the form that selectors want it in: all layers of the model share it then, where each would have its own.
     long = {name: one.long() for name, one in context.tensors.items() if name == "token_order"}

@@ -2,25 +2,21 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.models.load import DTYPES
-from sparsekv.runtime.benchmark.indexed_layers import Indexed, index_mixture, stored_index, stored_layer
+from sparsekv.runtime.benchmark.indexed_layers import Indexed, LayerIndexer, index_mixture, stored_index, stored_layer
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.registry import choose_methods
 
 DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")
-ITERATIONS = 3  # of k-means: more make better clusters, and a step takes as long
 LEAST_CONTEXT, LARGEST_SEED = 512, 2**31 - 1
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
@@ -61,15 +57,11 @@ class Source(ABC):
         """Those to time, of the names that were given; UsageError for one that cannot run."""
 
     @abstractmethod
-    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
-        """What builds the indices of methods, as a person set it; none where they are built already."""
-
-    @abstractmethod
-    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+    def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
         """One at a time; each is made when it is asked for."""
 
     @abstractmethod
-    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+    def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         """What a method chooses from in one of the layers."""
 
     @abstractmethod
@@ -78,9 +70,10 @@ class Source(ABC):
 
 
 class Mixtures(Source):
-    """Every context with every batch; indices are built on the spot."""
+    """Every context with every batch; indices are built on the spot, for methods that are in `indexed` or need none."""
 
-    def __init__(self, wanted: Wanted, device: torch.device):
+    def __init__(self, wanted: Wanted, device: torch.device, indexed: Sequence[str]):
+        self.indexed = indexed
         sizes = LARGE if device.type == "cuda" else SMALL
         self.device, self.seed, self.batches = device, wanted.seed, wanted.batches or [1]
         self.dtype = sizes.dtype if wanted.dtype == "auto" else wanted.dtype
@@ -102,27 +95,20 @@ class Mixtures(Source):
             raise UsageError(f"--seed {self.seed}: give a number from 0 to {LARGEST_SEED}")
 
     def methods(self, names: list[str]) -> list[str]:
-        return choose_methods(names or list(DEFAULT_METHODS), list(indexers()))
+        return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
 
-    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
-        given = {name: value for name, value in parameters.items() if value is not None}
-        wanted = {name: known for name, known in indexers().items() if name in names}
-        return {
-            name: configure(one, {"iterations": ITERATIONS, "seed": self.seed} | given) for name, one in wanted.items()
-        }
-
-    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+    def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
         for context in dict.fromkeys(self.contexts):
             for batch in dict.fromkeys(self.batches):
                 yield self.layer(context, batch, built)
 
-    def layer(self, context: int, batch: int, built: Mapping[str, Indexer], number: int = 0) -> LayerData:
+    def layer(self, context: int, batch: int, built: Mapping[str, LayerIndexer], number: int = 0) -> LayerData:
         """One layer; those of other numbers are drawn from other seeds."""
         sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
         shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
         return mixture(shape, batch, self.seed + number * batch, self.device, DTYPES[self.dtype], sampled)
 
-    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+    def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return index_mixture(data, indexer)
 
     def about(self) -> dict[str, Any]:
@@ -148,13 +134,10 @@ class StoredLayerSource(Source):
         default = [name for name in DEFAULT_METHODS if name in usable]
         return choose_methods(names or default, list(self.artifact.manifest.methods))
 
-    def indexers(self, names: list[str], parameters: Mapping[str, Any]) -> dict[str, Indexer]:
-        return {}
-
-    def layers(self, built: Mapping[str, Indexer]) -> Iterator[LayerData]:
+    def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
         yield self.data
 
-    def index(self, data: LayerData, name: str, indexer: Indexer | None) -> Indexed:
+    def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return stored_index(data, self.artifact, name)
 
     def about(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sparsekv.indexing.models.rope import rope_depends_on_length
+from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.packed_layers import PackedDense, PackedSparse
 from sparsekv.runtime.attention.sparse_layer import SparseLayer

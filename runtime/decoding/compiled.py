@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.models.user_cache import cache_root
+from sparsekv.formats.user_cache import cache_root
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import one_step

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
+from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.plain_text import Trusted, encode_text
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits

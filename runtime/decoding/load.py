@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import load_model
+from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import load_model
-from sparsekv.indexing.models.named import named_by_index, remember
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 

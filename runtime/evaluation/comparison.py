@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.plain_text import Trusted, encode_text
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
-from sparsekv.indexing.documents.prompt import FixedPrompt, encode_prompt
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.models.load import LoadedModel
-from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.evaluation.builder import Builder
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import DENSE, Way
 from sparsekv.runtime.evaluation.tasks import Context, Question
@@ -23,24 +22,20 @@ from sparsekv.runtime.selection.interface import Method
 class Comparison:
     """What each question is answered with: a model, and dense attention beside methods at budgets, over each prefill.
 
-    `indexers` build what the methods need; with `residual`, each method is run once more with it; `keep` keeps the
-    indices. So many questions of a context are answered `together`.
+    The builder has what the methods need, and the prefills; with `residual`, each method is run once more with it;
+    `keep` keeps the indices. So many questions of a context are answered `together`.
     """
 
     loaded: LoadedModel
     identity: tuple[ModelIdentity, TokenizerIdentity]
     methods: dict[str, Method]
-    indexers: dict[str, Indexer]
     budgets: list[Budget]
-    prefills: dict[str, Prefill]
+    builder: Builder
     question: QuestionPrefill | None = None
     residual: bool = False
     raw: bool = False
     keep: bool = False
     max_new_tokens: int | None = None
-    sinks: int = 10
-    tail: int = 128
-    chunk_size: int | None = None
     together: int = 1
 
     def count(self, text: str) -> int:
@@ -84,7 +79,7 @@ class Comparison:
         variants = ["", "residual"] if self.residual else [""]
         return [
             one
-            for prefill in self.prefills
+            for prefill in self.builder.prefills
             for one in [
                 (Way(prefill, DENSE), None),
                 *(

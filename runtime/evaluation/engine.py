@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import groupby
@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.formats.checksums import hash_json, hash_tokens
+from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.prompt import FixedPrompt
-from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
@@ -22,6 +20,7 @@ from sparsekv.runtime.decoding.generate import Sampling, generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.evaluation.answers import Answers, Given, answer_key
+from sparsekv.runtime.evaluation.builder import Progress
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Result, Way
@@ -29,10 +28,8 @@ from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
-Show = Callable[[str, int, int], None]
 
-
-def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Show) -> Iterator[Result]:
+def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Progress) -> Iterator[Result]:
     """Answer every question in every way, taking over answers that are in `work` already.
 
     Raises:
@@ -44,7 +41,7 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
     with Answers(work) as answers:
         for context in contexts:
             prompt = comparison.prompt(context.text, bare=context.bare)
-            for prefill in comparison.prefills:
+            for prefill in comparison.builder.prefills:
                 here = [(way, budget) for way, budget in ways if way.prefill == prefill]
                 asking = _Asking(comparison, context, prompt, prefill, answers, work)
                 for result in asking.results(here, show):
@@ -65,7 +62,7 @@ class _Asking:
     work: Path
     opened: OpenIndex | None = None
 
-    def results(self, ways: list[tuple[Way, Budget | None]], show: Show) -> Iterator[Result]:
+    def results(self, ways: list[tuple[Way, Budget | None]], show: Progress) -> Iterator[Result]:
         for way, budget in ways:
             keys = [answer_key(self._decides(way, budget, question)) for question in self.context.questions]
             asked = list(zip(self.context.questions, keys, strict=True))
@@ -79,7 +76,7 @@ class _Asking:
             shutil.rmtree(self._folder())
 
     def _answered(
-        self, way: Way, budget: Budget | None, missing: list[tuple[Question, str]], show: Show
+        self, way: Way, budget: Budget | None, missing: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, Given]]:
         """Answers as they come; several questions at once where the comparison and the method allow it."""
         self.opened = self.opened or self._open(show)
@@ -108,22 +105,21 @@ class _Asking:
     def _decides(self, way: Way, budget: Budget | None, question: Question) -> dict[str, Any]:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
         method = comparison.methods.get(way.method)
-        builders = comparison.indexers if way.variant else {way.method: comparison.indexers.get(way.method)}
+        parameters = comparison.builder.parameters
         return {
             "version": version("sparsekv"),
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
             "tokenizer": tokenizer.tokenizer_hash,
             "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
             "prompt": hash_tokens(self.prompt.input_ids.tolist()),
-            "split": [comparison.sinks, comparison.tail],
-            "prefill": [self._chunk_size(), asdict(comparison.prefills[self.prefill])],
+            **comparison.builder.decides(self.prefill),
             "question_prefill": self._question_prefill(method is not None),
             "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
             "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
             "way": asdict(way),
             "share": budget is not None and budget.is_share,
             "method": None if method is None else asdict(method),
-            "indexers": {name: indexer and asdict(indexer) for name, indexer in builders.items()},
+            "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
         } | ({"together": comparison.together} if self._shares(question, method) else {})
 
     def _shares(self, question: Question, method: Method | None) -> bool:
@@ -135,30 +131,15 @@ class _Asking:
         question = self.comparison.question
         if question is None or not sparse:
             return None
-        indexer = self.comparison.indexers.get(question.name)
-        return asdict(question) | {"indexer": indexer and asdict(indexer)}
-
-    def _chunk_size(self) -> int:
-        comparison = self.comparison
-        device, prefill = comparison.loaded.model.device, comparison.prefills[self.prefill]
-        return choose_chunk_size(comparison.chunk_size, device, prefill)
+        return asdict(question) | {"indexer": self.comparison.builder.parameters.get(question.name)}
 
     def _folder(self) -> Path:
         built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill]
         return self.work / "indices" / f"{hash_json(built)[:16]}.skv"
 
-    def _open(self, show: Show) -> OpenIndex:
+    def _open(self, show: Progress) -> OpenIndex:
         comparison = self.comparison
-        plan = BuildPlan(
-            comparison.loaded,
-            self.prompt,
-            comparison.indexers,
-            sinks=comparison.sinks,
-            tail=comparison.tail,
-            chunk_size=self._chunk_size(),
-            prefill=comparison.prefills[self.prefill],
-        )
-        build_index(plan, self._folder(), show)
+        comparison.builder.build(self.prompt, self.prefill, self._folder(), show)
         artifact = Artifact(self._folder())
         return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.documents.document import read_document
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.text_source import read_bytes
 from sparsekv.runtime.evaluation.haystack import largest
 from sparsekv.runtime.evaluation.longbench import DATASETS
 from sparsekv.runtime.evaluation.reading import ask

@@ -13,10 +13,10 @@ from support.command import run_here
 from support.tiny_models import POSITIONS, tiny_tokenizer
 
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import load_model
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.methods.multipole import Multipole

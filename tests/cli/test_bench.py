@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.command import run_here
 
+from sparsekv.cli.benchmarking.indexers import MixtureIndexer
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
@@ -146,9 +147,9 @@ def test_an_index_built_in_pieces_has_the_shapes_of_one_built_at_once(
 ) -> None:
     indexer: Indexer = indexers()[name]()
     data = mixture(Shape(600, 10, 5, 16), 1, 0, torch.device("cpu"), torch.float32, indexer.queries_wanted())
-    whole = index_mixture(data, indexer).context.tensors
+    whole = index_mixture(data, MixtureIndexer(indexer)).context.tensors
     monkeypatch.setattr(bench_layers, "HEADS_AT_ONCE", 2)
-    pieces = index_mixture(data, indexer).context.tensors
+    pieces = index_mixture(data, MixtureIndexer(indexer)).context.tensors
     assert {key: (one.shape, one.dtype) for key, one in pieces.items()} == {
         key: (one.shape, one.dtype) for key, one in whole.items()
     }
@@ -157,9 +158,9 @@ def test_an_index_built_in_pieces_has_the_shapes_of_one_built_at_once(
 def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU heads are clustered one by one anyway."""
     data = mixture(Shape(600, 10, 5, 16), 1, 0, torch.device("cpu"), torch.float32)
-    whole = index_mixture(data, SqueezedIndexer(levels=(0.1, 0.03)))
+    whole = index_mixture(data, MixtureIndexer(SqueezedIndexer(levels=(0.1, 0.03))))
     monkeypatch.setattr(bench_layers, "HEADS_AT_ONCE", 2)
-    pieces = index_mixture(data, SqueezedIndexer(levels=(0.1, 0.03))).context.tensors
+    pieces = index_mixture(data, MixtureIndexer(SqueezedIndexer(levels=(0.1, 0.03)))).context.tensors
     for name, tensor in whole.context.tensors.items():
         assert torch.equal(pieces[name], tensor), name
     order = whole.context.tensors["token_order"].sort(-1).values

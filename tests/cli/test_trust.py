@@ -8,7 +8,7 @@ import pytest
 from support.command import run_here
 
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
-from sparsekv.indexing.models.embedded import EMBEDDED
+from sparsekv.formats.models.embedded import EMBEDDED
 
 NAMED = "named_models.json"
 COMMANDS = [

@@ -15,7 +15,7 @@ from support.command import Outcome, run_here, shell
 from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
 
-from sparsekv.indexing.models.embedded import EMBEDDED, SUMS, _seal
+from sparsekv.formats.models.embedded import EMBEDDED, SUMS, _seal
 
 TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
 CHARACTERS = 1600  # of a text: some 400 tokens

@@ -8,8 +8,8 @@ import torch
 from filelock import FileLock
 from support.command import sparsekv
 
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models.load import LoadedModel
 
 BOTH = 6144
 BETWEEN = "\n\n"

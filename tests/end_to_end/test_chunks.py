@@ -5,9 +5,9 @@ import torch
 from support.python_help import DOCUMENT
 from support.reference import assert_close
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.capture.capture import capture
-from sparsekv.indexing.documents.prompt import encode_prompt
-from sparsekv.indexing.models.load import LoadedModel
 
 TOKENS = 700
 

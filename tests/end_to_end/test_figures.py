@@ -11,9 +11,9 @@ from support.command import sparsekv
 from support.reference import assert_close
 from transformers import DynamicCache
 
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index

@@ -10,10 +10,10 @@ import torch
 from support.command import sparsekv
 from support.reference import attention_probabilities
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.documents.prompt import encode_prompt
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.runs import expand_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer

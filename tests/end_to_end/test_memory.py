@@ -11,7 +11,7 @@ from support.peak import PEAK
 MEASURE = f"""{PEAK}
 import sys
 from sparsekv.cli.main import run
-from sparsekv.indexing.models.load import load_model
+from sparsekv.formats.models.load import load_model
 loaded = load_model(rope_scaling="yarn:2")
 loaded.model(input_ids=loaded.tokenizer("warm " * 400, return_tensors="pt").input_ids)
 del loaded

@@ -6,12 +6,12 @@ import pytest
 import torch
 from filelock import FileLock
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity

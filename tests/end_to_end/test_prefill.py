@@ -7,9 +7,9 @@ import pytest
 from support.command import sparsekv
 from support.prefill_perplexity import prefill_perplexity
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.documents.prompt import encode_prompt
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
 from sparsekv.indexing.prefill.quoka import QuokaPrefill

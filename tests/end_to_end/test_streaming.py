@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.reference import reference_attention
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.documents.prompt import encode_prompt
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.runtime.attention.sparse_layer import SparseLayer

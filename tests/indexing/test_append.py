@@ -13,17 +13,17 @@ from support.reference import assert_close
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 from support.tiny_models import POSITIONS
 
+from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest, RopeRecord, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
-from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.models.load import LoadedModel, load_model
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.runtime.reporting.queries import MeasuredQueries

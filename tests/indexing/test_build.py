@@ -10,11 +10,11 @@ from support.reference import assert_close
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan
 from support.tiny_models import FAMILIES, POSITIONS
 
+from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST, layer_file
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
 

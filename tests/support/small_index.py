@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.documents.prompt import encode_prompt
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache

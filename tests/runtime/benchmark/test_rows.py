@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.reference import assert_close, reference_attention
 
+from sparsekv.cli.benchmarking.indexers import MixtureIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
 from sparsekv.runtime.benchmark.dense import dense_steps
@@ -107,7 +108,7 @@ def test_a_gpu_replays_a_step_unless_it_waits(method: Squeezed, timed: str) -> N
     data = mixture(Shape(2048, 8, 2, 64), BATCH, 0, cuda, torch.bfloat16)
     at = Bench(data, CudaClock(cuda, 3, cold=True), COPY)
     assert {row.timed for row in at.dense()} == {"graph"}
-    context = index_mixture(data, SqueezedIndexer()).context
+    context = index_mixture(data, MixtureIndexer(SqueezedIndexer())).context
     some, everything = at.sparse(Form("squeezed", "", method), context, [Budget(0.2), Budget(1.0)])
     # A budget of everything goes without the levels.
     assert (some.timed, everything.timed) == (timed, "graph")

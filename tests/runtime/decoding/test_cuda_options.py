@@ -13,8 +13,8 @@ from support.small_index import INDEXERS, random_ids, reopen, small_plan, steppe
 from support.tiny_models import build_tiny, tiny_tokenizer
 from transformers import LlamaConfig
 
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.open import OpenIndex

@@ -11,9 +11,9 @@ from support.tiny_models import CHAT_TEMPLATE, FAMILIES, tiny_tokenizer
 
 from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context

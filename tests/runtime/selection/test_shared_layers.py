@@ -16,7 +16,7 @@ from support.tiny_models import build_tiny, tiny_tokenizer
 from transformers import LlamaConfig
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.tidaldecode import TidalDecode

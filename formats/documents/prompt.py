@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.documents.document import Document
+from sparsekv.formats.documents.plain_text import EncodedText, Trusted, encode_text
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.plain_text import EncodedText, Trusted, encode_text
+from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.schema import ChatFrame
-from sparsekv.indexing.documents.document import Document
-from sparsekv.indexing.models.hub import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 _BETWEEN = "\n\n"

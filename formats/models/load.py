@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.models.causal_model import causal_model
-from sparsekv.indexing.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
-from sparsekv.indexing.models.hub import first_line, hub_folder
-from sparsekv.indexing.models.rope import RopeScaling
+from sparsekv.formats.models.causal_model import causal_model
+from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
+from sparsekv.formats.models.hub import first_line, hub_folder
+from sparsekv.formats.models.rope import RopeScaling
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]

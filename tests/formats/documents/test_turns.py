@@ -3,9 +3,9 @@
 import pytest
 from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
+from sparsekv.formats.documents.prompt import chat_frame
+from sparsekv.formats.documents.turns import next_turn
 from sparsekv.formats.schema import ChatFrame
-from sparsekv.indexing.documents.prompt import chat_frame
-from sparsekv.indexing.documents.turns import next_turn
 
 DOCUMENT, QUESTION, ANSWER, NEXT = "The document.", "Why?", "Because.", "And then?"
 

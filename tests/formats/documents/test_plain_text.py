@@ -7,8 +7,8 @@ from support.tiny_models import END, SPECIAL_TOKENS, START, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from sparsekv.formats.documents.plain_text import EncodedText, Trusted, encode_text
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.plain_text import EncodedText, Trusted, encode_text
 
 FAST, SLOW = tiny_tokenizer(), ByT5Tokenizer()
 PIECES = st.sampled_from([*SPECIAL_TOKENS, "</s>", "<extra_id_3>", "<|end", "|>", "<", " ", "user\n", "é", "🙂", "a"])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.formats import text_source
+from sparsekv.formats.documents import text_source
+from sparsekv.formats.documents.text_source import open_source, read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.text_source import open_source, read_bytes
 
 DATA = bytes(range(256)) * 5000
 
@@ -57,7 +57,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closed_standard_input_is_named() -> None:
-    script = "from sparsekv.formats.text_source import read_bytes\nread_bytes('-')"
+    script = "from sparsekv.formats.documents.text_source import read_bytes\nread_bytes('-')"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("UsageError: standard input is closed; name a file, or pass it a text")
@@ -102,7 +102,7 @@ def test_a_pipe_whose_writer_wrote_nothing_is_empty(pipe: str) -> None:
 def test_process_substitution(command: str, text: bytes) -> None:
     """A pipe whose writer wrote nothing is at its end already, and is not waited for."""
     script = (
-        "import sys\nfrom sparsekv.formats import text_source\ntext_source.PATIENCE = 0.2\n"
+        "import sys\nfrom sparsekv.formats.documents import text_source\ntext_source.PATIENCE = 0.2\n"
         "sys.stdout.buffer.write(text_source.read_bytes(sys.argv[1]))"
     )
     done = subprocess.run(

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Callable
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.indexing.models.embedded import EMBEDDED, damaged_files, embedded_path
-from sparsekv.indexing.models.user_cache import cache_root, read_small, replace_small
+from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path
+from sparsekv.formats.user_cache import cache_root, read_small, replace_small
 
 _FILE = "named_models.json"
 

@@ -2,9 +2,9 @@
 
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.documents.prompt import render
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
-from sparsekv.indexing.documents.prompt import render
 
 _DOCUMENT, _ANSWER, _QUESTION = "<<sparsekv document>>", "<<sparsekv answer>>", "<<sparsekv question>>"
 

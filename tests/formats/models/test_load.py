@@ -18,8 +18,8 @@ from transformers import T5Config
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.indexing.models.embedded import EMBEDDED
-from sparsekv.indexing.models.load import known_models, load_model, load_tokenizer, pull
+from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.load import known_models, load_model, load_tokenizer, pull
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -181,7 +181,7 @@ SHORT = """
 import re, resource
 import accelerate, transformers.models.llama.modeling_llama
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.indexing.models.load import load_model, load_tokenizer
+from sparsekv.formats.models.load import load_model, load_tokenizer
 load_tokenizer("smollm2-135m-instruct")
 size = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)

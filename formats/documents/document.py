@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
+from sparsekv.formats.documents.text_source import open_source
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.text_source import open_source
 
 _PIECE = 2**20  # bytes
 

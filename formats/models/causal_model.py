@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.indexing.models.hub import first_line
-from sparsekv.indexing.models.weights import weights_on
+from sparsekv.formats.models.hub import first_line
+from sparsekv.formats.models.weights import weights_on
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
 """Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.models.load import load_model
-from sparsekv.indexing.models.rope import RopeScaling
+from sparsekv.formats.models.load import load_model
+from sparsekv.formats.models.rope import RopeScaling
 
 
 def frequencies(folder: Path, scaling: str | None, buffer: str = "inv_freq") -> torch.Tensor:

@@ -3,8 +3,8 @@
 import torch
 
 from sparsekv.formats.fingerprints import identify_model, identify_tokenizer
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
-from sparsekv.indexing.models.load import LoadedModel
 
 
 def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:

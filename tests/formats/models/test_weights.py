@@ -8,8 +8,8 @@ from support.tiny_models import save_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.indexing.models.load import load_model
-from sparsekv.indexing.models.weights import weights_on
+from sparsekv.formats.models.load import load_model
+from sparsekv.formats.models.weights import weights_on
 
 GPU = torch.device("cuda", 0)
 

@@ -1,0 +1,52 @@
+"""Builds indices of many prompts in one way, as an evaluation needs them."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.formats.documents.prompt import FixedPrompt
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
+from sparsekv.indexing.prefill.interface import Prefill
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A model, what builds each method's tensors, and ways to prefill, by name; `chunk_size` None: the device's."""
+
+    loaded: LoadedModel
+    methods: dict[str, Indexer]
+    prefills: dict[str, Prefill]
+    sinks: int = 10
+    tail: int = 128
+    chunk_size: int | None = None
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """What each method's tensors are built with."""
+        return {name: asdict(indexer) for name, indexer in self.methods.items()}
+
+    def decides(self, prefill: str) -> dict[str, Any]:
+        """What else decides an index, beside its prompt and the model."""
+        return {
+            "split": [self.sinks, self.tail],
+            "prefill": [self._chunk_size(prefill), asdict(self.prefills[prefill])],
+        }
+
+    def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
+        """Build the index of a prompt, or resume it; errors are those of `build_index`."""
+        plan = BuildPlan(
+            self.loaded,
+            prompt,
+            self.methods,
+            sinks=self.sinks,
+            tail=self.tail,
+            chunk_size=self._chunk_size(prefill),
+            prefill=self.prefills[prefill],
+        )
+        build_index(plan, folder, progress)
+
+    def _chunk_size(self, prefill: str) -> int:
+        return choose_chunk_size(self.chunk_size, self.loaded.model.device, self.prefills[prefill])

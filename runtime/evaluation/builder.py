@@ -1,0 +1,28 @@
+"""What an evaluation asks of whoever builds its indices."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparsekv.formats.documents.prompt import FixedPrompt
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, how many of its steps are done, and how many it has."""
+
+
+class Builder(Protocol):
+    """Builds an index of each context; handed in, because answering needs nothing else of building."""
+
+    @property
+    def prefills(self) -> Iterable[str]:
+        """The ways to prefill, by name."""
+
+    @property
+    def parameters(self) -> Mapping[str, dict[str, Any]]:
+        """What each method's tensors are built with, for those that have tensors."""
+
+    def decides(self, prefill: str) -> dict[str, Any]:
+        """What else decides an index, beside its prompt and the model."""
+
+    def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
+        """Build the index of a prompt, or resume it; errors are those of building."""
