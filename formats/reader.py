@@ -37,6 +37,25 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
         raise ArtifactError(f"cannot read {what}: {error}; {REBUILD}") from None
 
 
+def on_device(
+    mapped: dict[str, torch.Tensor], descriptor: int, what: str, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
+
+    Args:
+        what: the file's name in error messages.
+
+    Raises:
+        ArtifactError: it ends early or cannot be read.
+    """
+    if device.type == "cpu":
+        return mapped
+    try:
+        return device_reader(device).read(descriptor, mapped)
+    except OSError as error:
+        raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
+
+
 class Artifact:
     """A finished index on disk, as it was when opened, whatever a writer does later.
 
@@ -80,8 +99,7 @@ class Artifact:
         tensors = map_tensors(self.descriptor(name), what)
         if first:
             self._check(name, self.manifest.files[name], tensors)
-        if device.type != "cpu":
-            tensors = self._read_to(device, name, tensors)
+        tensors = on_device(tensors, self.descriptor(name), what, device)
         if first and self.thorough and (wrong := not_finite(tensors)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
@@ -130,13 +148,6 @@ class Artifact:
             raise ArtifactError(f"{name} of {self.folder} holds other tensors than its manifest says; {REBUILD}")
         if name not in self._summed and self._is_summed(record):
             self._check_sum(name)
-
-    def _read_to(self, device: torch.device, name: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        try:
-            return device_reader(device).read(self.descriptor(name), like)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ArtifactError(f"cannot read {name} of {self.folder}: {reason}; {REBUILD}") from None
 
     def _is_summed(self, record: FileRecord) -> bool:
         return self.thorough or record.bytes < self.manifest.files[layer_file("context", 0)].bytes

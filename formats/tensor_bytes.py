@@ -1,9 +1,13 @@
 """Tensors as the bytes of a safetensors file, in pieces: memory never holds a whole copy of them or of the file."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
 import torch
+
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.schema import FileRecord, TensorRecord
 
 # In the order in which the safetensors library writes them.
 _CODES = {
@@ -47,6 +51,31 @@ def _pieces(flat: torch.Tensor) -> Iterator[memoryview]:
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
-    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=flat.is_cuda)
+    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
+    # On a stream of its own, which does not wait for what the device is given meanwhile.
+    stream = torch.cuda.Stream(flat.device)
+    stream.wait_stream(torch.cuda.current_stream(flat.device))
     for piece in flat.split(STAGING):
-        yield staging[: len(piece)].copy_(piece).numpy().data
+        with torch.cuda.stream(stream):
+            staged = staging[: len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        yield staged.numpy().data
+
+
+def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
+    """Write tensors as a safetensors file of a folder, atomically, and return its record. OSError if it fails."""
+    sha256, size = hashlib.sha256(), 0
+
+    def counted() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in safetensors_bytes(tensors):
+            sha256.update(piece)
+            size += len(piece)
+            yield piece
+
+    folder.write(path, counted())
+    shapes = {
+        key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in tensors.items()
+    }
+    return FileRecord(path=path, bytes=size, sha256=sha256.hexdigest(), recipe=recipe, tensors=shapes)

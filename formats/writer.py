@@ -9,11 +9,10 @@ The journal also lists every path before it is written, and the paths of the bas
 that are not in the new manifest are removed; nothing else in the folder is ever touched.
 """
 
-import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,28 +20,29 @@ from typing import Any, Self
 
 import torch
 
-from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.checksums import hash_descriptor, hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
+from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.journal import JOURNAL, Journal, read_journal
 from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
 from sparsekv.formats.ours import refuse_foreign
-from sparsekv.formats.reader import map_tensors
-from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest, TensorRecord
-from sparsekv.formats.tensor_bytes import safetensors_bytes
+from sparsekv.formats.reader import CPU, map_tensors, on_device
+from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
+from sparsekv.formats.tensor_bytes import write_tensors
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
-HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written
+HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and were made for that
 
 
 class ArtifactWriter:
     """One build of one index, under the lock of its folder.
 
-    Keeps the tensors of files that are being written: at most 6 GiB (or one larger file), and one file per core, up to
-    16. Tensors on a GPU stay there, and pass through host memory 16 MiB at a time for each file.
+    Keeps the tensors of files that wait to be written, and writes one file per core at a time, up to 16. Tensors on a
+    GPU stay there, and pass through host memory 16 MiB at a time for each file.
 
     Args:
         folder: the artifact, `NAME.skv`; created when missing.
@@ -59,12 +59,10 @@ class ArtifactWriter:
         self._ways_out = ways_out or WaysOut()
         self._made: dict[str, Future[FileRecord]] = {}
         self._journal = Journal()
-        self._held: dict[str, int] = {}
+        self._held = HeldTensors(HELD_BYTES)
+        self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        # Guards the journal and `_held`. Always enter this lock, never the condition: the condition's __enter__ is
-        # Python code, and Ctrl-C inside it would leave the lock held for ever.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._guard = threading.RLock()  # of the journal
 
     def __enter__(self) -> Self:
         try:
@@ -100,13 +98,24 @@ class ArtifactWriter:
         """
         return {name: made.result() for name, made in self._made.items()}
 
+    def record(self, name: str) -> FileRecord:
+        """The record of one of these files; waits until it is on disk, and raises what `files` raises."""
+        return self._made[name].result()
+
     @property
     def notes(self) -> dict[str, Any]:
         """Notes of this build, and of the interrupted builds that it resumes."""
         return self._journal.notes
 
-    def reuse(self, name: str, recipe: str) -> bool:
-        """Reuse a whole file of an earlier build if the same recipe made it; returns whether there was one."""
+    def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
+        """Reuse a whole file of an earlier build if the same recipe made it; returns whether there was one.
+
+        Args:
+            of: files of this build that it is made from. What is made from a file that this build writes is made anew.
+        """
+        if not self._new.isdisjoint(of):
+            return False
+        recipe = self._whole_recipe(recipe, of)
         if name in self._made:
             self._made[name].result()
         elif self.force:
@@ -120,10 +129,23 @@ class ArtifactWriter:
                 return True
         return False
 
-    def write(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> None:
-        """Write one logical file atomically and record it in the journal, in a thread; waits while too much is pending.
+    def write(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        recipe: str,
+        of: Sequence[str] = (),
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Write one logical file atomically and record it in the journal, in a thread.
 
         The tensors must not change until `files` returns.
+
+        Args:
+            of: files of this build that it is made from, whose contents are part of the recipe.
+            wait: until it and the files that wait to be written have at most 6 GiB; not for tensors that would take
+                the memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.
@@ -131,21 +153,21 @@ class ArtifactWriter:
         self._check_made()
         if name in self._made:
             self._made[name].result()
-        path = self._free_path(name, recipe)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        with self._guard:
-            self._changed.wait_for(lambda: self._has_room(size))
-            self._held[name] = size
-        self._made[name] = self._threads.submit(self._store, name, path, tensors, recipe)
+        self._held.add(name, tensors, wait=wait)
+        self._new.add(name)
+        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
 
-    def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file that this build wrote or reused; waits until it is on disk."""
-        return self._map(name, self._made[name].result())
+    def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
+        held = self._held.get(name)
+        if held is not None:
+            return {key: tensor.to(device) for key, tensor in held.items()}
+        return self._read(name, self._made[name].result(), device)
 
-    def read_base(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the base, the finished index that was in the folder."""
+    def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Tensors of a file of the base, the finished index that was in the folder, on a device."""
         assert self.base is not None
-        return self._map(name, self.base.files[name])
+        return self._read(name, self.base.files[name], device)
 
     def is_whole(self, record: FileRecord) -> bool:
         """Whether the file of a record exists with the content that was written."""
@@ -191,45 +213,31 @@ class ArtifactWriter:
         self.base, self._journal = sealed, Journal()
         return sealed
 
-    def _has_room(self, size: int) -> bool:
-        return not self._held or (len(self._held) < THREADS and sum(self._held.values()) + size <= HELD_BYTES)
+    def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
+        """A recipe that includes the contents of files of this build, which it waits for."""
+        return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
 
     def _check_made(self) -> None:
         for made in self._made.values():
             if made.done():
                 made.result()
 
-    def _store(self, name: str, path: str, tensors: Mapping[str, torch.Tensor], recipe: str) -> FileRecord:
+    def _store(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str]) -> FileRecord:
         try:
-            sha256, size = hashlib.sha256(), 0
+            # The threads take files in order, so those that this one waits for are written or being written.
+            recipe = self._whole_recipe(recipe, of)
+            path = self._free_path(name, recipe)
             self._name_before(path)
-
-            def counted() -> Iterator[bytes | memoryview]:
-                nonlocal size
-                for piece in safetensors_bytes(tensors):
-                    sha256.update(piece)
-                    size += len(piece)
-                    yield piece
-
-            self._write_file(path, counted())
-            record = FileRecord(
-                path=path,
-                bytes=size,
-                sha256=sha256.hexdigest(),
-                recipe=recipe,
-                tensors={
-                    key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-                    for key, tensor in tensors.items()
-                },
-            )
+            try:
+                record = write_tensors(self._folder, path, tensors, recipe)
+            except OSError as error:
+                raise self._cannot_write(error) from None
             with self._guard:
                 self._journal.files[name] = record
                 self._write_journal()
             return record
         finally:
-            with self._guard:
-                del self._held[name]
-                self._changed.notify_all()
+            self._held.drop(name)
 
     def _name_before(self, path: str) -> None:
         with self._guard:
@@ -237,10 +245,11 @@ class ArtifactWriter:
                 self._journal.paths.add(path)
                 self._write_journal()
 
-    def _map(self, name: str, record: FileRecord) -> dict[str, torch.Tensor]:
+    def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
         descriptor = self._folder.open(record.path)
         try:
-            return map_tensors(descriptor, f"{name} of {self.folder}")
+            what = f"{name} of {self.folder}"
+            return on_device(map_tensors(descriptor, what), descriptor, what, device)
         finally:
             os.close(descriptor)
 

@@ -161,7 +161,7 @@ def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str) ->
     for folder, tensors in (("context", {"keys": rows.keys, "values": rows.values}), ("queries", queries)):
         name = layer_file(folder, layer)
         if not job.writer.reuse(name, recipe):
-            job.writer.write(name, tensors, recipe)
+            job.writer.write(name, tensors, recipe, wait=False)
 
 
 def _context_bytes(job: BuildJob, sampled: int) -> int:

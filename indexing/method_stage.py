@@ -1,14 +1,13 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
 
 import torch
 
+from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
@@ -23,25 +22,29 @@ def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts
     """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
     # Through JSON, so that the parameters compare equal to those read back from a manifest.
     parameters = json.loads(json.dumps(asdict(indexer)))
-    folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
-    sources = [layer_file(folder, layer) for folder in folders for layer in facts.indexed_layers]
-    files = job.writer.files
-    built_from = {path: files[path].sha256 for path in sources}
-    recipe = hash_json([name, indexer.revision, parameters, job.split.model_dump(), built_from])
-    recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in facts.indexed_layers}
-    missing = [layer for layer, wanted in recipes.items() if not job.writer.reuse(layer_file(name, layer), wanted)]
+    layers, recipe = facts.indexed_layers, hash_json([name, indexer.revision, parameters, job.split.model_dump()])
+    sources = {layer: _sources(indexer, layer) for layer in layers}
+    recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
+    missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], sources[one])]
     inputs = _read_ahead(job, missing, lambda layer: _layer_input(job, indexer, layer, facts))
     for done, (layer, rows) in enumerate(zip(missing, inputs, strict=True), len(recipes) - len(missing) + 1):
         path = layer_file(name, layer)
-        job.writer.write(path, _build_layer(job, path, indexer, rows), recipes[layer])
+        job.writer.write(path, _build_layer(job, path, indexer, rows), recipes[layer], sources[layer])
         job.progress(f"index {name}", done, len(recipes))
+    calibration = (None if missing else _known_calibration(job, name)) or _calibrate(job, name, indexer, facts)
     return MethodRecord(
         revision=indexer.revision,
         parameters=parameters,
         seed=indexer.seed,
-        calibration=_known_calibration(job, name, recipe) or _calibrate(job, name, indexer, facts),
-        built_from=built_from,
+        calibration=calibration,
+        built_from={path: job.writer.record(path).sha256 for paths in sources.values() for path in paths},
     )
+
+
+def _sources(indexer: Indexer, layer: int) -> list[str]:
+    """The files that a method's file of a layer is made from."""
+    folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
+    return [layer_file(folder, layer) for folder in folders]
 
 
 def _grows(job: BuildJob, path: str) -> bool:
@@ -62,7 +65,7 @@ def _build_layer(job: BuildJob, path: str, indexer: Indexer, rows: LayerInput) -
 
 
 def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
-    """Yields `read(layer)` for each layer; threads prefetch the next ones, so up to four layers are on the device."""
+    """Yields `read(layer)` for each layer; threads read the next ones, so up to four layers are on the device."""
     device = job.plan.loaded.model.device
 
     def use_own_stream() -> None:
@@ -70,14 +73,13 @@ def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> I
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device))
 
-    with ThreadPoolExecutor(AHEAD, initializer=use_own_stream) as threads:
-        ahead: deque[Future[T]] = deque()
-        for layer in layers:
-            ahead.append(threads.submit(read, layer))
-            if len(ahead) > AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    def read_whole(layer: int) -> T:
+        rows = read(layer)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return rows
+
+    return read_ahead(layers, read_whole, AHEAD, use_own_stream)
 
 
 def _read(job: BuildJob, name: str) -> dict[str, torch.Tensor]:
@@ -105,11 +107,13 @@ def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
     return kept
 
 
-def _known_calibration(job: BuildJob, name: str, recipe: str) -> dict[str, object] | None:
+def _known_calibration(job: BuildJob, name: str) -> dict[str, object] | None:
+    """The finished index's calibration, if all files that it was made from are reused."""
     base = job.writer.base
     if base is None or job.plan.force or name not in base.methods:
         return None
-    same = all(record.recipe == recipe for path, record in base.files.items() if path.startswith(f"{name}/"))
+    files = {path: record for path, record in base.files.items() if path.startswith(f"{name}/")}
+    same = all(job.writer.record(path).recipe == record.recipe for path, record in files.items())
     return base.methods[name].calibration if same else None
 
 

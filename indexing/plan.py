@@ -129,12 +129,8 @@ class BuildJob:
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of this build, on the model's device."""
-        return self._on_device(self.writer.read(name))
+        return self.writer.read(name, self.plan.loaded.model.device)
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of the finished index in the folder, on the model's device."""
-        return self._on_device(self.writer.read_base(name))
-
-    def _on_device(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        device = self.plan.loaded.model.device
-        return {key: tensor.to(device) for key, tensor in tensors.items()}
+        return self.writer.read_base(name, self.plan.loaded.model.device)

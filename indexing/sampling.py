@@ -48,7 +48,7 @@ def write_sample(job: BuildJob, layer: int, queries: torch.Tensor, positions: to
     """Write the queries [Hq, P, D] of one layer at positions [P], unless the file can be reused."""
     name = layer_file("samples", layer)
     if not job.writer.reuse(name, recipe):
-        job.writer.write(name, {"queries": queries, "positions": positions.int()}, recipe)
+        job.writer.write(name, {"queries": queries, "positions": positions.int()}, recipe, wait=False)
 
 
 def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:

@@ -1,5 +1,6 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,33 @@ def _loaded(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with its weights, and what transformers says of their loading."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
-    if device.type != "cpu":
-        how["device_map"] = device
-    weights = weights_on(folder, config, device)
-    loaded: Any
-    if weights is None:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
-    else:
+    if device.type == "cpu":
+        return _from_folder(folder, how)
+    how["device_map"] = device
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_launch_first_kernel, device)
+        weights = weights_on(folder, config, device)
+        if weights is None:
+            return _from_folder(folder, how)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         own = folder / "generation_config.json"
         answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
-        loaded = kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how)
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+            None, state_dict=weights, generation_config=answers, **how
+        )
+        return loaded
+
+
+def _from_folder(folder: Path, how: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
     return loaded[0], loaded[1]
+
+
+def _launch_first_kernel(device: torch.device) -> None:
+    """Triton takes half a second for the first kernel of a process, whichever it is: it hashes itself to find what it
+    compiled before. While weights are read, nobody waits for that."""
+    from sparsekv.kernels.attention.run_rows_triton import list_rows  # here, as a CPU needs no Triton
+
+    with torch.cuda.device(device):
+        one = torch.ones(1, 1, dtype=torch.int32, device=device)
+        list_rows(one, one, torch.empty_like(one), 1)

@@ -1,6 +1,7 @@
 """Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
 
 from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -125,13 +126,16 @@ class OpenIndex:
         rows = self._rows(self.take_rows(layer), slice(first, tokens))
         return DenseLayer(*rows, out_of_sight=first, window=window)
 
-    def _probed_layer(self, layer: int, tokens: int, *, hold: bool) -> DenseLayer:
-        """A dense layer that reads its rows when it attends, and holds them if a cache will take them."""
+    def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None) -> DenseLayer:
+        """A dense layer that reads its rows when it attends; or `ahead` does, and holds them for the next cache."""
         first, rows = self._first_seen(layer, tokens), LayerRows(self.artifact, layer)
-        if hold and not first:
-            self._held[layer] = rows
+        held = None
+        if ahead and not first:
+            self._held[layer], held = rows, ahead.submit(rows.on, self.model.device)
 
         def read() -> Pair:
+            if held:
+                held.result()
             pair = self._rows(rows, slice(first, tokens))
             if layer not in self._held:
                 rows.release()
@@ -163,8 +167,9 @@ class OpenIndex:
         """
         probe = self.artifact.manifest.probe
         layers = range(len(self.artifact.manifest.layers))
-        cache = IndexCache([self._probed_layer(layer, self.split.tokens - 1, hold=hold) for layer in layers])
-        with route_attention(self.model, cache.attend):
+        with ThreadPoolExecutor(1) as thread, route_attention(self.model, lambda call: cache.attend(call)):
+            ahead = thread if hold else None
+            cache = IndexCache([self._probed_layer(layer, self.split.tokens - 1, ahead) for layer in layers])
             last = self.input_ids[None, -1:].to(self.model.device)
             logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
         stored = torch.tensor(probe.logits)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
@@ -146,17 +147,17 @@ def recall_report(
     ]
     alone = _measured(compared, budgets, guard)
     measured = [replace(one, together=number) for one in alone for number in together if number == 1 or not one.guard]
-    artifact.check_sums(measured_files(artifact, names))
+    layers = manifest.indexed_layers
     rows: list[RecallRow] = []
     states: SharedStates = {}
-    for done, layer in enumerate(manifest.indexed_layers, 1):
-        stored = LayerRows(artifact, layer)
+    ahead = read_ahead(layers, lambda layer: _checked_rows(artifact, names, layer, device), 1)
+    for done, (layer, stored) in enumerate(zip(layers, ahead, strict=True), 1):
         seen = _recall_seen(stored, measured, device)
         for one, measures in measure_layer(stored, measured, queries.blocks(layer), states, device).items():
             means = measures.means()
             means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
             rows += _rows(one, manifest.split.middle, layer, means)
-        progress(done, len(manifest.indexed_layers))
+        progress(done, len(layers))
     return RecallReport(
         index=str(artifact.folder),
         model=manifest.model.id,
@@ -195,11 +196,18 @@ def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) 
     return measured
 
 
-def measured_files(artifact: Artifact, names: Iterable[str]) -> list[str]:
-    """Names of the files that are read to measure methods."""
-    manifest = artifact.manifest
-    folders = ["context", "queries", *(name for name in names if name in manifest.methods)]
-    return [layer_file(folder, layer) for folder in folders for layer in manifest.indexed_layers]
+def _checked_rows(artifact: Artifact, names: Iterable[str], layer: int, device: torch.device) -> LayerRows:
+    """One layer's keys and values on a device, after a check of the checksums of all that is read for it."""
+    artifact.check_sums(measured_files(artifact, names, [layer]))
+    rows = LayerRows(artifact, layer)
+    rows.on(device)
+    return rows
+
+
+def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[int]) -> list[str]:
+    """Names of the files that are read to measure methods on some layers."""
+    folders = ["context", "queries", *(name for name in names if name in artifact.manifest.methods)]
+    return [layer_file(folder, layer) for folder in folders for layer in layers]
 
 
 def _recall_seen(rows: LayerRows, measured: list[Measured], device: torch.device) -> dict[Measured, torch.Tensor]:

@@ -14,6 +14,7 @@ from sparsekv.runtime.reporting.queries import QueryBlock
 from sparsekv.runtime.selection.queries import Queries
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements of [Hq, Q, N] float32 logits: 256 MB
+PIECE = 4096  # tokens of one sum
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], 
 
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T]."""
-    Hk, G, Q, _ = weights.shape
-    return torch.bmm(weights.flatten(1, 2), values.float()).view(Hk, G, Q, -1)
+    """[Hk, G, Q, D]: values [Hk, T, D] summed with weights [Hk, G, Q, T], in float32."""
+    Hk, G, Q, tokens = weights.shape
+    # A GPU gives one long sum to a dozen of its many units.
+    piece = PIECE if weights.is_cuda else tokens
+    return sum_in_pieces(weights.flatten(1, 2), values.float(), piece).view(Hk, G, Q, -1)
+
+
+def sum_in_pieces(weights: torch.Tensor, values: torch.Tensor, piece: int) -> torch.Tensor:
+    """[Hk, R, D]: values [Hk, T, D] summed with weights [Hk, R, T], `piece` tokens at a time and then these sums."""
+    whole = values.shape[1] // piece * piece if piece < values.shape[1] else 0
+    sums = torch.bmm(weights[..., whole:], values[:, whole:])
+    if whole:
+        pieces = weights[..., :whole].unflatten(-1, (-1, piece)).transpose(1, 2)  # [Hk, P, R, piece]
+        sums += torch.matmul(pieces, values[:, :whole].unflatten(1, (-1, piece))).sum(1)
+    return sums

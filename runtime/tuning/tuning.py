@@ -83,7 +83,7 @@ def tune(
         UsageError: a method that cannot run, or that is a bound such as the oracle.
     """
     forms = candidates(artifact, names, residual=goal.residual)
-    artifact.check_sums(measured_files(artifact, {form.name for form in forms}))
+    artifact.check_sums(measured_files(artifact, {form.name for form in forms}, artifact.manifest.indexed_layers))
     tuner = _Tuner(artifact, goal, progress, device)
     found = tuner.promising(tuner.search_coarsely(forms))
     tuner.search(found)

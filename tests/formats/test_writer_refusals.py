@@ -92,7 +92,7 @@ def test_what_could_not_be_written_stops_the_build_and_loses_nothing_else(tmp_pa
         writer.write(METHOD, files[METHOD], small_recipe(METHOD, 0, 0))
         writer.write(CONTEXT, files[CONTEXT], small_recipe(CONTEXT, 0, 0))
         with refused("cannot write", str(folder)):
-            writer.read(CONTEXT)
+            writer.record(CONTEXT)
         writer.write(QUERIES, files[QUERIES], small_recipe(QUERIES, 0, 0))
     with ArtifactWriter(folder) as writer:
         assert writer.reuse(METHOD, small_recipe(METHOD, 0, 0))

@@ -1,0 +1,46 @@
+"""Tensors that wait to be written to disk, within a bound on their memory."""
+
+import threading
+from collections.abc import Mapping
+
+import torch
+
+
+class HeldTensors:
+    """The tensors of files that threads write, by the file's name, until they are written.
+
+    Args:
+        most: bytes that those may have together for which `add` waits; one larger file may be there alone.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._held: dict[str, Mapping[str, torch.Tensor]] = {}
+        # Always enter this lock, never the condition: the condition's __enter__ is Python code, and Ctrl-C inside it
+        # would leave the lock held for ever.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
+
+    def add(self, name: str, tensors: Mapping[str, torch.Tensor], *, wait: bool) -> None:
+        """Hold a file's tensors; with `wait` once there is room for them."""
+        with self._guard:
+            self._changed.wait_for(lambda: not wait or self._has_room(tensors))
+            self._held[name] = tensors
+
+    def get(self, name: str) -> Mapping[str, torch.Tensor] | None:
+        """A file's tensors; None once they are written."""
+        with self._guard:
+            return self._held.get(name)
+
+    def drop(self, name: str) -> None:
+        """Let go of a file's tensors."""
+        with self._guard:
+            del self._held[name]
+            self._changed.notify_all()
+
+    def _has_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        return not self._held or sum(map(_bytes, (*self._held.values(), tensors))) <= self._most
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
