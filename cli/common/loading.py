@@ -10,6 +10,7 @@ from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -22,7 +23,12 @@ def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *,
     transformers.logging.set_verbosity_error()
     progress = partial(note, quiet=quiet)
     loaded = load_model(
-        EMBEDDED if name is None else name, device=device, dtype=dtype, rope_scaling=rope_scaling, progress=progress
+        EMBEDDED if name is None else name,
+        device=device,
+        dtype=dtype,
+        rope_scaling=rope_scaling,
+        progress=progress,
+        meanwhile=launch_first_kernel,
     )
     if name is not None:
         remember(loaded.name)

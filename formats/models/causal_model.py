@@ -1,5 +1,6 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mm
 
 
 def causal_model(
-    folder: Path, name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    name: str,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    meanwhile: Callable[[torch.device], None],
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
         name: what error messages call it.
+        meanwhile: called on another thread while weights are read to a GPU.
 
     Raises:
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
@@ -32,21 +39,13 @@ def causal_model(
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     try:
-        loaded = _loaded(folder, config, device, dtype)
+        loaded = _loaded(folder, config, device, dtype, meanwhile)
     except torch.OutOfMemoryError:
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
         ) from None
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
-            raise SparsekvError(
-                f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
-                "or use --dtype bfloat16 or a smaller model"
-            ) from None
-        raise SparsekvError(
-            f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in "
-            "safetensors files, and match config.json"
-        ) from None
+        raise SparsekvError(_why_not(error, name, device, dtype)) from None
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
         raise SparsekvError(
@@ -57,8 +56,25 @@ def causal_model(
     return model
 
 
+def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What to tell of an error that loading weights ended with, and what to do."""
+    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
+        return (
+            f"not enough memory for model '{name}' in {str(dtype).removeprefix('torch.')} on {device}; free some, "
+            "or use --dtype bfloat16 or a smaller model"
+        )
+    return (
+        f"the weights of model '{name}' cannot be loaded: {first_line(error)}; they must be whole, in safetensors "
+        "files, and match config.json"
+    )
+
+
 def _loaded(
-    folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    meanwhile: Callable[[torch.device], None],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with its weights, and what transformers says of their loading."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -66,7 +82,7 @@ def _loaded(
         return _from_folder(folder, how)
     how["device_map"] = device
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_launch_first_kernel, device)
+        thread.submit(meanwhile, device)
         weights = weights_on(folder, config, device)
         if weights is None:
             return _from_folder(folder, how)
@@ -82,13 +98,3 @@ def _loaded(
 def _from_folder(folder: Path, how: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
     return loaded[0], loaded[1]
-
-
-def _launch_first_kernel(device: torch.device) -> None:
-    """Triton takes half a second for the first kernel of a process, whichever it is: it hashes itself to find what it
-    compiled before. While weights are read, nobody waits for that."""
-    from sparsekv.kernels.attention.run_rows_triton import list_rows  # here, as a CPU needs no Triton
-
-    with torch.cuda.device(device):
-        one = torch.ones(1, 1, dtype=torch.int32, device=device)
-        list_rows(one, one, torch.empty_like(one), 1)

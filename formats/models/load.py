@@ -82,6 +82,7 @@ def load_model(
     dtype: str = "auto",
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
+    meanwhile: Callable[[torch.device], None] = lambda device: None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
@@ -92,6 +93,7 @@ def load_model(
             or `bfloat16`.
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
+        meanwhile: called on another thread while weights are read to a GPU.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -107,7 +109,8 @@ def load_model(
         if scaling is not None:
             scaling.stretch(config)
         tokenizer = _tokenizer(folder, name)
-        model = causal_model(folder, name, config, target, DTYPES.get(dtype) or _auto_dtype(config, target))
+        chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
+        model = causal_model(folder, name, config, target, chosen, meanwhile)
     return LoadedModel(model, tokenizer, name, revision)
 
 

@@ -7,6 +7,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 
@@ -41,6 +42,7 @@ def load_and_open(
         dtype=manifest.dtype if dtype == "auto" else dtype,
         rope_scaling=manifest.rope.scaling,
         progress=progress,
+        meanwhile=launch_first_kernel,
     )
     if model is not None:
         remember(loaded.name)
