@@ -13,6 +13,7 @@ its place, and the model runs only for the forms that remain.
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -110,14 +111,8 @@ class _Tuner:
         self.layers = artifact.manifest.indexed_layers
         self.sample = self.layers[::LAYER_STRIDE]
         self.calibration, self.held_out = goal.meters(artifact, device)
-        self.coarse = AttentionMeter(
-            artifact,
-            goal.reference,
-            calibration=True,
-            stride=QUERY_STRIDE,
-            outputs=self.rough.outputs,
-            device=device,
-        )
+        coarsely: dict[str, Any] = {"stride": QUERY_STRIDE, "outputs": self.rough.outputs}
+        self.coarse = AttentionMeter(artifact, goal.reference, calibration=True, device=device, **coarsely)
         self.attention = (
             self.held_out
             if isinstance(self.held_out, AttentionMeter)
