@@ -73,7 +73,9 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
 def test_while_it_waits_for_a_question(place: Path) -> None:
     os.mkfifo(place / "pipe")
     writer = os.open(place / "pipe", os.O_RDWR)
-    code, stderr = _interrupt_forked(place, lambda pid: _waits_at(pid, place / "pipe"), "generate", "--prompt-file", "pipe")
+    code, stderr = _interrupt_forked(
+        place, lambda pid: _waits_at(pid, place / "pipe"), "generate", "--prompt-file", "pipe"
+    )
     os.close(writer)
     assert (code, stderr) == (130, "sparsekv: interrupted; the index is as it was\n")
 
