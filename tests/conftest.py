@@ -3,31 +3,47 @@
 import os
 import signal
 import tempfile
+from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    # Before anything imports triton, which defines functions of its own then: without a GPU kernels are interpreted.
-    os.environ["TRITON_INTERPRET"] = "1"
+if TYPE_CHECKING:
+    from sparsekv.formats.models.load import LoadedModel
 
-from sparsekv.formats.models.embedded import EMBEDDED, pull_embedded
-from sparsekv.formats.models.load import LoadedModel, load_model
-from sparsekv.formats.user_cache import cache_root
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Called as soon as this file is read: before anything imports triton, which defines functions of its own then."""
+    if not _hands_out(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _own_cache(config)
     # Whoever starts the tests in the background has them ignore Ctrl-C, and what they start with them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _hands_out(config.option):
+        return
+    _own_cache(config)
     # Parallel workers with a thread per core each would only wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
         torch.set_num_threads(1)
+
+
+def _hands_out(options: Namespace) -> bool:
+    """Whether this process only hands tests to workers, so that they need not wait for its imports."""
+    return "PYTEST_XDIST_WORKER" not in os.environ and bool(getattr(options, "numprocesses", None))
 
 
 def _own_cache(config: pytest.Config) -> None:
     """What commands remember of their calls stays out of the user's cache, whose models are used."""
+    from sparsekv.formats.user_cache import cache_root
+
     models = cache_root() / "models"
     models.mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="sparsekv-tests-")
@@ -39,10 +55,15 @@ def _own_cache(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def embedded_folder() -> Path:
     """The embedded model's folder in the user's cache ($SPARSEKV_CACHE or the default); converts it the first time."""
+    from sparsekv.formats.models.embedded import pull_embedded
+
     return pull_embedded()
 
 
 @pytest.fixture(scope="session")
-def embedded(embedded_folder: Path) -> LoadedModel:
+def embedded(embedded_folder: Path) -> "LoadedModel":
     """The embedded model in float32 on the CPU."""
+    from sparsekv.formats.models.embedded import EMBEDDED
+    from sparsekv.formats.models.load import load_model
+
     return load_model(EMBEDDED, device="cpu", dtype="float32")

@@ -1,12 +1,11 @@
 """Where an index cannot be written: one line, and nothing of others touched."""
 
 import os
-import resource
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.command import EXECUTABLE, fails, run_here
+from support.command import fails, run_here
+from support.forked import zygote
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.writer import ArtifactWriter
@@ -35,13 +34,8 @@ def test_a_read_only_output_folder(place: Path) -> None:
 
 def test_a_full_disk(place: Path) -> None:
     """A file-size limit fails a write as a full disk does, at a moment that no check beforehand could foresee."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    command = [EXECUTABLE, *BUILD, "-q", "-o", "new.skv"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
-    assert done.returncode == 1, done.stderr
+    done = zygote().run(*BUILD, "-q", "-o", "new.skv", folder=place, limits={"FSIZE": 100_000})
+    assert done.code == 1, done
     assert len(done.stderr.splitlines()) == 1
     assert "cannot write new.skv: file too large; make room" in done.stderr
     assert not (place / "new.skv" / "manifest.json").exists()

@@ -1,10 +1,11 @@
-"""Triton's interpreter without the four habits that take most of its time in our kernels' tests.
+"""Triton's interpreter without the habits that take most of its time in our kernels' tests.
 
 It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
 combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
 prepares `triton.language` again for each function that a kernel calls; here once for each kernel. It makes its table of
-types again for each type that it looks up. And it computes each sum and product of integers again in 64 bits, and
-looks at what came of it only in debugging.
+types again for each type that it looks up. It computes each sum and product of integers again in 64 bits, and looks at
+what came of it only in debugging. And for every value it takes the shape apart, number by number, and puts it together
+again: here once for each shape (`shapes.py`).
 """
 
 import inspect
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from .shapes import shapes_made_once
 
 
 @contextmanager
@@ -44,7 +47,7 @@ def faster_interpreter() -> Iterator[None]:
             types[name] = numpy_type(one)
         return types[name]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with shapes_made_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", prepare_once)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
         patch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))

@@ -137,7 +137,7 @@ class Attacked:
         if self.name == "inspect":
             return ("inspect", "-i", INDEX, "--model", sandbox.model)
         if self.name == "recall-report":
-            return ("recall-report", "-i", INDEX)
+            return ("recall-report", "-i", INDEX, "--budget", "10%")
         if self.name == "append":
             return ("append", "more.txt", "-i", INDEX, "--model", sandbox.model, "--rebuild")
         choose = random.Random(seed)

@@ -2,17 +2,18 @@
 
 import os
 import pty
-import subprocess
+import time
 from pathlib import Path
 
-from .command import EXECUTABLE, environment
+from .command import start
 
 
 def on_terminal(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     """Exit code, and what the command wrote on a terminal that is its standard output; stderr goes elsewhere."""
     ours, theirs = pty.openpty()
-    command = [str(EXECUTABLE), *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=theirs, stderr=subprocess.DEVNULL)
+    started = start(*arguments, cwd=cwd, stdout=os.ttyname(theirs), stderr="/dev/null")
+    while os.readlink(f"/proc/{started.pid}/fd/1") != os.ttyname(theirs):
+        time.sleep(0.001)
     os.close(theirs)
     shown = b""
     try:
@@ -21,4 +22,4 @@ def on_terminal(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     except OSError:  # how Linux ends a terminal
         pass
     os.close(ours)
-    return process.wait(), shown.decode().replace("\r\n", "\n")
+    return started.wait().code, shown.decode().replace("\r\n", "\n")

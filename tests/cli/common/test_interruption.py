@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.command import EXECUTABLE, environment, run_here
+from support.command import EXECUTABLE, environment, run_here, start
 
 LATE = 120
 """Seconds after which a command that was interrupted is stuck."""
@@ -31,6 +31,21 @@ def _interrupt(place: Path, when: Callable[[int], bool], *arguments: str) -> tup
     return process.returncode, stderr
 
 
+def _interrupt_forked(place: Path, when: Callable[[int], bool], *arguments: str) -> tuple[int, str]:
+    """The same of a command that has its imports when it starts."""
+    started = start(*arguments, cwd=place)
+    while not when(started.pid):
+        assert _state(started.pid) != "Z", "ended before"
+        time.sleep(0.002)
+    os.kill(started.pid, signal.SIGINT)
+    run = started.wait()
+    return run.code, run.stderr
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _maps(pid: int, name: str) -> bool:
     return name in Path(f"/proc/{pid}/maps").read_text()
 
@@ -47,7 +62,7 @@ def test_while_a_library_is_loaded(place: Path, library: str) -> None:
 def test_a_build_goes_on_after_it(place: Path) -> None:
     with open("doc.txt", "a", encoding="utf-8") as file:
         file.write("More and more. " * 150)
-    code, stderr = _interrupt(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
+    code, stderr = _interrupt_forked(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
     assert (code, stderr.count("\n")) == (130, 1), stderr
     assert "interrupted; what is built is kept" in stderr
     assert not (place / "new.skv" / "manifest.json").exists()
@@ -58,7 +73,9 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
 def test_while_it_waits_for_a_question(place: Path) -> None:
     os.mkfifo(place / "pipe")
     writer = os.open(place / "pipe", os.O_RDWR)
-    code, stderr = _interrupt(place, lambda pid: _waits_at(pid, place / "pipe"), "generate", "--prompt-file", "pipe")
+    code, stderr = _interrupt_forked(
+        place, lambda pid: _waits_at(pid, place / "pipe"), "generate", "--prompt-file", "pipe"
+    )
     os.close(writer)
     assert (code, stderr) == (130, "sparsekv: interrupted; the index is as it was\n")
 

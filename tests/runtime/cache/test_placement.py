@@ -42,7 +42,7 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> None:
-    tokens = random_ids(40)
+    tokens = random_ids(24)  # of which the buffer above is filled three times
     for guard in (None, Guard(0.05)):
         on_device, *others = (
             index.sparse_cache(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True)

@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
     "pqcache": PQCache(rerank=2.0),
     "csattention": CSAttention(),
 }
-GREEDY = Sampling(max_new_tokens=12)
+GREEDY = Sampling(max_new_tokens=8)
 
 
 @pytest.fixture(scope="module")

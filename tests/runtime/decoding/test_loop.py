@@ -128,13 +128,13 @@ def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) 
     """Layers that slide too, far past their window; in logits, for these models' best tokens may be close."""
     tokens = torch.arange(60) % 200
     for cache in (family_index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), family_index.dense_cache()):
-        expected = stepped_logits(family_index, cache, tokens, question=9)
+        expected = stepped_logits(family_index, cache, tokens, question=25)
         cache.rewind()
         step = DecodeStep(family_index.model, cache, capture=False)
         with torch.inference_mode(), route_attention(family_index.model, cache.attend):
-            first = family_index.model(input_ids=tokens[None, :9], past_key_values=cache, use_cache=True).logits[0]
-            step.begin(len(tokens) - 9)
-            found = [step(token.view(1, 1)).clone() for token in tokens[9:]]
+            first = family_index.model(input_ids=tokens[None, :25], past_key_values=cache, use_cache=True).logits[0]
+            step.begin(len(tokens) - 25)
+            found = [step(token.view(1, 1)).clone() for token in tokens[25:]]
             cache.release()
         assert_close(torch.cat([first, *found]), expected, 1e-4)
 

@@ -30,7 +30,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
 ) -> None:
     tokens = random_ids(300)
     cache = streamed_index.sparse_cache("multipole", Multipole(lookup, stream=True, buffer=8), EVERYTHING)
-    logits = stepped_logits(streamed_index, cache, tokens, question=30)
+    logits = stepped_logits(streamed_index, cache, tokens, question=200)
     assert_close(logits, plain_logits_after(streamed_index, tokens), 1e-4)
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
@@ -58,7 +58,7 @@ def test_a_cache_used_in_inference_mode_rewinds_outside_of_it(streamed_index: Op
 def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIndex) -> None:
     cache = index.sparse_cache("squeezed", Squeezed(), EVERYTHING)
     tokens = random_ids(300)
-    assert_close(stepped_logits(index, cache, tokens, question=9), plain_logits_after(index, tokens), 1e-4)
+    assert_close(stepped_logits(index, cache, tokens, question=240), plain_logits_after(index, tokens), 1e-4)
     layer = cache.stored_layers[0]
     assert layer.exact_rows()[0].shape[1] == index.split.sinks + index.split.tail + 300
 

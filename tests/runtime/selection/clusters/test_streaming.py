@@ -235,7 +235,7 @@ def test_a_question_moves_nothing_before_the_first_step_of_its_answer() -> None:
 @pytest.mark.parametrize("rope", [None, ROPES["halves"]], ids=["as attended", "windowed"])
 def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: str, rope: RopeFacts | None) -> None:
     used, fresh = (_decoding(name, budget=Budget(0.1), rope=rope) for _ in range(2))
-    first = used.steps([50, *[1] * 150])
+    first = used.steps([50, *[1] * 70])
     assert used.middle > MIDDLE
     used.sparse.rewind()
     used.new = 0
@@ -246,8 +246,8 @@ def test_a_rewound_layer_holds_exactly_what_is_stored_and_answers_alike(name: st
     assert all(map(torch.equal, used.sparse.exact_rows(), fresh.sparse.exact_rows()))
     assert used.sparse.get_seq_length() == fresh.sparse.get_seq_length()
     assert IndexCache([used.sparse]).kv_fraction() == 0
-    assert all(map(torch.equal, used.steps([50, *[1] * 150]), first))
-    assert all(map(torch.equal, fresh.steps([50, *[1] * 150]), first))
+    assert all(map(torch.equal, used.steps([50, *[1] * 70]), first))
+    assert all(map(torch.equal, fresh.steps([50, *[1] * 70]), first))
 
 
 def test_without_streaming_everything_new_stays_exact() -> None:
