@@ -29,8 +29,8 @@ from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
-    Memory: the model and its cache of N rows during the prefill, then a few layers, which
-    threads read and write; `_read_ahead` of `method_stage` and `ArtifactWriter` say how many.
+    Memory: the model and its cache of N rows during the prefill; then those of its layers that are not yet written, and
+    a few that are read again. `_read_ahead` of `method_stage` and `ArtifactWriter` say how many.
 
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
