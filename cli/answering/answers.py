@@ -10,7 +10,7 @@ from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 
 AT_ONCE = 16
-"""How many questions `--batch-size auto` answers at once on a CPU; on a GPU, where such steps are not captured, one."""
+"""How many questions `--batch-size auto` answers at once on a CPU; on a GPU, where that has yet to be measured, one."""
 
 
 def parse_batch_size(text: str) -> int | None:

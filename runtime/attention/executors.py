@@ -135,7 +135,7 @@ class InPlaceExecutor(Executor):
             fetched = self.gather.fetch(selection, step.query.device)
             return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read, per_count)
         exact, scored = (step.keys, step.values), _scored(selection, step)
-        runs = _runs(rows, selection.rows)
+        runs = in_place_runs(rows, selection.rows)
         output = decode_attention(step.query[:, :, 0], runs, exact, scored, *step.how, exact_count=count)
         return Attended(output[:, :, None], selection.rows_read(), per_count)
 
@@ -161,7 +161,7 @@ class FusedExecutor(Executor):
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
 
-def _runs(rows: Pair, chosen: RowSet) -> RunRows:
+def in_place_runs(rows: Pair, chosen: RowSet) -> RunRows:
     """One query's chosen rows, as references into keys and values [Hk, M, D] in place."""
     if chosen.indices is not None:
         # None where every slot is used: kernels then need not read the count.

@@ -7,8 +7,11 @@ import torch
 
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
+from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.attention.executors import in_place_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.attention.step import How, Step
 from sparsekv.runtime.cache.dense_layer import DenseLayer
@@ -18,7 +21,7 @@ from sparsekv.runtime.selection.capabilities import ObservesQuestion
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.residual import ResidualSelector
-from sparsekv.runtime.selection.selection import Selection, single_rows
+from sparsekv.runtime.selection.selection import CentroidSegment, Selection, single_rows
 from sparsekv.runtime.selection.union import unite
 
 
@@ -54,6 +57,8 @@ class PackedSparse(PackedLayer):
         super().__init__(layer, slots)
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.asked: dict[int, Selector] = {}
+        # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
+        self.in_place = layer.exact[0].is_cuda and layer.plan.middle.in_place() is not None
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         plan, keys = self.plan, self.exact[0]
@@ -61,9 +66,14 @@ class PackedSparse(PackedLayer):
         positions = self.tokens + step.rows[step.single]
         beside = partial(_exact_logsumexp, grouped, keys, own, how)
         queries = Queries(grouped, lambda: positions, beside, joint=False).to(plan.gather.search_device)
-        chosen = unite(self._select(queries, step), plan.selector, plan.middle.used)
-        found = plan.gather.fetch(chosen, call.query.device)
-        plan.read.add(found.rows_read, plan.middle.used)
+        each, middle, rows = self._select(queries, step), plan.middle.used, plan.middle.in_place()
+        if self.in_place and rows is not None:
+            chosen = unite(each, plan.selector, middle, middle)
+            plan.read.add(chosen.rows_read(), middle)
+            scored = [_scored(grouped, part, how) for part in chosen.attended_segments()]
+            return shared_decode(grouped, in_place_runs(rows, chosen.rows), self.exact, scored, own, *how).flatten(0, 1)
+        found = plan.gather.fetch(unite(each, plan.selector, middle), call.query.device)
+        plan.read.add(found.rows_read, middle)
         shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
         return shared_attention(grouped, shared, own, *how).flatten(0, 1)
 
@@ -97,6 +107,12 @@ class PackedSparse(PackedLayer):
         each = [self.asked.get(slot, self.plan.selector).select(queries, self.plan.budget) for slot in slots]
         rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
         return Selection(single_rows(rows), each[0].cost, each[0].rest)
+
+
+def _scored(query: torch.Tensor, part: CentroidSegment, how: How) -> ScoredCentroids:
+    """Centroids with the logits [Hk, B G, C] of all queries [Hk, G, B, D], sequence by sequence."""
+    logits = attention_logits(query, part.keys, *how[:2]).transpose(1, 2).flatten(1, 2)
+    return ScoredCentroids(logits, part.log_counts[:, 0], part.values)
 
 
 def _observes(selector: Selector) -> bool:

@@ -1,12 +1,15 @@
 """The KV cache of many sequences over one stored context, whose tokens go through the model in one row."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from transformers import Cache
 
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.read_rows import ReadRows
 from sparsekv.runtime.cache.slots import PackedStep, Piece, SlotRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 
@@ -48,12 +51,36 @@ class PackedCache(Cache):
 
     def __init__(self, stored: list[StoredLayer], packed: list[PackedLayer]):
         super().__init__(layers=list(stored))
-        self.packed = packed
+        self.stored, self.packed = stored, packed
         self.step: PackedStep | None = None
 
     def begin(self, step: PackedStep) -> None:
         """Say whose tokens the next forward pass has."""
         self.step = step
+
+    def reserve(self, longest: int) -> int:
+        """Make room for so many own rows of each sequence; returns the room there is."""
+        for layer in self.packed:
+            layer.own.reserve(longest)
+        return self.packed[0].own.capacity
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While it lasts, what steps read is counted on the device alone; `advance` counts the rest, once a replay."""
+        for read in self.reads:
+            read.deferred = True
+        yield
+        for read in self.reads:
+            read.deferred = False
+
+    def advance(self) -> None:
+        """Count what a replayed step read, as far as the host knows it."""
+        for read in self.reads:
+            read.advance()
+
+    @property
+    def reads(self) -> list[ReadRows]:
+        return [layer.read for layer in self.stored if layer.read is not None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object

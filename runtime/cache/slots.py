@@ -50,10 +50,18 @@ class SlotRows:
         # Zeros, because masked rows must still be finite numbers.
         self.keys, self.values = (rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like)
 
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def reserve(self, longest: int) -> None:
+        """Make room for so many rows of each sequence."""
+        if longest > self.capacity:
+            self.keys, self.values = (_grown(rows, longest) for rows in (self.keys, self.values))
+
     def write(self, keys: torch.Tensor, values: torch.Tensor, step: PackedStep) -> None:
         """Store the step's rows [Hk, T, D]."""
-        if step.longest > self.keys.shape[2]:
-            self.keys, self.values = (_grown(rows, step.longest) for rows in (self.keys, self.values))
+        self.reserve(step.longest)
         self.keys[step.slots, :, step.rows] = keys.transpose(0, 1)
         self.values[step.slots, :, step.rows] = values.transpose(0, 1)
 

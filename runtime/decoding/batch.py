@@ -24,6 +24,7 @@ from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.union import can_unite
 
@@ -96,6 +97,8 @@ class Batch:
     def __init__(self, index: OpenIndex, cache: IndexCache, sampling: Sampling, slots: int):
         self.index, self.cache, self.sampling, self.slots = index, cache, sampling, slots
         self.packed = pack(cache, slots)
+        on_gpu = index.model.device.type == "cuda"
+        self.shared = SharedStep(index.model, self.packed, index.split.tokens, slots, capture=on_gpu)
         self.active: dict[int, _Sequence] = {}
         ends = index.model.generation_config.eos_token_id
         self.ends = {ends} if isinstance(ends, int) else set(ends or ())
@@ -141,6 +144,15 @@ class Batch:
         """The next token of each sequence, by its slot."""
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
+        if all(len(tokens) == 1 for tokens in fed):
+            used = [self.active[slot].used for slot in slots]
+            logits = self.shared([tokens[0] for tokens in fed], slots, used)
+        else:
+            logits = self._begin(slots, fed)
+        return list(zip(slots, self._choose(logits, slots), strict=True))
+
+    def _begin(self, slots: list[int], fed: list[list[int]]) -> torch.Tensor:
+        """Logits [B, V] of a step in which some questions begin."""
         device, lengths = self.index.model.device, [len(tokens) for tokens in fed]
         ends = torch.tensor(lengths).cumsum(0)
         firsts = (ends - torch.tensor(lengths)).tolist()
@@ -154,14 +166,14 @@ class Batch:
             longest=max(start + length for start, length in zip(used, lengths, strict=True)),
         )
         self.packed.begin(step)
-        logits = self.index.model(
+        logits: torch.Tensor = self.index.model(
             input_ids=torch.tensor([list(chain.from_iterable(fed))], device=device),
             position_ids=(self.index.split.tokens + step.rows)[None],
             past_key_values=self.packed,
             use_cache=True,
             logits_to_keep=(ends - 1).to(device),
         ).logits[0]
-        return list(zip(slots, self._choose(logits, slots), strict=True))
+        return logits
 
     def _choose(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         """The next token of each sequence by its logits [B, V]."""

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowIndices, RowSet, Selection
 
 
 @runtime_checkable
@@ -27,23 +27,24 @@ def can_unite(method: Method, selector: Selector) -> bool:
     return isinstance(selector, RepresentsRest) or not method.replaces()
 
 
-def unite(selection: Selection, selector: Selector, middle: int) -> Selection:
+def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """One selection for all queries of a selection; the same where these share one already.
 
     Its cost counts what all queries read in the index once, where that is a number, and otherwise adds up what each
-    reads: an upper bound, because two of them may read the same. One sync.
+    reads: an upper bound, because two of them may read the same.
 
     Args:
         selector: the one that made it; it must be `RepresentsRest` where centroids are attended.
         middle: M.
+        capacity: of the rows; None: as many as there are, for which it syncs.
     """
     chosen = chosen_rows(selection.rows, middle)
-    counts, place = chosen.sum(-1), chosen.cumsum(-1) - 1
-    most = max(1, int(counts.max()))
-    rows = torch.zeros(len(chosen), most + 1, dtype=torch.int64, device=chosen.device)
-    everywhere = torch.arange(middle, device=chosen.device).expand_as(chosen)
+    used, place = chosen.sum(-1, dtype=torch.int32), chosen.cumsum(-1) - 1
+    most = max(1, int(used.max())) if capacity is None else capacity
+    rows = torch.zeros(len(chosen), most + 1, dtype=torch.int32, device=chosen.device)
+    everywhere = torch.arange(middle, dtype=torch.int32, device=chosen.device).expand_as(chosen)
     rows.scatter_(1, torch.where(chosen, place, most), everywhere)
-    valid = torch.arange(most, device=chosen.device) < counts[:, None]
+    valid = torch.arange(most, device=chosen.device) < used[:, None]
     read, rest = selection.cost.index_rows, None
     if isinstance(read, torch.Tensor):
         read = read.expand(len(chosen), -1).sum(1, keepdim=True)
@@ -52,7 +53,7 @@ def unite(selection: Selection, selector: Selector, middle: int) -> Selection:
         rest = selector.rest_of(chosen)
     return replace(
         selection,
-        rows=RowSet(rows[:, None, :most], valid.long()[:, None], most),
+        rows=RowSet(rows[:, None, :most], valid.long()[:, None], most, indices=RowIndices(rows, used, None)),
         cost=Cost(read, selection.cost.per_count),
         rest=rest,
     )

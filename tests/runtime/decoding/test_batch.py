@@ -12,6 +12,7 @@ from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.packed_layers import PackedSparse
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
@@ -124,6 +125,24 @@ def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str
     ]
     first, second = (ids(together(full_index, cache, asked, 4)) for cache in caches)
     assert first == second
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
+def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
+    full_index: OpenIndex, name: str, residual: bool
+) -> None:
+    """As a GPU's kernels read them; here the same calls in plain torch."""
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.2), residual=residual)
+    copied, in_place = (Batch(full_index, cache, GREEDY, 4) for _ in range(2))
+    for layer in in_place.packed.packed:
+        assert isinstance(layer, PackedSparse)
+        assert not layer.in_place
+        layer.in_place = True
+    first, second = (dict(batch.answers(asked)) for batch in (copied, in_place))
+    assert {number: one.ids for number, one in second.items()} == {number: one.ids for number, one in first.items()}
+    assert [second[n].kv_fraction for n in first] == pytest.approx([one.kv_fraction for one in first.values()])
 
 
 def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
