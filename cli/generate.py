@@ -12,7 +12,7 @@ from sparsekv.cli.answering.answers import batch_answers, choose_batch_size, par
 from sparsekv.cli.answering.batch import encode_questions, read_questions
 from sparsekv.cli.answering.compiling import compile_for
 from sparsekv.cli.answering.options import BatchSizeOption, CompileOption, ResumeOption
-from sparsekv.cli.answering.output import Output, identity
+from sparsekv.cli.answering.output import Output, identity, settings_of
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
@@ -214,8 +214,10 @@ def generate(
     questions = read_questions(prompt, prompt_file, batch_file)
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
-    resumed = None if resume is None else AnswersFile(resume, questions, identity(setting))
+    decided = identity(setting), settings_of(setting, sampling, artifact)
+    resumed = None if resume is None else AnswersFile(resume, questions, *decided)
     done = [] if resumed is None else resumed.begin()
+    note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)
     if len(done) == len(questions):
         return say("\n".join(done))
     started, loading = time.perf_counter(), list[float]()
@@ -242,6 +244,7 @@ def generate(
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
             tell("answers", number, len(questions))
+    output.total()
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)

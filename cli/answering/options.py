@@ -21,7 +21,8 @@ ResumeOption = Annotated[
     typer.Option(
         metavar="FILE.jsonl",
         help="With --batch-file and --json: answers that are in this file are printed and not asked for again; new "
-        "ones are added to it.",
+        "ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of the same "
+        "index and with the same settings.",
     ),
 ]
 CompileOption = Annotated[

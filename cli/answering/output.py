@@ -1,17 +1,19 @@
 """Print answers: as they stream, one a line, or as JSON."""
 
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparsekv.cli.answering.resuming import AnswersFile
-from sparsekv.cli.common.console import say
+from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.stats import print_stats
-from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.setting import Setting
 
 
-@dataclass(frozen=True)
+@dataclass
 class Output:
     """How the answers of a call are printed.
 
@@ -25,6 +27,9 @@ class Output:
     measured: bool
     stats: bool
     resumed: AnswersFile | None = None
+    answers: int = 0
+    tokens: int = 0
+    began: float = field(default_factory=time.perf_counter)
 
     def piece(self, text: str) -> None:
         """Print a piece of a streamed answer."""
@@ -39,6 +44,7 @@ class Output:
         if self.resumed is not None:
             self.resumed.add(line)
         say("" if self.streamed else line)
+        self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
             print_stats(answer)
 
@@ -46,9 +52,27 @@ class Output:
         """An answer as a JSON object, with the same keys for every question of a call."""
         left_out = {"ids"} if self.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-        return {"question": question, **kept, **identity(self.setting)}
+        resumable = {} if self.resumed is None else {"settings": self.resumed.settings}
+        return {"question": question, **kept, **identity(self.setting), **resumable}
+
+    def total(self) -> None:
+        """Print how fast several questions were answered, if times are asked for."""
+        seconds = time.perf_counter() - self.began
+        all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"
+        note(f"{self.answers} questions: {all_in_all}", quiet=not self.stats or self.answers < 2)
 
 
 def identity(setting: Setting) -> dict[str, Any]:
     """What a record says of the setting."""
     return {"method": setting.form.name, "budget": setting.budget.value}
+
+
+def settings_of(setting: Setting, sampling: Sampling, artifact: Artifact) -> dict[str, Any]:
+    """What else decides an answer, as a file to resume holds it."""
+    parameters = {name: str(value) for name, value in asdict(setting.form.method).items()}
+    return {
+        "index": artifact.manifest.uuid,
+        "residual": setting.form.residual,
+        **asdict(sampling),
+        "parameters": parameters,
+    }

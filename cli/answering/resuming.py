@@ -14,13 +14,14 @@ class AnswersFile:
     Args:
         questions: of the batch, blank ones too.
         setting: fields that every line must have, such as the method.
+        settings: what its `settings` must hold.
 
     Raises:
         UsageError: it cannot be read, or a line answers another question or is of another setting.
     """
 
-    def __init__(self, file: Path, questions: Sequence[str], setting: dict[str, Any]):
-        self.file = file
+    def __init__(self, file: Path, questions: Sequence[str], setting: dict[str, Any], settings: dict[str, Any]):
+        self.file, self.settings = file, settings
         try:
             content = file.read_bytes() if file.exists() else b""
         except OSError as error:
@@ -46,10 +47,12 @@ class AnswersFile:
             ) from None
         if number > len(questions) or question != questions[number - 1]:
             raise UsageError(f"--resume {self.file}: line {number} answers another question; name another file")
-        for name, value in setting.items():
-            if record.get(name) != value:
+        held = record.get("settings")
+        found = record | (held if isinstance(held, dict) else {})
+        for name, value in (setting | self.settings).items():
+            if found.get(name) != value:
                 raise UsageError(
-                    f"--resume {self.file}: line {number} was answered with {name} {record.get(name)}, not {value}; "
+                    f"--resume {self.file}: line {number} was answered with {name} {found.get(name)}, not {value}; "
                     "name another file"
                 )
 

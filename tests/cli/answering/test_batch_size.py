@@ -1,6 +1,7 @@
 """`generate --batch-size` and `--resume`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
     assert refused.code == 2
     assert f"--resume answers.jsonl: {says}" in refused.stderr
     assert Path("answers.jsonl").read_text() == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (("--max-new-tokens", "3"), "line 1 was answered with max_new_tokens "),
+        (("--temperature", "0.9"), "line 1 was answered with temperature 0.0, not 0.9"),
+        (("--residual",), "line 1 was answered with residual False, not True"),
+        (("--seed", "5"), "line 1 was answered with seed 0, not 5"),
+    ],
+)
+def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: str) -> None:
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl").code == 0
+    lines = Path("answers.jsonl").read_text().splitlines(keepends=True)
+    Path("answers.jsonl").write_text(lines[0])
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl", *other)
+    assert refused.code == 2
+    assert says in refused.stderr
+    assert Path("answers.jsonl").read_text() == lines[0]
+
+
+def test_what_is_there_already_is_told() -> None:
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl").code == 0
+    again = run_here(*[one for one in ASK if one != "-q"], "--json", "--resume", "answers.jsonl")
+    assert f"{len(QUESTIONS)} of {len(QUESTIONS)} answers are in answers.jsonl" in again.stderr
+
+
+def test_several_questions_times_are_told_together() -> None:
+    told = run_here(*[one for one in ASK if one != "-q"], "--stats").stderr
+    assert re.search(rf"^{len(QUESTIONS)} questions: \d+ tokens in [\d.]+ s, [\d.]+ a second in all$", told, re.M), told
 
 
 def test_resuming_is_for_lines_of_json() -> None:
