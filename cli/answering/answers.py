@@ -22,7 +22,7 @@ def parse_batch_size(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--batch-size {text}: give auto, or a number of at least 1")
+        raise UsageError(f"--batch-size {text}: give auto, or a whole number of at least 1")
     return int(text)
 
 

@@ -31,6 +31,6 @@ CompileOption = Annotated[
         "--compile",
         metavar="auto|on|off",
         help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later by "
-        f"some ten seconds. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
+        f"ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
     ),
 ]

@@ -23,7 +23,7 @@ def _number(value: float | None) -> str:
 def best_line(best: RecallRow | None, within: float) -> str:
     """The row of lowest error that reads at most `within`, as a sentence."""
     if best is None:
-        return f"Nothing here reads as little as {within:g} of the document's keys and values."
+        return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (
         f"Lowest error at KV read up to {within:g}: {best.method} {best.variant}".rstrip()
         + f" at {Budget(best.budget)}, error {best.output_error:.4f}, recall {best.recall:.3f}."

@@ -42,7 +42,7 @@ def test_questions_share_what_a_step_reads() -> None:
 def test_a_size_that_there_is_not(size: str) -> None:
     refused = run_here(*ASK, "--batch-size", size)
     assert refused.code == 2
-    assert f"--batch-size {size}: give auto, or a number of at least 1" in refused.stderr
+    assert f"--batch-size {size}: give auto, or a whole number of at least 1" in refused.stderr
 
 
 def test_what_cannot_be_shared_is_answered_one_by_one_or_refused() -> None:
