@@ -214,14 +214,13 @@ def generate(
     questions = read_questions(prompt, prompt_file, batch_file)
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
-    decided = identity(setting), settings_of(setting, sampling, artifact)
-    resumed = None if resume is None else AnswersFile(resume, questions, *decided)
+    settings = settings_of(setting, sampling, artifact)
+    resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
     done = [] if resumed is None else resumed.begin()
     note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)
     if len(done) == len(questions):
         return say("\n".join(done))
-    started, loading = time.perf_counter(), list[float]()
-    hold = placement == "device"
+    started, loading, hold = time.perf_counter(), list[float](), placement == "device"
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append)
     asker = Asker.open(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
@@ -233,7 +232,8 @@ def generate(
     size = choose_batch_size(wanted_size, asker, len(questions))
     compile_for(asker, compiled, size, len(questions) * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
-    output = Output(setting, as_json, not (batch_file or as_json), measured, stats and not quiet, resumed)
+    told = (stats and not quiet, resumed, settings if batch_file else {})
+    output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
     for line in done:
         say(line)
     if batch_file is None:

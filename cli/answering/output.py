@@ -19,6 +19,7 @@ class Output:
 
     as_json: an object a line. streamed: the answer's text was printed as it came. measured: what each layer leaves is
     known. stats: print times too, to stderr. resumed: the file that takes each line, too.
+    settings: what a line of a batch has, so that it can be resumed.
     """
 
     setting: Setting
@@ -27,6 +28,7 @@ class Output:
     measured: bool
     stats: bool
     resumed: AnswersFile | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
     answers: int = 0
     tokens: int = 0
     began: float = field(default_factory=time.perf_counter)
@@ -52,8 +54,8 @@ class Output:
         """An answer as a JSON object, with the same keys for every question of a call."""
         left_out = {"ids"} if self.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-        resumable = {} if self.resumed is None else {"settings": self.resumed.settings}
-        return {"question": question, **kept, **identity(self.setting), **resumable}
+        settings = {"settings": self.settings} if self.settings else {}
+        return {"question": question, **kept, **identity(self.setting), **settings}
 
     def total(self) -> None:
         """Print how fast several questions were answered, if times are asked for."""
