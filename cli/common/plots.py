@@ -67,14 +67,19 @@ def _log_scale(axis: Axes) -> None:
 
 def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
     lines: dict[str, list[RecallRow]] = {}
-    for row in report.by():
-        lines.setdefault(row.name, []).append(row)
+    averaged = report.by()
+    sharing = len({row.together for row in averaged}) > 1
+    for row in averaged:
+        lines.setdefault(_form_and_budget(row) if sharing else row.name, []).append(row)
     colours = plt.get_cmap("tab10")
     for number, (name, rows) in enumerate(lines.items()):
         rows = sorted(rows, key=lambda row: row.kv_fraction)
         x, y = [row.kv_fraction for row in rows], [getattr(row, measure) for row in rows]
         axis.plot(x, y, marker=MARKERS[number % len(MARKERS)], color=colours(number % 10), label=name, alpha=0.85)
-    axis.set_xlabel("keys and values read, as a share of dense attention's")
+        for row, place in zip(rows, zip(x, y, strict=True), strict=True) if sharing else ():
+            axis.annotate(str(row.together), place, xytext=(4, 4), textcoords="offset points", fontsize="small")
+    whose = ", once for as many queries as a point says" if sharing else ""
+    axis.set_xlabel(f"keys and values read, as a share of dense attention's{whose}")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
 
@@ -93,7 +98,8 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
     _by_layer(figure, axis, recall, layers)
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
     axis.set_xlabel("KV head")
-    axis.set_title(f"recall of {shown.name} at {shown.budget_tokens:,} tokens", fontsize="medium")
+    one = " of 1 query" if any(row.together > 1 for row in report.rows) and shown.together == 1 else ""
+    axis.set_title(f"recall of {shown.name} at {shown.budget_tokens:,} tokens{one}", fontsize="medium")
 
 
 def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
@@ -103,6 +109,10 @@ def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int])
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axis.set_ylabel("layer")
     figure.colorbar(image, ax=axis)
+
+
+def _form_and_budget(row: RecallRow) -> str:
+    return " ".join(part for part in (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if part)
 
 
 def _line(row: RecallRow) -> tuple[Any, ...]:

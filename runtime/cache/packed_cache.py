@@ -69,9 +69,11 @@ class PackedCache(Cache):
         """While it lasts, what steps read is counted on the device alone; `advance` counts the rest, once a replay."""
         for read in self.reads:
             read.deferred = True
-        yield
-        for read in self.reads:
-            read.deferred = False
+        try:
+            yield
+        finally:
+            for read in self.reads:
+                read.deferred = False
 
     def advance(self) -> None:
         """Count what a replayed step read, as far as the host knows it."""
