@@ -78,7 +78,7 @@ def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
         axis.plot(x, y, marker=MARKERS[number % len(MARKERS)], color=colours(number % 10), label=name, alpha=0.85)
         for row, place in zip(rows, zip(x, y, strict=True), strict=True) if sharing else ():
             axis.annotate(str(row.together), place, xytext=(4, 4), textcoords="offset points", fontsize="small")
-    whose = ", once for as many queries as a point says" if sharing else ""
+    whose = "\nonce for the number of queries beside each point" if sharing else ""
     axis.set_xlabel(f"keys and values read, as a share of dense attention's{whose}")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
@@ -98,7 +98,7 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
     _by_layer(figure, axis, recall, layers)
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
     axis.set_xlabel("KV head")
-    one = " of 1 query" if any(row.together > 1 for row in report.rows) and shown.together == 1 else ""
+    one = ", one query alone" if any(row.together > 1 for row in report.rows) and shown.together == 1 else ""
     axis.set_title(f"recall of {shown.name} at {shown.budget_tokens:,} tokens{one}", fontsize="medium")
 
 
