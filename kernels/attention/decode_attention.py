@@ -18,7 +18,6 @@ def decode_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
-    logsumexp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One softmax over chosen runs, exact rows and centroids that represent rows.
 
@@ -31,8 +30,6 @@ def decode_attention(
         stand_ins: centroids; on a GPU at most one of these may have `rows`. Heads of values need not be contiguous.
         sink_logits: [H, G] learned logits that take part in the softmax and carry no value.
         exact_count: [1] int32 on the query's device, how many of the E exact rows are valid; None: all.
-        logsumexp: [H, G] float32 contiguous, to which the log-sum-exp of all logits is written; -inf where there is
-            nothing to attend to, and the output is then not a number.
 
     Returns:
         [H, G, D] in the query's dtype.
@@ -42,11 +39,9 @@ def decode_attention(
 
         with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
             return decode_attention_triton(
-                query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count, logsumexp
+                query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count
             )
-    return decode_attention_reference(
-        query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count, logsumexp
-    )
+    return decode_attention_reference(query, runs, exact, stand_ins, softmax_scale, softcap, sink_logits, exact_count)
 
 
 def decode_attention_reference(
@@ -58,7 +53,6 @@ def decode_attention_reference(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
-    logsumexp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain torch: gathers the rows."""
     lengths = _single_rows(runs) if runs.ends is None else lengths_of(runs.ends)
@@ -76,10 +70,7 @@ def decode_attention_reference(
         logits.append(sink_logits.float()[..., None])
     wide = torch.promote_types(query.dtype, torch.float32)
     all_values = torch.cat([values, exact[1], *stood], 1).to(wide)
-    joined = torch.cat(logits, -1)
-    if logsumexp is not None:
-        logsumexp.copy_(joined.logsumexp(-1))
-    weights = joined.softmax(-1)[..., : all_values.shape[1]]
+    weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
     return (weights.to(all_values.dtype) @ all_values).to(query.dtype)
 
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.run_rows_triton import list_rows
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
     aligned,
     capped,
@@ -160,9 +160,8 @@ def _partial_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
-    peaks, totals, outputs, sink_logits, merged, logsumexp, splits,
-    HAS_SINKS: tl.constexpr, HAS_LOGSUMEXP: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    peaks, totals, outputs, sink_logits, merged, splits,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(EARLY)
@@ -176,16 +175,12 @@ def _merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sink_logits + head * G + g).to(tl.float32)
         peak = tl.maximum(peak, sink)
-    if HAS_LOGSUMEXP:  # there may be nothing to attend to
-        peak = tl.where(peak == -float("inf"), 0.0, peak)
     weights = tl.exp(part_peak - peak)
     total = tl.sum(part_total * weights, 0)
     if HAS_SINKS:
         total += tl.exp(sink - peak)
     output = tl.sum(part * weights[:, None], 0) / total
     tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
-    if HAS_LOGSUMEXP:
-        tl.store(logsumexp + head * G + g, tl.where(total > 0, peak + tl.log(total), -float("inf")))
 
 
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -227,7 +222,6 @@ def decode_attention_triton(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
-    logsumexp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` on a GPU. Allocates float32 outputs [H, programs, G, D], about four programs an SM, and the
     row indices of runs [H, capacity] int32."""
@@ -271,9 +265,8 @@ def decode_attention_triton(
         ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
-        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged,
-        peaks if logsumexp is None else logsumexp, programs,
-        HAS_SINKS=sink_logits is not None, HAS_LOGSUMEXP=logsumexp is not None,
-        G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4, **early,
+        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
+        HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
+        **early,
     )  # fmt: skip
     return merged

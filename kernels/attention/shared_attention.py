@@ -14,25 +14,30 @@ from sparsekv.kernels.scores.logits import attention_logits
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Keys and values [B, Hk, T, D] of B sequences; the rows from first [B] to used [B] are attended."""
+    """Keys and values [S, Hk, T, D] of S sequences, a head's rows contiguous; and T' tokens that attend to them: the
+    sequence `slots` [T'] int64 of each, and the rows that it sees, from first [T'] up to used [T'] int64."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    slots: torch.Tensor
     first: torch.Tensor
     used: torch.Tensor
 
     @property
     def seen(self) -> torch.Tensor:
-        """[B, T] bool."""
+        """[T', T] bool."""
         rows = torch.arange(self.keys.shape[2], device=self.used.device)
         return (rows >= self.first[:, None]) & (rows < self.used[:, None])
 
 
 def own_logits(query: torch.Tensor, own: OwnRows, softmax_scale: float, softcap: float | None) -> torch.Tensor:
-    """Logits [Hk, G, B, T] float32 of each sequence's query [Hk, G, B, D] on its own rows; -inf for the others."""
+    """Logits [Hk, G, B, T] float32 of each token's query [Hk, G, B, D] on its own rows; -inf for the others.
+
+    Copies the rows.
+    """
     Hk, G, B, _ = query.shape
     each = query.permute(2, 0, 1, 3).flatten(0, 1)[:, :, None]
-    logits = attention_logits(each, own.keys.flatten(0, 1), softmax_scale, softcap)
+    logits = attention_logits(each, own.keys[own.slots].flatten(0, 1), softmax_scale, softcap)
     seen = own.seen[:, None, None].expand(-1, Hk, G, -1)
     return logits.view(B, Hk, G, -1).masked_fill(~seen, -torch.inf).permute(1, 2, 0, 3)
 
@@ -45,7 +50,7 @@ def shared_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query a sequence, one softmax over the shared segments and the sequence's own rows, in float32.
+    """One softmax for each query, over the shared segments and the rows of its own sequence, in float32.
 
     Args:
         query: [Hk, G, B, D].
@@ -62,4 +67,4 @@ def shared_attention(
     sizes = [sum(part.shape[-1] for part in logits[: len(shared)]), own.keys.shape[2]]
     everyones, each = weights[..., : sizes[0]], weights[..., sizes[0] : sum(sizes)]
     output = weigh(everyones.flatten(1, 2), [segment.values for segment in shared]).view(*query.shape[:3], -1)
-    return output + torch.einsum("hgbt,bhtd->hgbd", each, own.values.to(query.dtype))
+    return output + torch.einsum("hgbt,bhtd->hgbd", each, own.values[own.slots].to(query.dtype))

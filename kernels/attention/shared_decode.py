@@ -1,20 +1,13 @@
-"""One decode step of several sequences over one document: a few kernels read what is shared once, and in place.
-
-Attention to what is shared and to each sequence's own rows are two softmaxes, merged by their log-sum-exps, as in
-RelayAttention (arXiv 2402.14808) and Hydragen (arXiv 2402.05099).
-"""
+"""Attention of several sequences over one document by kernels that read what is shared once, and in place."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.attention import weigh
+from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
-
-QUERY_NUMBERS = 8192
-"""Numbers of all queries that a program holds at once: 64 rows of 128, beside their outputs in registers."""
+from sparsekv.kernels.scores.logits import attention_logits
 
 
 def shared_decode(
@@ -27,75 +20,63 @@ def shared_decode(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One softmax for each query, over shared runs, exact rows and centroids, and over its sequence's own rows.
+    """One softmax for each query, over shared runs, exact rows and centroids, and over the rows of its own sequence.
+
+    On a GPU three launches, no synchronisation, and no shapes that depend on data.
 
     Args:
-        query: [Hk, G, B, D], one query a sequence.
-        exact: keys and values [Hk, E, D] that all attend to.
-        stand_ins: centroids that all attend to, with logits [Hk, B G, C] of all queries, sequence by sequence.
-        own: of the B sequences.
+        query: [Hk, G, B, D] of B tokens.
+        runs: single rows.
+        exact: keys and values [Hk, E, D] that all attend to; a head's rows are contiguous, heads need not be.
+        stand_ins: at most one set of centroids, without `rows`, with logits [Hk, B G, C], token by token.
+        own: rows that each of the B tokens attends to alone.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:
-        [Hk, G, B, D] in the query's dtype. No synchronisation, no shapes that depend on data.
+        [Hk, G, B, D] in the query's dtype.
     """
-    Hk, G, B, D = query.shape
-    rows = query.permute(0, 2, 1, 3).reshape(Hk, B * G, D)
-    sinks = None if sink_logits is None else sink_logits.float().repeat(1, B)
-    output, total = _shared_attention(rows, G, runs, exact, stand_ins, softmax_scale, softcap, sinks)
-    output, total = output.view(Hk, B, G, D), total.view(Hk, B, G)
-    each, each_total = _own_attention(query, own, softmax_scale, softcap)
-    highest = torch.maximum(total, each_total)
-    weights = [(one - highest).exp()[..., None] for one in (total, each_total)]
-    # Where nothing is shared, its output is not a number.
-    everyones = torch.where(weights[0] > 0, output, 0.0)
-    merged = (everyones * weights[0] + each * weights[1]) / (weights[0] + weights[1])
-    return merged.to(query.dtype).transpose(1, 2)
+    arguments = query, runs, exact, stand_ins, own, softmax_scale, softcap, sink_logits
+    if query.is_cuda:
+        from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
+            return shared_decode_triton(*arguments)
+    return shared_decode_reference(*arguments)
 
 
-def _shared_attention(
-    rows: torch.Tensor,
-    group: int,
+def shared_decode_reference(
+    query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
     stand_ins: Sequence[ScoredCentroids],
+    own: OwnRows,
     softmax_scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [Hk, B G, D] and log-sum-exps [Hk, B G] of all queries, rows [Hk, B G, D], on what is shared."""
-    D = rows.shape[2]
-    most = max(group, QUERY_NUMBERS // (1 << (D - 1).bit_length()) // group * group)
-    outputs, totals = [], []
-    for first in range(0, rows.shape[1], most):
-        part = slice(first, first + most)
-        totals.append(rows.new_empty(*rows[:, part].shape[:2], dtype=torch.float32))
-        outputs.append(
-            decode_attention(
-                rows[:, part].contiguous(),
-                replace(runs, queue=None),
-                exact,
-                [replace(one, logits=one.logits[:, part].contiguous()) for one in stand_ins],
-                softmax_scale,
-                softcap,
-                None if sinks is None else sinks[:, part].contiguous(),
-                logsumexp=totals[-1],
-            )
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`shared_decode` in plain torch: gathers the rows."""
+    (Hk, G, B, D), how = query.shape, (softmax_scale, softcap)
+    rows = runs.starts[:, : runs.capacity].long()
+    used = rows.new_full((Hk,), runs.capacity) if runs.used is None else runs.used
+    valid = torch.arange(rows.shape[1], device=rows.device) < used[:, None]
+    places = torch.where(valid, rows, 0)[..., None].expand(-1, -1, D)
+    keys, values = (held.gather(1, places) for held in (runs.keys, runs.values))
+    chosen = attention_logits(query, keys, *how).masked_fill(~valid[:, None, None], -torch.inf)
+    logits = [chosen, attention_logits(query, exact[0], *how)]
+    for part in stand_ins:
+        scores = (part.logits + part.log_counts[:, None])[..., : part.values.shape[1]]
+        logits.append(scores.view(Hk, B, G, -1).transpose(1, 2))
+    everyones = torch.cat([values, exact[1], *(part.values for part in stand_ins)], 1)
+    logits.append(own_logits(query, own, *how))
+    if sink_logits is not None:
+        logits.append(sink_logits.float()[:, :, None, None].expand(Hk, G, B, 1))
+    shared, each = (
+        torch.cat(logits, -1)
+        .softmax(-1)
+        .split_with_sizes(
+            [everyones.shape[1], logits[-1].shape[-1] if sink_logits is None else own.keys.shape[2] + 1], -1
         )
-    return torch.cat(outputs, 1), torch.cat(totals, 1)
-
-
-def _own_attention(
-    query: torch.Tensor, own: OwnRows, softmax_scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [Hk, B, G, D] and log-sum-exps [Hk, B, G] of each sequence's query [Hk, G, B, D] on its own rows."""
-    Hk, G, B, D = query.shape
-    each = query.permute(2, 0, 1, 3).reshape(B * Hk, G, D)
-    keys, values = own.keys.flatten(0, 1), own.values.flatten(0, 1)
-    starts, ends = (
-        count.repeat_interleave(Hk)[:, None].to(torch.int32).contiguous() for count in (own.first, own.used - own.first)
     )
-    total = query.new_empty(B * Hk, G, dtype=torch.float32)
-    runs, nothing = RunRows(keys, values, starts, ends, keys.shape[1]), (keys[:, :0], values[:, :0])
-    output = decode_attention(each, runs, nothing, (), softmax_scale, softcap, logsumexp=total)
-    return output.view(B, Hk, G, D).transpose(0, 1), total.view(B, Hk, G).transpose(0, 1)
+    each = each[..., : own.keys.shape[2]]
+    output = weigh(shared.flatten(1, 2).to(query.dtype), [everyones]).view(Hk, G, B, -1)
+    return output + torch.einsum("hgbt,bhtd->hgbd", each.to(query.dtype), own.values[own.slots].to(query.dtype))

@@ -75,19 +75,19 @@ def _scored(
 def _best(
     logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, budget: int
 ) -> ClusterChoice:
-    order = _ranked(scores, budget)
+    order = ranked(scores, budget)
     taken = fill_budget(counts.gather(-1, order).int(), budget).int()
     lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
-    return _choice(logits, lengths, counts - lengths, starts, budget)
+    return choice_of(logits, lengths, counts - lengths, starts, budget)
 
 
-def _ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
+def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
     """Indices [H, C] of clusters by rank, highest first."""
     ranks = (scores.view(torch.int32) >> (23 - bits)) - least_rank(budget, bits)
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)
 
 
-def _choice(
+def choice_of(
     logits: torch.Tensor, lengths: torch.Tensor, left: torch.Tensor, starts: torch.Tensor, slots: int
 ) -> ClusterChoice:
     """The choice with its rows, in the order of the clusters; at most `slots` of them."""
@@ -138,14 +138,14 @@ def open_clusters_reference(
 ) -> ClusterChoice:
     """`open_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
-    order = _ranked(scores, budget, OPENED_BITS)
+    order = ranked(scores, budget, OPENED_BITS)
     opened = until_enough(counts.gather(-1, order), children.numbers.gather(-1, order), wanted, budget)
     opened = torch.zeros_like(opened).scatter_(-1, order, opened)
     lengths = (children.numbers * opened).int()
-    return _seen(_choice(logits, lengths, counts * ~opened, children.first, children.slots), children.seen)
+    return count_seen(choice_of(logits, lengths, counts * ~opened, children.first, children.slots), children.seen)
 
 
-def _seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
+def count_seen(choice: ClusterChoice, seen: torch.Tensor | None) -> ClusterChoice:
     if seen is not None:
         seen += choice.used
     return choice
@@ -195,7 +195,7 @@ def keep_clusters_reference(
     """`keep_clusters` in plain torch."""
     logits, scores = _scored(query, centroids, counts, softmax_scale, softcap)
     lengths = (counts * (scores >= threshold)).int()
-    return _seen(_choice(logits, lengths, counts - lengths, starts, most), seen)
+    return count_seen(choice_of(logits, lengths, counts - lengths, starts, most), seen)
 
 
 def choose_listed(

@@ -79,7 +79,7 @@ def _logits_kernel(
     tl.store(totals + place, total, mask=of_group)
 
 
-def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
     """Rows [H, C] or [H, C, D] with contiguous heads, which need not be adjacent; copied if they are not."""
     return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
@@ -90,9 +90,9 @@ def _launch(
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
     """Logits and sums of all clusters, or of the listed ones with the first row of each."""
     (H, G, D), C, device = query.shape, centroids.shape[1], query.device
-    centroids, counts = _side_by_side(centroids.to(query.dtype)), _side_by_side(counts)
+    centroids, counts = side_by_side(centroids.to(query.dtype)), side_by_side(counts)
     clusters, known = (counts, counts) if listed is None else listed
-    first_row = counts if first_row is None else _side_by_side(first_row)
+    first_row = counts if first_row is None else side_by_side(first_row)
     slots = clusters.shape[1]
     tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
     rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2

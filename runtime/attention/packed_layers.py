@@ -8,7 +8,7 @@ import torch
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
 from sparsekv.kernels.attention.shared_decode import shared_decode
-from sparsekv.kernels.attention.types import ScoredCentroids
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.executors import in_place_runs
@@ -17,7 +17,8 @@ from sparsekv.runtime.attention.step import How, Step
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.packed_cache import PackedLayer
 from sparsekv.runtime.cache.slots import PackedStep, Piece
-from sparsekv.runtime.selection.capabilities import ObservesQuestion
+from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.selection.capabilities import ChoosesTogether, ObservesQuestion
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.residual import ResidualSelector
@@ -40,10 +41,12 @@ class PackedDense(PackedLayer):
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         keys, values = self.layer.stored_rows()
         grouped, mask = call.query.unflatten(0, (len(keys), -1)), None
+        own, how = self.own.of_tokens(step, step.single, call.window), _how(call, len(keys))
+        if call.window is None and keys.is_cuda:
+            return shared_decode(grouped, _no_rows(keys), (keys, values), (), own, *how).flatten(0, 1)
         if call.window is not None:
             places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
             mask = self.layer.stored + step.rows[step.single][:, None] - places < call.window
-        own, how = self.own.of_singles(step, call.window), _how(call, len(keys))
         return shared_attention(grouped, [Segment(keys, values, mask)], own, *how).flatten(0, 1)
 
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
@@ -62,16 +65,15 @@ class PackedSparse(PackedLayer):
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         plan, keys = self.plan, self.exact[0]
-        grouped, own, how = call.query.unflatten(0, (len(keys), -1)), self.own.of_singles(step), _how(call, len(keys))
-        positions = self.tokens + step.rows[step.single]
-        beside = partial(_exact_logsumexp, grouped, keys, own, how)
-        queries = Queries(grouped, lambda: positions, beside, joint=False).to(plan.gather.search_device)
+        own, how = self.own.of_tokens(step, step.single), _how(call, len(keys))
+        grouped = call.query.unflatten(0, (len(keys), -1))
+        queries = self._queries(grouped, own, how).to(plan.gather.search_device)
         each, middle, rows = self._select(queries, step), plan.middle.used, plan.middle.in_place()
         if self.in_place and rows is not None:
             chosen = unite(each, plan.selector, middle, middle)
             plan.read.add(chosen.rows_read(), middle)
-            scored = [_scored(grouped, part, how) for part in chosen.attended_segments()]
-            return shared_decode(grouped, in_place_runs(rows, chosen.rows), self.exact, scored, own, *how).flatten(0, 1)
+            runs, scored = in_place_runs(rows, chosen.rows), _scored_rest(grouped, chosen, how)
+            return shared_decode(grouped, runs, self.exact, scored, own, *how).flatten(0, 1)
         found = plan.gather.fetch(unite(each, plan.selector, middle), call.query.device)
         plan.read.add(found.rows_read, middle)
         shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
@@ -99,6 +101,10 @@ class PackedSparse(PackedLayer):
             self.asked[piece.slot] = copy(selector)
         return output
 
+    def _queries(self, grouped: torch.Tensor, own: OwnRows, how: How) -> Queries:
+        positions, beside = self.tokens + own.used - 1, partial(_exact_logsumexp, grouped, self.exact[0], own, how)
+        return Queries(grouped, lambda: positions, beside, joint=False)
+
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
         """The choice of each query for itself; by selectors that observed its question, where there are any."""
         if not _observes(self.plan.selector):
@@ -107,6 +113,49 @@ class PackedSparse(PackedLayer):
         each = [self.asked.get(slot, self.plan.selector).select(queries, self.plan.budget) for slot in slots]
         rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
         return Selection(single_rows(rows), each[0].cost, each[0].rest)
+
+
+class PackedInPlace(PackedSparse):
+    """All tokens of a step, of questions and of answers, attend to what any of the sequences chooses, in place."""
+
+    def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        self.own.write(call.keys, call.values, step)
+        plan, selector, rows = self.plan, self.plan.selector, self.plan.middle.in_place()
+        assert isinstance(selector, ChoosesTogether)
+        assert rows is not None
+        grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
+        own, answers = self.own.of_tokens(step), len(step.single) > 0
+        counter = plan.read.by_kernels if answers else None
+        chosen = selector.choose_together(self._queries(grouped, own, how), step.ends, plan.budget, counter)
+        if answers:
+            plan.read.per_count = chosen.cost.per_count
+            plan.read.add(chosen.rows_read(), plan.middle.used)
+        runs, scored = in_place_runs(rows, chosen.rows), _scored_rest(grouped, chosen, how)
+        return shared_decode(grouped, runs, self.exact, scored, own, *how).flatten(0, 1)
+
+
+def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
+    """A layer of several sequences over what another has stored."""
+    if isinstance(layer, SparseLayer):
+        plan, selector = layer.plan, layer.plan.selector
+        in_place = layer.exact[0].is_cuda and plan.middle.in_place() is not None and plan.own_prefill
+        if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
+            return PackedInPlace(layer, slots)
+        return PackedSparse(layer, slots)
+    assert isinstance(layer, DenseLayer)
+    return PackedDense(layer, slots)
+
+
+def _no_rows(keys: torch.Tensor) -> RunRows:
+    nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
+    return RunRows(keys, keys, nothing, None, 0)
+
+
+def _scored_rest(query: torch.Tensor, chosen: Selection, how: How) -> tuple[ScoredCentroids, ...]:
+    """The centroids that are attended for the rest, with the logits of all queries [Hk, G, B, D]."""
+    if chosen.rest is not None and chosen.rest.in_place is not None:
+        return chosen.rest.in_place
+    return tuple(_scored(query, part, how) for part in chosen.attended_segments())
 
 
 def _scored(query: torch.Tensor, part: CentroidSegment, how: How) -> ScoredCentroids:

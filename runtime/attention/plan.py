@@ -42,7 +42,8 @@ class LayerPlan:
     """One layer's policies and the objects they share.
 
     `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a slot), and
-    `prefill` a question's tokens. `steps_alike`: whether policies and placement allow one captured step to be replayed.
+    `prefill` a question's tokens; `own_prefill`: the selector chooses for these too. `steps_alike`: whether policies
+    and placement allow one captured step to be replayed.
     """
 
     selector: Selector
@@ -56,6 +57,7 @@ class LayerPlan:
     appender: Appender | None
     prefetcher: Prefetcher | None
     meter: MissedMeter | None
+    own_prefill: bool
     steps_alike: bool
     graph: GraphState | None
 
@@ -108,6 +110,7 @@ def plan_layer(
         appender=appender,
         prefetcher=prefetcher,
         meter=options.meter,
+        own_prefill=options.question is None,
         steps_alike=plain and middle.in_place() is not None and appender is None,
         graph=selector if isinstance(selector, GraphState) else None,
     )

@@ -27,13 +27,14 @@ class Piece:
 class PackedStep:
     """The tokens of one forward pass, of all sequences one after another.
 
-    slots, rows [T] int64: the sequence of each token, and its place among the sequence's own rows. `single` [B] int64:
-    the tokens that answer, one a sequence. `pieces`: the others. `longest`: the most own rows of any sequence with
-    this step's.
+    slots, rows [T] int64: the sequence of each token, and its place among the sequence's own rows. ends [B] int32:
+    after which token each sequence's end. `single` int64: the tokens that answer, one a sequence. `pieces`: the others.
+    `longest`: the most own rows of any sequence with this step's.
     """
 
     slots: torch.Tensor
     rows: torch.Tensor
+    ends: torch.Tensor
     single: torch.Tensor
     pieces: tuple[Piece, ...]
     longest: int
@@ -65,12 +66,14 @@ class SlotRows:
         self.keys[step.slots, :, step.rows] = keys.transpose(0, 1)
         self.values[step.slots, :, step.rows] = values.transpose(0, 1)
 
-    def of_singles(self, step: PackedStep, window: int | None = None) -> OwnRows:
-        """The rows of the sequences that answer, with this step's; copies them."""
-        slots, used = step.slots[step.single], step.rows[step.single] + 1
-        keys, values = (rows[:, :, : step.longest].index_select(0, slots) for rows in (self.keys, self.values))
+    def of_tokens(self, step: PackedStep, tokens: torch.Tensor | None = None, window: int | None = None) -> OwnRows:
+        """What a step's tokens see of their sequences' rows, with this step's: all tokens, or some [T'] int64, and
+        within a window if there is one."""
+        slots, rows = (step.slots, step.rows) if tokens is None else (step.slots[tokens], step.rows[tokens])
+        used = rows + 1
+        keys, values = (rows[:, :, : step.longest] for rows in (self.keys, self.values))
         first = torch.zeros_like(used) if window is None else (used - window).clamp(min=0)
-        return OwnRows(keys, values, first, used)
+        return OwnRows(keys, values, slots, first, used)
 
     def of_piece(self, piece: Piece) -> Pair:
         """Keys and values [Hk, tokens, D] of a question."""

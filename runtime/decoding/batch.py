@@ -15,11 +15,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.packed_layers import PackedDense, PackedSparse
+from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer
+from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
@@ -28,7 +27,7 @@ from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.union import can_unite
 
-QUESTION_TOKENS = 1024
+QUESTION_TOKENS = 512
 """Questions that begin in one step have at most so many tokens together, or else one of them begins alone."""
 
 
@@ -48,14 +47,7 @@ def why_alone(index: OpenIndex, method: Method | None, cache: IndexCache) -> str
 
 def pack(cache: IndexCache, slots: int) -> PackedCache:
     """A cache of so many sequences over the stored context of another, whose rows it shares."""
-    layers: list[PackedLayer] = []
-    for layer in cache.stored_layers:
-        if isinstance(layer, SparseLayer):
-            layers.append(PackedSparse(layer, slots))
-        else:
-            assert isinstance(layer, DenseLayer)
-            layers.append(PackedDense(layer, slots))
-    return PackedCache(cache.stored_layers, layers)
+    return PackedCache(cache.stored_layers, [packed_layer(layer, slots) for layer in cache.stored_layers])
 
 
 @dataclass
@@ -161,6 +153,7 @@ class Batch:
         step = PackedStep(
             slots=torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device),
             rows=rows.to(device),
+            ends=ends.int().to(device),
             single=torch.tensor([first for first, one in zip(firsts, lengths, strict=True) if one == 1]).to(device),
             pieces=tuple(Piece(*one) for one in zip(slots, firsts, lengths, strict=True) if one[2] > 1),
             longest=max(start + length for start, length in zip(used, lengths, strict=True)),

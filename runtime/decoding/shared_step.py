@@ -57,7 +57,8 @@ class SharedStep:
 
     def _forward(self, size: int, room: int) -> torch.Tensor:
         tokens, slots, rows = self.inputs[:, :size]
-        self.cache.begin(PackedStep(slots, rows, torch.arange(size, device=slots.device), (), room))
+        everyone = torch.arange(size, device=slots.device)
+        self.cache.begin(PackedStep(slots, rows, (everyone + 1).int(), everyone, (), room))
         logits: torch.Tensor = self.model(
             input_ids=tokens[None],
             position_ids=(self.tokens + rows)[None],

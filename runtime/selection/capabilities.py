@@ -11,6 +11,7 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.list_statistics import ListShape
 from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,25 @@ class FusedAttention(Protocol):
 
         Returns:
             [Hk, G, D], and how many D-sized rows of the middle and the index were read for each head.
+        """
+
+
+@runtime_checkable
+class ChoosesTogether(Protocol):
+    """Chooses for several questions at once, by kernels on a GPU."""
+
+    def chooses_together(self, budget: Budget) -> bool:
+        """Whether kernels cover this budget."""
+
+    def choose_together(
+        self, queries: Queries, ends: torch.Tensor, budget: Budget, counter: torch.Tensor | None
+    ) -> Selection:
+        """One selection for all questions: the rows that at least one of them chooses, without a sync.
+
+        Args:
+            queries: [Hk, G, T, D], the tokens of one question after another.
+            ends: [B] int32, after which token each ends; the tokens of one question have one choice.
+            counter: [Hk] int64, to which the number of rows chosen is added.
         """
 
 

@@ -1,19 +1,18 @@
 """Selecting clusters by their centroids, flat or down a hierarchy; centroids represent the clusters not chosen."""
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
 from sparsekv.kernels.clusters.cluster_choice import until_enough
+from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
 from sparsekv.kernels.clusters.tree import Tree, child_scores
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appended
+from sparsekv.runtime.selection.clusters.remainders import Centroids, Scored, of_clusters
 from sparsekv.runtime.selection.clusters.steps import ClusterSteps
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.selection.clusters.thresholds import Thresholds
@@ -25,17 +24,6 @@ from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Ro
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
 OF_LEVELS = ("centroids", "lookup_centroids", "value_centroids", "counts", "parent", "first_child", "children")
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """Clusters of one level that were scored: numbers, scores and token counts [Hk, Q or 1, S]; `read` is how many."""
-
-    level: int
-    clusters: torch.Tensor
-    scores: torch.Tensor
-    counts: torch.Tensor
-    read: torch.Tensor | float
 
 
 class ClusterSelector(Selector):
@@ -82,6 +70,7 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         self.tree = Tree(scored or self.keys, **of_levels)
+        self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents)
         self.layout, self.starts = found["token_order"], found["starts"]
         self.middle = self.layout.shape[1]
         self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
@@ -139,10 +128,29 @@ class ClusterSelector(Selector):
         lengths, capacity = self._choose(scored[-1], budget, queries.joint)
         read = sum((one.read for one in scored[1:]), scored[0].read)
         return Selection(
-            RowSet(_gather(self.starts, scored[-1].clusters), lengths, capacity),
+            RowSet(of_clusters(self.starts, scored[-1].clusters), lengths, capacity),
             Cost(read * self._rows_of_a_cluster()),
-            Rest(lambda: self._remainders(scored, lengths), attended=self.replace),
+            Rest(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
+
+    def chooses_together(self, budget: Budget) -> bool:
+        """Only flat selections."""
+        return self._is_flat(budget) and self.middle <= MOST_TOKENS and self.starts.shape[1] <= MOST_CLUSTERS
+
+    def choose_together(
+        self, queries: Queries, ends: torch.Tensor, budget: Budget, counter: torch.Tensor | None
+    ) -> Selection:
+        limits = None
+        if self.thresholds is not None:
+            share = budget.share(self.middle)
+            answer, question = (self.thresholds.finest(share, joint=joint) for joint in (False, True))
+            # No constant is copied to the GPU, which a step that is captured must not do.
+            limits = answer + (question - answer) * (ends.diff(prepend=ends.new_zeros(1)) > 1).float()
+        query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
+        tokens = min(budget.tokens(self.middle), self.middle)
+        capacity = self.middle if limits is not None else min(self.middle, len(ends) * tokens)
+        rows, replace = self._rows_of_a_cluster(), self.replace
+        return self.steps.together(query, ends, tokens, capacity, limits, rows=rows, replace=replace, counter=counter)
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
         """Of the finest clusters, whichever were scored."""
@@ -200,31 +208,31 @@ class ClusterSelector(Selector):
             return 1
         return 2 if self.windowed_rope is None else 3
 
-    def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> _Scored:
+    def _score_level(self, query: torch.Tensor, level: int, joint: bool) -> Scored:
         centroids, counts = self.tree.centroids[level], self.tree.counts[level]
         scores = cluster_scores(query, centroids, counts, self.facts.softmax_scale, self.facts.softcap)
         scores = scores.mean(1, keepdim=True) if joint else scores
         clusters = torch.arange(scores.shape[2], device=scores.device).expand_as(scores)
-        return _Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
+        return Scored(level, clusters, scores, counts[:, None].expand_as(scores), float(scores.shape[2]))
 
-    def _score_children(self, query: torch.Tensor, above: _Scored, budget: Budget, joint: bool) -> _Scored:
+    def _score_children(self, query: torch.Tensor, above: Scored, budget: Budget, joint: bool) -> Scored:
         """Score the children of the opened clusters; the softmax is over these children only."""
         level = above.level - 1
         starts, lengths, capacity = self._open(above, budget, joint)
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
         scores, clusters, counts = child_scores(query, self.tree, level, starts, lengths, capacity, scale, softcap)
         scores = scores.mean(1, keepdim=True) if joint else scores
-        return _Scored(level, clusters, scores, counts, lengths.sum(-1))
+        return Scored(level, clusters, scores, counts, lengths.sum(-1))
 
-    def _open(self, above: _Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _open(self, above: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The children of the opened parents, as runs. Parents are opened above the coarse threshold, or best first
         until they have enough children and hold the budget."""
         level, depth = above.level - 1, len(self.tree.centroids) - above.level
         order = above.scores.argsort(dim=-1, descending=True, stable=True)
         parents = above.clusters.gather(-1, order)
-        starts = _gather(self.tree.first_child[level], parents)
+        starts = of_clusters(self.tree.first_child[level], parents)
         # Empty clusters are the last children of the last parent, so runs stay contiguous without them.
-        children = _gather(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
+        children = of_clusters(self.tree.children[level], parents) * (above.counts.gather(-1, order) > 0)
         if self.thresholds is not None:
             alive = (above.scores >= self.thresholds.coarse(depth, joint=joint)) & (above.counts > 0)
             # The best parent is always opened: without it a head with no parent above the threshold has no denominator.
@@ -248,7 +256,7 @@ class ClusterSelector(Selector):
         most = max(self._wanted(level, depth, budget), enough) + self.most_children[level]
         return min(most, self.tree.centroids[level].shape[1])
 
-    def _choose(self, scored: _Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
+    def _choose(self, scored: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
         """Number of tokens to choose from each scored cluster, and an upper bound of their sum."""
         if self.thresholds is not None:
             threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
@@ -258,38 +266,6 @@ class ClusterSelector(Selector):
         tokens = budget.tokens(self.middle)
         lengths = fill_budget(scored.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
-
-    def _remainders(self, scored: list[_Scored], taken: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """Centroids for the tokens not chosen: each token is represented by the finest of its clusters scored."""
-        parts = []
-        for above, below in pairwise(scored):
-            handed = above.scores.new_zeros(*above.scores.shape[:2], self.tree.counts[above.level].shape[1])
-            handed.scatter_add_(-1, _gather(self.parents[below.level], below.clusters), below.counts.to(handed))
-            # An unused slot has the number of cluster 0 and a count of 0, so the difference may be negative.
-            left = (above.counts - handed.gather(-1, above.clusters)).clamp(min=0)
-            parts.append(self._remainder(above, left))
-        return (*parts, self._remainder(scored[-1], scored[-1].counts - taken))
-
-    def _remainder(self, scored: _Scored, left: torch.Tensor) -> CentroidSegment:
-        """Scored centroids, each representing `left` [Hk, Q or 1, S] of its tokens; gathered for a joint selection.
-
-        Without replacement there may be no value centroids; the keys are then passed in their place, unread.
-        """
-        keys = self.keys[scored.level]
-        values = self.values[scored.level] if self.values else keys
-        if scored.clusters.shape[2] == keys.shape[1]:
-            everything = torch.zeros_like(left).scatter_add_(-1, scored.clusters, left)
-            return CentroidSegment(keys, everything.float().log(), values)
-        if scored.clusters.shape[1] == 1:
-            rows = scored.clusters[:, 0, :, None].expand(-1, -1, keys.shape[2])
-            return CentroidSegment(keys.gather(1, rows), left.float().log(), values.gather(1, rows))
-        spread = left.new_zeros(*left.shape[:2], keys.shape[1]).scatter_add_(-1, scored.clusters, left)
-        return CentroidSegment(keys, spread.float().log(), values)
-
-
-def _gather(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """Entries of values [Hk, C] for clusters [Hk, Q or 1, S]."""
-    return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
 
 
 def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:

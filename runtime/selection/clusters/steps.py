@@ -8,6 +8,7 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.clusters.best_clusters import CountedClusters, best_clusters
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_listed, keep_clusters, open_clusters
+from sparsekv.kernels.clusters.shared_choice import choose_together
 from sparsekv.kernels.clusters.tree import Tree
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowIndices, RowSet, Selection
@@ -67,6 +68,41 @@ class ClusterSteps:
             self._rows(chosen, self.starts, tokens, tokens if threshold is None else 0),
             Cost(float(counts.shape[1] * rows), per_count=0 if threshold is None else 2),
             Rest(lambda: (left,), attended=replace),
+        )
+
+    def together(
+        self,
+        query: torch.Tensor,
+        ends: torch.Tensor,
+        tokens: int,
+        capacity: int,
+        thresholds: torch.Tensor | None,
+        *,
+        rows: int,
+        replace: bool,
+        counter: torch.Tensor | None,
+    ) -> Selection:
+        """What several questions choose of all finest clusters, each for itself, on a GPU.
+
+        Args:
+            query: [Hk, G, T, D], one question after another; ends [B] int32: after which token each ends.
+            tokens: budget of each; capacity: tokens that they take together.
+            thresholds: [B], of each question, if clusters are chosen by these; counter [Hk] int64: to which the number
+                of tokens chosen is added.
+            rows, replace: as for `flat`.
+        """
+        centroids, counts = self.tree.centroids[0], self.tree.counts[0]
+        facts, values = self.facts, (self.values or self.keys)[0]
+        chosen = choose_together(
+            query, ends, centroids, counts, self.first_row, tokens, capacity, facts.softmax_scale, facts.softcap,
+            thresholds, counter,
+        )  # fmt: skip
+        left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values)
+        scored = (ScoredCentroids(chosen.logits, chosen.log_left, values),) if self.own and replace else None
+        return Selection(
+            self._rows(chosen, self.starts, capacity, 0),
+            Cost(float(counts.shape[1] * rows), per_count=2),
+            Rest(lambda: (left,), attended=replace, in_place=scored),
         )
 
     def down(

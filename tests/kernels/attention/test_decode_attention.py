@@ -112,37 +112,6 @@ def test_groups_of_any_size(G: int) -> None:
     assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
 
 
-@pytest.mark.parametrize("G", [1, 5, 64])
-@pytest.mark.parametrize("stands", [0, 1])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_the_log_sum_exp_of_all_logits(G: int, stands: int, with_sinks: bool) -> None:
-    step = some_step(G, G=G)
-    sinks = normal(5, 2, G) if with_sinks else None
-    moved, found = step.on(DEVICE), torch.empty(2, G, device=DEVICE)
-    with poisoned_memory():
-        kernel_sinks = None if sinks is None else sinks.to(DEVICE)
-        output = decode_attention_triton(*moved.arguments(stands), 0.125, None, kernel_sinks, None, found).cpu()
-    assert_close(output, expected(step, stands > 0, 0.125, None, sinks), 1e-5)
-    # Values of one at each row and of zero at the sink make the output the share of the sum that is not the sink's.
-    ones = replace(step, values=torch.ones_like(step.values), exact_values=torch.ones_like(step.exact_values))
-    ones = replace(ones, stand_values=torch.ones_like(step.stand_values))
-    known = torch.zeros(2, G)
-    share = expected(ones, stands > 0, 0.125, None, known)[..., 0]
-    total = (share / (1 - share)).log().exp() + (0 if sinks is None else sinks.double().exp())
-    assert_close(found.cpu().double(), total.log(), 1e-5)
-    reference = torch.empty(2, G)
-    decode_attention_reference(*step.arguments(stands), 0.125, None, sinks, None, reference)
-    assert_close(found.cpu(), reference, 1e-5)
-
-
-def test_without_anything_to_attend_to_the_log_sum_exp_is_minus_infinity() -> None:
-    step = some_step(3, clusters=5, budget=0, exact=0)
-    for attention, moved in ((decode_attention_triton, step.on(DEVICE)), (decode_attention_reference, step)):
-        found = torch.zeros(2, 3, device=moved.query.device)
-        attention(*moved.arguments(0), 0.125, logsumexp=found)
-        assert (found == -torch.inf).all()
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 5, 6).view(2, 3)], ids=["no sinks", "sinks"])
 def test_soft_caps_and_sink_logits(softcap: float | None, sinks: torch.Tensor | None) -> None:

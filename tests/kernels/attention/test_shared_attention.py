@@ -36,7 +36,7 @@ def test_each_sequence_attends_as_if_it_were_alone(
     seen = normal(7, B, 40) > -1
     sinks = normal(8, Hk, G) if with_sinks else None
     shared = [Segment(*tokens, seen), Segment(*centroids, bias=torch.tensor(math.log(TIMES)))]
-    output = shared_attention(query, shared, OwnRows(*own, first, used), D**-0.5, softcap, sinks)
+    output = shared_attention(query, shared, OwnRows(*own, torch.arange(B), first, used), D**-0.5, softcap, sinks)
     assert (output.dtype, output.shape) == (dtype, query.shape)
     for one in range(B):
         span = slice(int(first[one]), int(used[one]))

@@ -1,81 +1,133 @@
-"""A step of several sequences by the kernels that read shared rows in place, against plain torch."""
+"""Several sequences' attention by kernels that read shared rows in place: against plain torch, and its definition."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from support.kernel_runs import DEVICE
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.attention import shared_decode as module
-from sparsekv.kernels.attention.attention import Segment
-from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
-from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention import shared_decode_triton as module
+from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.shared_decode import shared_decode_reference
+from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 
+pytestmark = compiled_or_interpreted
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-M, E, C = 60, 7, 11
+M, E, C, S, T = 60, 7, 11, 5, 40
 
 
-def _case(dtype: torch.dtype, Hk: int, G: int, B: int, D: int, used: list[int]) -> tuple[torch.Tensor, ...]:
+@dataclass(frozen=True)
+class Case:
+    """Tokens of sequences, each with some rows of its own, the last of a longer buffer poisoned; and what all share."""
+
+    query: torch.Tensor
+    runs: RunRows
+    exact: tuple[torch.Tensor, torch.Tensor]
+    stand_ins: list[ScoredCentroids]
+    own: OwnRows
+    sinks: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    def by_kernels(self) -> torch.Tensor:
+        with poisoned_memory():
+            return shared_decode_triton(
+                self.query, self.runs, self.exact, self.stand_ins, self.own, self.scale, self.softcap, self.sinks
+            ).cpu()
+
+    def by_torch(self) -> torch.Tensor:
+        return shared_decode_reference(
+            self.query, self.runs, self.exact, self.stand_ins, self.own, self.scale, self.softcap, self.sinks
+        ).cpu()
+
+    def by_definition(self) -> torch.Tensor:
+        """[Hk, G, B, D] float64, one query after another."""
+        Hk, G, B, _ = self.query.shape
+        output = torch.empty(self.query.shape, dtype=torch.float64)
+        for h in range(Hk):
+            used = self.runs.capacity if self.runs.used is None else int(self.runs.used[h])
+            rows = self.runs.starts[h, :used].long()
+            for b in range(B):
+                slot, first, last = (int(one[b]) for one in (self.own.slots, self.own.first, self.own.used))
+                keys = [self.runs.keys[h, rows], self.exact[0][h], self.own.keys[slot, h, first:last]]
+                values = [self.runs.values[h, rows], self.exact[1][h], self.own.values[slot, h, first:last]]
+                for g in range(G):
+                    logits = torch.cat(keys).double() @ self.query[h, g, b].double() * self.scale
+                    if self.softcap is not None:
+                        logits = self.softcap * torch.tanh(logits / self.softcap)
+                    of_value = [*values]
+                    for part in self.stand_ins:
+                        stood = part.logits[h, b * G + g, :C].double() + part.log_counts[h, :C].double()
+                        logits, of_value = torch.cat([logits, stood]), [*of_value, part.values[h]]
+                    if self.sinks is not None:
+                        logits = torch.cat([logits, self.sinks[h, g].double()[None]])
+                        of_value = [*of_value, values[0].new_zeros(1, values[0].shape[1])]
+                    output[h, g, b] = (logits.softmax(-1) @ torch.cat(of_value).double()).cpu()
+        return output
+
+
+def some_case(
+    *, dtype: torch.dtype = torch.float32, Hk: int = 2, G: int = 3, B: int = 5, D: int = 64,
+    used: tuple[int, ...] = (25,), exact: int = E, stands: bool = True, softcap: float | None = None,
+    sinks: bool = False,
+) -> Case:  # fmt: skip
     def rows(seed: int, *shape: int) -> torch.Tensor:
         return normal(seed, *shape, D).to(dtype).to(DEVICE)
 
-    query, own = 2 * rows(0, Hk, G, B), (rows(1, B, Hk, 12), rows(2, B, Hk, 12))
-    shared = [rows(3 + n, Hk, size) for n, size in enumerate((M, M, E, E, C, C))]
+    query = 2 * rows(0, B, Hk, G).permute(1, 2, 0, 3)  # token by token, as a model has it
+    last = 1 + 7 * torch.arange(B, device=DEVICE) % T
+    own = OwnRows(
+        rows(1, S, Hk, T), rows(2, S, Hk, T), torch.arange(B, device=DEVICE) % S, (last - 9).clamp(min=0), last
+    )
     chosen = torch.stack([torch.randperm(M, generator=torch.Generator().manual_seed(h)) for h in range(Hk)])
-    counts = torch.tensor([used[h % len(used)] for h in range(Hk)])
-    return query, *own, *shared, chosen.to(DEVICE), counts.to(DEVICE)
+    counts = torch.tensor([used[h % len(used)] for h in range(Hk)], dtype=torch.int32, device=DEVICE)
+    centroids, log_counts = rows(3, Hk, C), torch.full((Hk, C), math.log(3.0), device=DEVICE)
+    log_counts[:, 2] = -torch.inf
+    logits = attention_logits(query, centroids, D**-0.5, softcap).transpose(1, 2).flatten(1, 2)
+    return Case(
+        query=query,
+        runs=RunRows(rows(4, Hk, M), rows(5, Hk, M), chosen.int().to(DEVICE), None, M, counts),
+        exact=(rows(6, Hk, exact), rows(7, Hk, exact)),
+        stand_ins=[ScoredCentroids(logits, log_counts, rows(8, Hk, C))] if stands else [],
+        own=own,
+        sinks=normal(9, Hk, G).to(DEVICE) if sinks else None,
+        scale=D**-0.5,
+        softcap=softcap,
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
 @pytest.mark.parametrize(("Hk", "G", "B"), [(1, 1, 1), (2, 3, 5), (3, 8, 2), (2, 4, 16), (1, 7, 11)])
+def test_attention_by_its_definition(dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int) -> None:
+    case = some_case(dtype=dtype, Hk=Hk, G=G, B=B, D=D, used=(25, 0, M))
+    output, truth = case.by_kernels(), case.by_definition()
+    assert (output.dtype, output.shape) == (dtype, truth.shape)
+    assert_close(output, truth, tolerance)
+    assert_close(case.by_torch(), truth, tolerance)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_kernels_attend_as_plain_torch_does(
-    dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int, softcap: float | None, with_sinks: bool
-) -> None:
-    query, own_keys, own_values, *shared, chosen, counts = _case(dtype, Hk, G, B, D, [25, 0, M])
-    keys, values, exact_keys, exact_values, centroids, stand_values = shared
-    used = 1 + 3 * torch.arange(B, device=DEVICE) % 12
-    own = OwnRows(own_keys, own_values, (used - 4).clamp(min=0), used)
-    sinks = normal(8, Hk, G).to(DEVICE) if with_sinks else None
-    log_counts = torch.full((Hk, C), math.log(3.0), device=DEVICE)
-    log_counts[:, 2] = -torch.inf
-    picked = [rows.gather(1, chosen[..., None].expand(-1, -1, D)) for rows in (keys, values)]
-    valid = (torch.arange(M, device=DEVICE) < counts[:, None])[:, None, None]
-    segments = [
-        Segment(picked[0], picked[1], valid),
-        Segment(exact_keys, exact_values),
-        Segment(centroids, stand_values, bias=log_counts[:, None, None]),
-    ]
-    expected = shared_attention(query, segments, own, D**-0.5, softcap, sinks)
-    logits = attention_logits(query, centroids, D**-0.5, softcap).transpose(1, 2).flatten(1, 2)
-    runs = RunRows(keys, values, chosen.int(), None, M, counts.int())
-    stand_ins = [ScoredCentroids(logits, log_counts, stand_values)]
-    output = shared_decode(query, runs, (exact_keys, exact_values), stand_ins, own, D**-0.5, softcap, sinks)
-    assert (output.dtype, output.shape) == (dtype, query.shape)
-    assert_close(output.cpu(), expected.double().cpu(), tolerance)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("stands", [False, True], ids=["dropped", "centroids"])
+def test_soft_caps_sinks_and_centroids(softcap: float | None, *, sinks: bool, stands: bool) -> None:
+    case = some_case(softcap=softcap, sinks=sinks, stands=stands, used=(25, 0))
+    assert_close(case.by_kernels(), case.by_definition(), 1e-5)
+    assert_close(case.by_torch(), case.by_definition(), 1e-5)
 
 
 def test_queries_that_do_not_fit_a_program_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, own_keys, own_values, keys, values, exact_keys, exact_values, *_, chosen, counts = _case(
-        torch.float32, 2, 3, 9, 64, [30]
-    )
-    own = OwnRows(own_keys, own_values, torch.zeros(9, device=DEVICE).long(), torch.full((9,), 12, device=DEVICE))
-    runs = RunRows(keys, values, chosen.int(), None, M, counts.int())
-    whole = shared_decode(query, runs, (exact_keys, exact_values), (), own, 0.125)
-    monkeypatch.setattr(module, "QUERY_NUMBERS", 64 * 7)
-    assert_close(shared_decode(query, runs, (exact_keys, exact_values), (), own, 0.125).cpu(), whole.cpu(), 1e-6)
+    case = some_case(G=5, B=23)
+    monkeypatch.setattr(module, "MOST_ROWS", 16)
+    assert_close(case.by_kernels(), case.by_definition(), 1e-5)
 
 
-def test_with_nothing_shared_each_attends_to_its_own() -> None:
-    query, own_keys, own_values, keys, values, *_, chosen, _ = _case(torch.float32, 2, 3, 4, 64, [0])
-    own = OwnRows(own_keys, own_values, torch.zeros(4, device=DEVICE).long(), torch.full((4,), 5, device=DEVICE))
-    nothing = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    runs = RunRows(keys, values, chosen.int(), None, M, nothing)
-    output = shared_decode(query, runs, (keys[:, :0], values[:, :0]), (), own, 0.125)
-    assert_close(output.cpu(), shared_attention(query, [Segment(keys[:, :0], values[:, :0])], own, 0.125).cpu(), 1e-6)
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_with_nothing_shared_each_attends_to_its_own(*, sinks: bool) -> None:
+    case = some_case(used=(0,), exact=0, stands=False, sinks=sinks)
+    assert_close(case.by_kernels(), case.by_definition(), 1e-5)

@@ -8,14 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.odd_numbers import logits_full_of
+from support.random_tensors import normal
+from support.reference import assert_close
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.kernels.attention.attention import Segment
+from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
+from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.packed_layers import PackedSparse
+from sparsekv.runtime.attention.packed_layers import PackedInPlace, PackedSparse
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -30,7 +37,9 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import ChoosesTogether
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.queries import Queries
 
 QUESTIONS = (
     "What is an expression?",
@@ -56,6 +65,10 @@ GREEDY = Sampling(max_new_tokens=8)
 def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     """With every method that has an index."""
     return build_small(tmp_path_factory.mktemp("full") / "small.skv", methods=INDEXERS)
+
+
+def sparse_layers(cache: IndexCache) -> list[SparseLayer]:
+    return [layer for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
 
 
 def alone(index: OpenIndex, cache: IndexCache, asked: list[torch.Tensor], sampling: Sampling = GREEDY) -> list[Answer]:
@@ -143,6 +156,57 @@ def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     first, second = (dict(batch.answers(asked)) for batch in (copied, in_place))
     assert {number: one.ids for number, one in second.items()} == {number: one.ids for number, one in first.items()}
     assert [second[n].kv_fraction for n in first] == pytest.approx([one.kv_fraction for one in first.values()])
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("squeezed", Squeezed()),
+        ("squeezed", Squeezed(selection="threshold")),
+        ("multipole", Multipole()),
+        ("multipole", Multipole(replace=False)),
+    ],
+    ids=["squeezed", "by threshold", "multipole", "without replacement"],
+)
+def test_questions_that_choose_together(full_index: OpenIndex, name: str, method: Method) -> None:
+    """As kernels on a GPU choose and attend; here the same calls in plain torch."""
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    cache = full_index.sparse_cache(name, method, Budget(1.0))
+    batch = Batch(full_index, cache, GREEDY, 3)
+    batch.packed.packed = [PackedInPlace(layer, 3) for layer in sparse_layers(cache)]
+    found, expected = dict(batch.answers(asked)), together(full_index, cache, asked, 3)
+    assert [found[number].ids for number in range(len(asked))] == ids(expected)
+    read = [found[number].kv_fraction for number in range(len(asked))]
+    assert read == pytest.approx([one.kv_fraction for one in expected], rel=0.05)
+
+
+@pytest.mark.parametrize("method", [Multipole(), Multipole(replace=False)], ids=["multipole", "without replacement"])
+def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, method: Method) -> None:
+    cache = full_index.sparse_cache("multipole", method, Budget(0.1))
+    stored = sparse_layers(cache)[0]
+    layer, selector = PackedInPlace(stored, 3), stored.plan.selector
+    assert isinstance(selector, ChoosesTogether)
+    (Hk, _, D), G = stored.exact[0].shape, 4
+    step = PackedStep(
+        slots=torch.tensor([0, 0, 0, 1, 2, 2]),
+        rows=torch.tensor([0, 1, 2, 0, 0, 1]),
+        ends=torch.tensor([3, 4, 6], dtype=torch.int32),
+        single=torch.tensor([3]),
+        pieces=(Piece(0, 0, 3), Piece(2, 4, 2)),
+        longest=3,
+    )
+    query, keys, values = normal(0, 6, Hk * G, D).transpose(0, 1), normal(1, Hk, 6, D), normal(2, Hk, 6, D)
+    output = layer.attend(AttentionCall(0, query, keys, values, D**-0.5, None, None, None), step)
+    queries = Queries(query.unflatten(0, (Hk, G)), step.rows.clone, step.rows.clone, joint=False)
+    chosen = selector.choose_together(queries, step.ends, Budget(0.1), None)
+    rows, valid = chosen.rows.expand()
+    assert 0 < int(chosen.rows.lengths.sum(-1).min()) < stored.plan.middle.used
+    segments = [Segment(*stored.plan.middle.gather(rows[:, 0]), None if valid is None else valid[:, None])]
+    segments += [Segment(*stored.exact)]
+    segments += [Segment(one.keys, one.values, bias=one.log_counts[:, None]) for one in chosen.attended_segments()]
+    own = OwnRows(layer.own.keys, layer.own.values, step.slots, torch.zeros_like(step.rows), step.rows + 1)
+    expected = shared_attention(queries.query, segments, own, D**-0.5)
+    assert_close(output, expected.flatten(0, 1), 1e-5)
 
 
 def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:

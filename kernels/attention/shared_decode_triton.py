@@ -1,0 +1,217 @@
+"""`shared_decode` in Triton: partial softmaxes over shares of what is shared, one over own rows, and their merging.
+
+A program holds the queries of as many tokens as fit on an SM, so that tensor cores multiply all of them with each row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.tiles_triton import (
+    capped,
+    dot,
+    group_rows,
+    power_of_two,
+    share,
+    tile_rows,
+    wait_for_previous_kernel,
+)
+
+MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
+TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
+OWN_TILE, MERGED_COLUMNS = 32, 32
+
+
+@triton.jit
+def _add(peak, total, output, logits, values):
+    """Add one tile to a running softmax."""
+    highest = tl.maximum(peak, tl.max(logits, 1))
+    # The tiles so far may be masked out completely.
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp(logits - safe[:, None])
+    shrink = tl.exp(peak - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+
+
+@triton.jit
+def _store(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
+    """Write the partial softmax of some rows."""
+    place = (head * parts + part) * R + r
+    tl.store(peaks + place, peak, mask=r < R)
+    tl.store(totals + place, total, mask=r < R)
+    tl.store(outputs + place[:, None] * D + d, output, mask=(r < R)[:, None] & (d < D))
+
+
+# These grow as a model decodes, and must not make Triton recompile.
+@triton.jit(do_not_specialize=["R", "exact_rows", "capacity", "centroids"])
+def _shared_kernel(
+    query, keys, values, rows, rows_used, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
+    peaks, totals, outputs,
+    R, q_head, q_group, q_token, head_stride, row_stride, rows_stride, capacity, exact_rows, exact_stride,
+    centroids, logits_stride, counts_stride, stand_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, ROWS_USED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some queries over one of equal shares of a head's centroids, exact rows and chosen rows."""
+    wait_for_previous_kernel(EARLY)
+    part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    in_row, known = d < D, (r < R)[:, None]
+    place = query + head * q_head + (r % G)[:, None] * q_group + (r // G)[:, None] * q_token
+    q = tl.load(place + d, mask=known & in_row, other=0.0)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, BLOCK_D], tl.float32)
+
+    logits_of = stand_logits + (head * R + r[:, None]) * logits_stride
+    values_of = stand_values + head * stand_stride
+    # Both ends are multiples of 16, so that logits are read four at a time.
+    first, stop = share(part, parts, tl.cdiv(centroids, 16))
+    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        c = at + t
+        inside = (c < stop) & (c < centroids)
+        count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
+        v = tl.load(values_of + c[:, None] * D + d, mask=inside[:, None] & in_row, other=0.0)
+        logits = tl.load(logits_of + c, mask=known & inside, other=0.0) + count
+        peak, total, output = _add(peak, total, output, logits, v)
+
+    exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
+    first, stop = share(part, parts, exact_rows)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        inside = at + t < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+
+    chosen = capacity
+    if ROWS_USED:
+        chosen = tl.minimum(tl.load(rows_used + head), capacity)
+    keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * rows_stride
+    first, stop = share(part, parts, chosen)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        inside = at + t < stop
+        row = tl.load(rows + at + t, mask=inside, other=0)
+        mask = inside[:, None] & in_row
+        k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0.0)
+        v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+    _store(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _own_kernel(
+    query, keys, values, slots, starts, ends, peaks, totals, outputs,
+    R, q_head, q_group, q_token, slot_stride, head_stride, parts, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The softmax of one token's queries over its sequence's rows, as the last of the parts."""
+    wait_for_previous_kernel(EARLY)
+    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    in_row = d < D
+    q = tl.load(
+        query + head * q_head + g[:, None] * q_group + token * q_token + d, mask=(g < G)[:, None] & in_row, other=0.0
+    )
+    of_slot = tl.load(slots + token) * slot_stride + head * head_stride
+    keys, values = keys + of_slot, values + of_slot
+    peak = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    output = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    stop = tl.load(ends + token).to(tl.int32)
+    for at in range(tl.load(starts + token).to(tl.int32), stop, TILE):
+        inside = at + t < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+    r = tl.where(g < G, token * G + g, R)
+    _store(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
+
+
+@triton.jit(do_not_specialize=["R", "parts"])
+def _merge_kernel(
+    peaks, totals, outputs, sink_logits, merged, R, parts, out_head, out_group, out_token,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous_kernel(EARLY)
+    r, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
+    place = (head * parts + part) * R + r
+    part_peak = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
+    part_total = tl.load(totals + place, mask=part < parts, other=0.0)
+    each = tl.load(outputs + place[:, None] * D + d, mask=(part < parts)[:, None] & (d < D), other=0.0)
+    peak = tl.max(part_peak, 0)
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head * G + r % G).to(tl.float32)
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp(part_peak - peak)
+    total = tl.sum(part_total * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - peak)
+    output = tl.sum(each * weights[:, None], 0) / total
+    tl.store(merged + head * out_head + (r % G) * out_group + (r // G) * out_token + d, output, mask=d < D)
+
+
+def _no_centroids(query: torch.Tensor) -> ScoredCentroids:
+    """None, of no rows that anything reads."""
+    nothing = query.new_empty(len(query), 0, 0)
+    return ScoredCentroids(nothing, nothing, nothing)
+
+
+def shared_decode_triton(
+    query: torch.Tensor,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    stand_ins: Sequence[ScoredCentroids],
+    own: OwnRows,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D], in all about two tiles of queries an SM,
+    or where there are more queries, twice as many as these."""
+    (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
+    query = query if query.stride(3) == 1 else query.contiguous()
+    R, E, BLOCK_D = B * G, exact[0].shape[1], power_of_two(D)
+    stands = stand_ins[0] if stand_ins else _no_centroids(query)
+    values = stands.values if stands.values[0].is_contiguous() else stands.values.contiguous()
+    C = values.shape[1]
+    rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
+    blocks = triton.cdiv(R, rows_of_tile)
+    parts = 1 + num_splits(H * blocks, C + E + runs.capacity, PROGRAMS_PER_SM * count_sms(device), grain=10)
+    peaks, totals = torch.empty(2, H, parts, R, device=device)
+    outputs = torch.empty(H, parts, R, D, device=device)
+    merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
+    tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
+    same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
+    _shared_kernel[(parts - 1, H, blocks)](
+        query, runs.keys, runs.values, runs.starts, query if runs.used is None else runs.used, *exact,
+        stands.logits, stands.log_counts, values, peaks, totals, outputs,
+        R, *strides, *runs.keys.stride()[:2], runs.starts.stride(0), runs.capacity, E, exact[0].stride(0),
+        C, stands.logits.stride(1), stands.log_counts.stride(0), values.stride(0), softmax_scale, softcap or 0.0,
+        ROWS_USED=runs.used is not None, ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, num_warps=WARPS, **same,
+    )  # fmt: skip
+    _own_kernel[(B, H)](
+        query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
+        R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
+        GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
+    )  # fmt: skip
+    _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), R, H)](
+        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,
+        *merged.stride()[:3], HAS_SINKS=sink_logits is not None, G=G, D=D, PARTS=power_of_two(parts),
+        COLUMNS=MERGED_COLUMNS, num_warps=4, **early,
+    )  # fmt: skip
+    return merged

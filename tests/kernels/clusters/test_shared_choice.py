@@ -1,0 +1,142 @@
+"""Choosing clusters for several questions: kernels against plain torch, and against each question's own choice."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
+from support.random_tensors import normal
+from support.reference import assert_close
+
+from sparsekv.kernels.clusters import shared_choice_triton
+from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference
+from sparsekv.kernels.clusters.shared_choice import choose_together_reference
+from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
+from sparsekv.kernels.clusters.types import ClusterChoice
+from sparsekv.kernels.common.runs import expand_runs
+
+pytestmark = compiled_or_interpreted
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+def first_rows(counts: torch.Tensor) -> torch.Tensor:
+    """First rows [H, C] of clusters that follow each other with a gap after each."""
+    return (counts + 2).cumsum(-1) - counts
+
+
+def some_query(seed: int, H: int, G: int, tokens: list[int], D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [H, G, T, D] as a model has them, token by token, and where each question ends."""
+    return normal(seed, sum(tokens), H, G, D).permute(1, 2, 0, 3), torch.tensor(tokens).cumsum(0).int()
+
+
+def chosen(
+    query: torch.Tensor, ends: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, budget: int,
+    softcap: float | None = None, thresholds: torch.Tensor | None = None,
+) -> ClusterChoice:  # fmt: skip
+    """The choice of the kernels, back on the CPU and cut to its clusters."""
+    (H, C), starts, scale = counts.shape, first_rows(counts), query.shape[3] ** -0.5
+    seen, capacity = torch.ones(H, dtype=torch.int64, device=DEVICE), int(counts.sum(-1).max())
+    moved = [one.to(DEVICE) for one in (query, ends, centroids, counts, starts)]
+    limits = None if thresholds is None else thresholds.to(DEVICE)
+    with poisoned_memory():
+        found = choose_together_triton(*moved, budget, capacity, scale, softcap, limits, seen)
+    logits, lengths, log_left, rows, used = (
+        one.cpu() for one in (found.logits, found.lengths, found.log_left, found.rows, found.used)
+    )
+    assert all(bool((one[..., C:] == -torch.inf).all()) for one in (logits, log_left))
+    assert torch.equal(used, lengths.sum(-1).int())
+    assert torch.equal(seen.cpu(), 1 + used.long())
+    assert torch.equal(log_left[:, :C].exp().round().int(), counts - lengths)
+    for head, number in enumerate(used.tolist()):
+        members, _ = expand_runs(starts[head], lengths[head], number)
+        assert torch.equal(rows[head, :number].sort().values, members.sort().values.int())
+    return ClusterChoice(logits[..., :C], lengths, log_left[:, :C], rows, used)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("G", [1, 3, 8])
+def test_logits_of_all_queries(G: int, D: int, dtype: torch.dtype, tolerance: float) -> None:
+    counts = uneven_counts(D + G, 2, 37)
+    query, ends = some_query(0, 2, G, [1, 4, 1], D)
+    query, centroids = query.to(dtype), (1.5 * normal(1, 2, 37, D)).to(dtype)
+    found = chosen(query, ends, centroids, counts, 50)
+    exact = torch.einsum("hgtd,hcd->htgc", query.double(), centroids.double()).flatten(1, 2) * D**-0.5
+    filled = counts[:, None] > 0
+    assert bool((found.logits[~filled.expand_as(found.logits)] == -torch.inf).all())
+    assert_close(found.logits.masked_fill(~filled, 0), exact.masked_fill(~filled, 0), tolerance)
+
+
+@pytest.mark.parametrize(("G", "tokens"), [(1, [1]), (3, [1, 5, 2]), (8, [1] * 20), (4, [3, 30, 1])])
+@pytest.mark.parametrize("clusters", [1, 37, 200])
+@pytest.mark.parametrize("budget", [0, 1, 77, 10**6])
+@pytest.mark.parametrize("softcap", [None, 20.0], ids=["uncapped", "capped"])
+def test_the_same_as_in_plain_torch(
+    G: int, tokens: list[int], clusters: int, budget: int, softcap: float | None
+) -> None:
+    counts, (query, ends) = uneven_counts(clusters, 3, clusters), some_query(2, 3, G, tokens, 64)
+    centroids, capacity = 2 * normal(3, 3, clusters, 64), int(counts.sum(-1).max())
+    found = chosen(query, ends, centroids, counts, budget, softcap)
+    expected = choose_together_reference(
+        query, ends, centroids, counts, first_rows(counts), budget, capacity, 0.125, softcap
+    )
+    assert torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.used, expected.used)
+
+
+@pytest.mark.parametrize("tokens", [[1, 5, 2], [1] * 20])
+def test_thresholds_of_questions(tokens: list[int]) -> None:
+    counts, (query, ends) = uneven_counts(5, 3, 90), some_query(2, 3, 4, tokens, 64)
+    centroids, limits = 2 * normal(3, 3, 90, 64), torch.linspace(3e-3, 5e-2, len(tokens))
+    capacity = int(counts.sum(-1).max())
+    found = chosen(query, ends, centroids, counts, 0, None, limits)
+    expected = choose_together_reference(
+        query, ends, centroids, counts, first_rows(counts), 0, capacity, 0.125, None, limits
+    )
+    assert torch.equal(found.lengths, expected.lengths)
+    assert 0 < int(found.used.max()) < capacity
+
+
+@given(
+    st.integers(0, 1000), st.integers(1, 8), st.lists(st.just(1), min_size=1, max_size=6), st.integers(1, 60),
+    st.integers(0, 150),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_each_question_has_what_it_would_choose_alone(
+    seed: int, G: int, tokens: list[int], clusters: int, budget: int
+) -> None:
+    counts, (query, ends) = uneven_counts(seed, 2, clusters), some_query(seed, 2, G, tokens, 64)
+    centroids = normal(seed + 1, 2, clusters, 64)
+    found = chosen(query, ends, centroids, counts, budget)
+    alone = [
+        choose_clusters_reference(query[:, :, t], centroids, counts, first_rows(counts), budget, 0.125).lengths
+        for t in range(len(tokens))
+    ]
+    assert torch.equal(found.lengths, torch.stack(alone).amax(0))
+
+
+def test_clusters_in_buffers_with_room() -> None:
+    """Tensors of clusters to which tokens are appended have spare capacity."""
+    counts, (query, ends) = uneven_counts(4, 3, 70), some_query(0, 3, 2, [1, 1, 3], 64)
+    centroids, starts = normal(1, 3, 70, 64), first_rows(counts)
+    expected = chosen(query, ends, centroids, counts, 90)
+    roomy = [with_room(one) for one in (centroids, counts, starts)]
+    capacity = int(counts.sum(-1).max())
+    found = choose_together_triton(query.to(DEVICE), ends.to(DEVICE), *roomy, 90, capacity, 0.125)
+    assert torch.equal(found.lengths.cpu(), expected.lengths)
+
+
+def test_a_head_of_empty_clusters_takes_nothing() -> None:
+    counts, (query, ends) = torch.tensor([[0, 0, 0], [3, 0, 2]], dtype=torch.int32), some_query(0, 2, 2, [2], 64)
+    found = chosen(query, ends, normal(1, 2, 3, 64), counts, 4)
+    assert found.used.tolist() == [0, 4]
+
+
+def test_many_rows_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_choice_triton, "PROGRAMS_PER_SM", 16)
+    monkeypatch.setattr(shared_choice_triton, "CLUSTERS_A_WARP", 32)
+    counts, (query, ends) = uneven_counts(7, 2, 400), some_query(2, 2, 8, [1, 40, 3], 64)
+    centroids, capacity = normal(3, 2, 400, 64), int(counts.sum(-1).max())
+    found = chosen(query, ends, centroids, counts, 200)
+    expected = choose_together_reference(query, ends, centroids, counts, first_rows(counts), 200, capacity, 0.125)
+    assert torch.equal(found.lengths, expected.lengths)
