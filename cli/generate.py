@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.answers import batch_answers, choose_batch_size, parse_batch_size
+from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
 from sparsekv.cli.answering.batch import encode_questions, read_questions
 from sparsekv.cli.answering.compiling import compile_for
 from sparsekv.cli.answering.options import BatchSizeOption, CompileOption, ResumeOption
@@ -229,8 +229,8 @@ def generate(
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     took = time.perf_counter() - started - sum(loading)
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
-    size = choose_batch_size(wanted_size, asker, len(questions))
-    compile_for(asker, compiled, size, len(questions) * max_new_tokens, quiet=quiet or not stats)
+    together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, len(questions)))
+    compile_for(asker, together, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
     told = (stats and not quiet, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
@@ -239,7 +239,7 @@ def generate(
     if batch_file is None:
         answers: Iterable[Answer] = (asker.ask(one, sampling, output.piece) for one in batch if one is not None)
     else:
-        answers = batch_answers(asker, batch, sampling, size)
+        answers = batch_answers(asker, together, batch, sampling)
     with progress(quiet=quiet or batch_file is None or sys.stdout.isatty()) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)

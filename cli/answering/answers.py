@@ -40,16 +40,21 @@ def choose_batch_size(asked: int | None, asker: Asker, questions: int) -> int:
     return min(asked, questions)
 
 
+def batch_of(asker: Asker, sampling: Sampling, size: int) -> Batch | None:
+    """Room for so many questions at once; None for one after another."""
+    return Batch(asker.index, asker.cache, sampling, size) if size > 1 else None
+
+
 def batch_answers(
-    asker: Asker, questions: Sequence[torch.Tensor | None], sampling: Sampling, size: int
+    asker: Asker, batch: Batch | None, questions: Sequence[torch.Tensor | None], sampling: Sampling
 ) -> Iterator[Answer]:
     """Answers in the order of the questions, each as soon as those before it are there; an empty one for None."""
-    if size == 1:
+    if batch is None:
         yield from (NO_ANSWER if one is None else asker.ask(one, sampling) for one in questions)
         return
     asked = [number for number, one in enumerate(questions) if one is not None]
     ready: dict[int, Answer] = {number: NO_ANSWER for number, one in enumerate(questions) if one is None}
-    answers = Batch(asker.index, asker.cache, sampling, size).answers([one for one in questions if one is not None])
+    answers = batch.answers([one for one in questions if one is not None])
     for number in range(len(questions)):
         while number not in ready:
             place, answer = next(answers)

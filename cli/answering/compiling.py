@@ -1,24 +1,31 @@
 """Compile decode steps before the first question, where the answers are worth it."""
 
+from functools import partial
+
 from sparsekv.cli.common.console import note
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
+from sparsekv.runtime.decoding.step import one_step
 
 
-def compile_for(asker: Asker, mode: str, together: int, tokens: int, *, quiet: bool) -> None:
-    """Compile, as `--compile` says, for so many tokens of all answers, of which so many decode `together`.
+def compile_for(asker: Asker, batch: Batch | None, mode: str, tokens: int, *, quiet: bool) -> None:
+    """Compile, as `--compile` says, for so many tokens of all answers; `batch` decodes them, if several do together.
 
     Raises:
-        UsageError: the mode is `on`, and several decode together: these steps are not compiled.
         SparsekvError: the layers cannot be compiled here and the mode is `on`; in `auto` a note says so.
     """
-    if together > 1 and mode == "on":
-        raise UsageError("--compile on: steps of several questions are not compiled; give --batch-size 1")
-    if together > 1 or not worth_compiling(mode, asker.index.model.device, tokens):
+    model, slots = asker.index.model, 1 if batch is None else batch.slots
+    if not worth_compiling(mode, model.device, tokens // slots):
         return
+    alone = partial(one_step, model, asker.cache, asker.index.input_ids[-1:])
     try:
-        note(f"compiled in {compile_steps(asker.index, asker.cache):.1f} s", quiet=quiet)
+        if batch is None:
+            seconds = compile_steps(model, alone)
+        else:
+            seconds = compile_steps(model, batch.one_step, tokens=batch.shared.size_of(slots))
+        note(f"compiled in {seconds:.1f} s", quiet=quiet)
     except SparsekvError as error:
         if mode == "on":
             raise

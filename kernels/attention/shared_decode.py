@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.attention.attention import weigh
 from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.scores.logits import attention_logits
 
 
@@ -14,7 +14,7 @@ def shared_decode(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    stand_ins: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
@@ -28,7 +28,7 @@ def shared_decode(
         query: [Hk, G, B, D] of B tokens.
         runs: single rows.
         exact: keys and values [Hk, E, D] that all attend to; a head's rows are contiguous, heads need not be.
-        stand_ins: at most one set of centroids, without `rows`, with logits [Hk, B G, C], token by token.
+        stand_ins: at most one set of centroids that all attend to.
         own: rows that each of the B tokens attends to alone.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
@@ -48,7 +48,7 @@ def shared_decode_reference(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    stand_ins: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
@@ -64,8 +64,8 @@ def shared_decode_reference(
     chosen = attention_logits(query, keys, *how).masked_fill(~valid[:, None, None], -torch.inf)
     logits = [chosen, attention_logits(query, exact[0], *how)]
     for part in stand_ins:
-        scores = (part.logits + part.log_counts[:, None])[..., : part.values.shape[1]]
-        logits.append(scores.view(Hk, B, G, -1).transpose(1, 2))
+        counts = part.log_counts[:, None, None, : part.keys.shape[1]]
+        logits.append(attention_logits(query, part.keys, *how) + counts)
     everyones = torch.cat([values, exact[1], *(part.values for part in stand_ins)], 1)
     logits.append(own_logits(query, own, *how))
     if sink_logits is not None:

@@ -1,6 +1,7 @@
 """`shared_decode` in Triton: partial softmaxes over shares of what is shared, one over own rows, and their merging.
 
 A program holds the queries of as many tokens as fit on an SM, so that tensor cores multiply all of them with each row.
+Logits are in units of log 2, because a power of two takes an instruction less than one of e.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.attention.shared_attention import OwnRows
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
+    LOG2_E,
     capped,
     dot,
     group_rows,
@@ -33,8 +35,8 @@ def _add(peak, total, output, logits, values):
     highest = tl.maximum(peak, tl.max(logits, 1))
     # The tiles so far may be masked out completely.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp(logits - safe[:, None])
-    shrink = tl.exp(peak - safe)
+    weights = tl.exp2(logits - safe[:, None])
+    shrink = tl.exp2(peak - safe)
     total = total * shrink + tl.sum(weights, 1)
     return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
 
@@ -48,13 +50,19 @@ def _store(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, outp
     tl.store(outputs + place[:, None] * D + d, output, mask=(r < R)[:, None] & (d < D))
 
 
+@triton.jit
+def _logits(q, k, softmax_scale, softcap, CAPPED: tl.constexpr):
+    """In units of log 2."""
+    return capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
+
+
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["R", "exact_rows", "capacity", "centroids"])
 def _shared_kernel(
-    query, keys, values, rows, rows_used, exact_keys, exact_values, stand_logits, stand_counts, stand_values,
+    query, keys, values, rows, rows_used, exact_keys, exact_values, stand_keys, stand_counts, stand_values,
     peaks, totals, outputs,
     R, q_head, q_group, q_token, head_stride, row_stride, rows_stride, capacity, exact_rows, exact_stride,
-    centroids, logits_stride, counts_stride, stand_stride, softmax_scale, softcap,
+    centroids, counts_stride, stand_keys_stride, stand_values_stride, softmax_scale, softcap,
     CAPPED: tl.constexpr, ROWS_USED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -62,49 +70,52 @@ def _shared_kernel(
     wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    in_row, known = d < D, (r < R)[:, None]
+    in_row = d < D
     place = query + head * q_head + (r % G)[:, None] * q_group + (r // G)[:, None] * q_token
-    q = tl.load(place + d, mask=known & in_row, other=0.0)
+    q = tl.load(place + d, mask=(r < R)[:, None] & in_row, other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    chosen = capacity
+    if ROWS_USED:
+        chosen = tl.minimum(tl.load(rows_used + head), capacity)
+    # The head's work as one sequence, so that most programs have one kind of it.
+    first, last = share(part, parts, centroids + exact_rows + chosen)
 
-    logits_of = stand_logits + (head * R + r[:, None]) * logits_stride
-    values_of = stand_values + head * stand_stride
-    # Both ends are multiples of 16, so that logits are read four at a time.
-    first, stop = share(part, parts, tl.cdiv(centroids, 16))
-    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+    stand_keys, stand_values = stand_keys + head * stand_keys_stride, stand_values + head * stand_values_stride
+    stand_counts += head * counts_stride
+    stop = tl.minimum(last, centroids)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
-        inside = (c < stop) & (c < centroids)
-        count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
-        v = tl.load(values_of + c[:, None] * D + d, mask=inside[:, None] & in_row, other=0.0)
-        logits = tl.load(logits_of + c, mask=known & inside, other=0.0) + count
+        inside = c < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(stand_keys + c[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(stand_values + c[:, None] * D + d, mask=mask, other=0.0)
+        count = tl.load(stand_counts + c, mask=inside, other=-float("inf")) * LOG2_E
+        logits = _logits(q, k.to(q.dtype), softmax_scale, softcap, CAPPED) + count
         peak, total, output = _add(peak, total, output, logits, v)
 
+    first, last = first - centroids, last - centroids
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
-    first, stop = share(part, parts, exact_rows)
-    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+    stop = tl.minimum(last, exact_rows)
+    for at in tl.range(tl.maximum(first, 0), stop, TILE, num_stages=STAGES):
         inside = at + t < stop
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        peak, total, output = _add(peak, total, output, logits, v)
 
-    chosen = capacity
-    if ROWS_USED:
-        chosen = tl.minimum(tl.load(rows_used + head), capacity)
+    first, last = first - exact_rows, last - exact_rows
     keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * rows_stride
-    first, stop = share(part, parts, chosen)
-    for at in tl.range(first, stop, TILE, num_stages=STAGES):
-        inside = at + t < stop
+    for at in tl.range(tl.maximum(first, 0), last, TILE, num_stages=STAGES):
+        inside = at + t < last
         row = tl.load(rows + at + t, mask=inside, other=0)
         mask = inside[:, None] & in_row
         k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0.0)
         v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        peak, total, output = _add(peak, total, output, logits, v)
     _store(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
 
@@ -116,7 +127,8 @@ def _own_kernel(
     TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The softmax of one token's queries over its sequence's rows, as the last of the parts."""
-    wait_for_previous_kernel(EARLY)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     in_row = d < D
@@ -134,9 +146,12 @@ def _own_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        peak, total, output = _add(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
+    # Nothing above reads what the kernel before this one writes, but it may still use the memory that this one writes.
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     _store(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
@@ -155,27 +170,32 @@ def _merge_kernel(
     each = tl.load(outputs + place[:, None] * D + d, mask=(part < parts)[:, None] & (d < D), other=0.0)
     peak = tl.max(part_peak, 0)
     if HAS_SINKS:
-        sink = tl.load(sink_logits + head * G + r % G).to(tl.float32)
+        sink = tl.load(sink_logits + head * G + r % G).to(tl.float32) * LOG2_E
         peak = tl.maximum(peak, sink)
-    weights = tl.exp(part_peak - peak)
+    weights = tl.exp2(part_peak - peak)
     total = tl.sum(part_total * weights, 0)
     if HAS_SINKS:
-        total += tl.exp(sink - peak)
+        total += tl.exp2(sink - peak)
     output = tl.sum(each * weights[:, None], 0) / total
     tl.store(merged + head * out_head + (r % G) * out_group + (r // G) * out_token + d, output, mask=d < D)
 
 
-def _no_centroids(query: torch.Tensor) -> ScoredCentroids:
+def _no_centroids(query: torch.Tensor) -> Centroids:
     """None, of no rows that anything reads."""
-    nothing = query.new_empty(len(query), 0, 0)
-    return ScoredCentroids(nothing, nothing, nothing)
+    nothing = query.new_empty(len(query), 0, query.shape[3])
+    return Centroids(nothing, nothing, nothing[..., 0])
+
+
+def _adjacent(rows: torch.Tensor) -> torch.Tensor:
+    """The same with each head's rows contiguous."""
+    return rows if rows[0].is_contiguous() else rows.contiguous()
 
 
 def shared_decode_triton(
     query: torch.Tensor,
     runs: RunRows,
     exact: tuple[torch.Tensor, torch.Tensor],
-    stand_ins: Sequence[ScoredCentroids],
+    stand_ins: Sequence[Centroids],
     own: OwnRows,
     softmax_scale: float,
     softcap: float | None = None,
@@ -187,8 +207,8 @@ def shared_decode_triton(
     query = query if query.stride(3) == 1 else query.contiguous()
     R, E, BLOCK_D = B * G, exact[0].shape[1], power_of_two(D)
     stands = stand_ins[0] if stand_ins else _no_centroids(query)
-    values = stands.values if stands.values[0].is_contiguous() else stands.values.contiguous()
-    C = values.shape[1]
+    centroids, stood = _adjacent(stands.keys), _adjacent(stands.values)
+    C = centroids.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
     parts = 1 + num_splits(H * blocks, C + E + runs.capacity, PROGRAMS_PER_SM * count_sms(device), grain=10)
@@ -197,17 +217,17 @@ def shared_decode_triton(
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
     same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
-    _shared_kernel[(parts - 1, H, blocks)](
-        query, runs.keys, runs.values, runs.starts, query if runs.used is None else runs.used, *exact,
-        stands.logits, stands.log_counts, values, peaks, totals, outputs,
-        R, *strides, *runs.keys.stride()[:2], runs.starts.stride(0), runs.capacity, E, exact[0].stride(0),
-        C, stands.logits.stride(1), stands.log_counts.stride(0), values.stride(0), softmax_scale, softcap or 0.0,
-        ROWS_USED=runs.used is not None, ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, num_warps=WARPS, **same,
-    )  # fmt: skip
     _own_kernel[(B, H)](
         query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
         R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
         GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
+    )  # fmt: skip
+    _shared_kernel[(parts - 1, H, blocks)](
+        query, runs.keys, runs.values, runs.starts, query if runs.used is None else runs.used, *exact,
+        centroids, stands.log_counts, stood, peaks, totals, outputs,
+        R, *strides, *runs.keys.stride()[:2], runs.starts.stride(0), runs.capacity, E, exact[0].stride(0),
+        C, stands.log_counts.stride(0), centroids.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
+        ROWS_USED=runs.used is not None, ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, num_warps=WARPS, **same,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), R, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,

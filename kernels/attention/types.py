@@ -26,6 +26,16 @@ class RunRows:
 
 
 @dataclass(frozen=True)
+class Centroids:
+    """Centroids that are attended in place of the rows they represent: keys, values [H, C, D], of any float dtype, and
+    log_counts [H, C or more] float32, the log of how many rows each represents."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    log_counts: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ScoredCentroids:
     """Centroids that are attended in place of the rows they represent.
 

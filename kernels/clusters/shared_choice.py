@@ -7,7 +7,7 @@ taken from its first token on, so that together they take as many of its tokens 
 import torch
 
 from sparsekv.kernels.clusters.cluster_choice import choice_of, count_seen, ranked
-from sparsekv.kernels.clusters.types import ClusterChoice
+from sparsekv.kernels.clusters.types import SharedChoice
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
@@ -27,10 +27,10 @@ def choose_together(
     softcap: float | None = None,
     thresholds: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> ClusterChoice:
+) -> SharedChoice:
     """What B questions take together: each the best clusters for its budget, or those whose score reaches a threshold.
 
-    On a GPU four kernels, no synchronisation, and no shapes that depend on data.
+    On a GPU five kernels, no synchronisation, and no shapes that depend on data.
 
     Args:
         query: [H, G, T, D], tokens of all questions, one question after another.
@@ -42,8 +42,7 @@ def choose_together(
         seen: [H] int64, to which the number of tokens taken is added.
 
     Returns:
-        a `ClusterChoice` with the logits [H, T G, C or more] of all query heads, token by token. Allocates these, the
-        rows, and five tensors [H, C].
+        See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and four tensors [H, C].
     """
     arguments = query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap, thresholds, seen
     if query.is_cuda:
@@ -66,7 +65,7 @@ def choose_together_reference(
     softcap: float | None = None,
     thresholds: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> ClusterChoice:
+) -> SharedChoice:
     """`choose_together` in plain torch."""
     empty = counts[:, None, None] == 0
     logits = attention_logits(query, centroids, softmax_scale, softcap).masked_fill(empty, -torch.inf)
@@ -80,6 +79,5 @@ def choose_together_reference(
         order = ranked(scores, budget)
         taken = torch.zeros_like(order).scatter_(-1, order, fill_budget(sizes.gather(-1, order).long(), budget))
     lengths = taken.amax(1).int()
-    return count_seen(
-        choice_of(logits.transpose(1, 2).flatten(1, 2), lengths, counts - lengths, starts, capacity), seen
-    )
+    chosen = count_seen(choice_of(logits, lengths, counts - lengths, starts, capacity), seen)
+    return SharedChoice(chosen.lengths, chosen.log_left, chosen.rows, chosen.used)

@@ -1,7 +1,8 @@
 """`choose_together` in Triton.
 
-The first kernel computes the logits of all rows, over all SMs; in the second one program for each head and question
-ranks all clusters and takes its own; the third adds up what was taken; the fourth lists the rows.
+Two kernels score all clusters for each token, over all SMs: the first finds the sums that scores are divided by. In the
+third, one program for each head and question ranks all clusters and takes its own. The fourth adds up what was taken,
+and the fifth lists the rows.
 """
 
 import torch
@@ -9,10 +10,12 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.clusters.cluster_choice_triton import side_by_side
-from sparsekv.kernels.clusters.types import EXPONENT_BITS, SCORE_BITS, ClusterChoice, least_rank
+from sparsekv.kernels.clusters.taken_members_triton import SIZE_MASK, TOKENS
+from sparsekv.kernels.clusters.types import EXPONENT_BITS, SCORE_BITS, SharedChoice, least_rank
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
+    LOG2_E,
     aligned,
     capped,
     dot,
@@ -25,68 +28,133 @@ from sparsekv.kernels.common.tiles_triton import (
 MOST_ROWS = 64  # of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
 CLUSTERS_A_WARP = 512
-RANK_BITS, HIGHEST = tl.constexpr(EXPONENT_BITS + SCORE_BITS), tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
+PAIRS = tl.constexpr((EXPONENT_BITS + SCORE_BITS + 1) // 2)  # of a rank's bits
+HIGHEST = tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
 DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # of a score's fraction
 
 
-@triton.jit(do_not_specialize=["R", "C"])
-def _logits_kernel(
-    query, centroids, counts, logits, peaks, totals, lengths,
-    R, C, q_head, q_group, q_token, stride, centroids_stride, counts_stride, softmax_scale, softcap,
-    CAPPED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Logits of some rows on a program's share of a head's centroids, with the parts' log-sum-exps."""
-    wait_for_previous_kernel(EARLY)
-    part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    of_row = query + head * q_head + (r % G)[:, None] * q_group + (r // G)[:, None] * q_token
-    q = tl.load(of_row + d, mask=(r[:, None] < R) & (d < D), other=0.0)
-    # Where tokens can be appended, heads are further apart than their clusters need.
-    centroids, counts, lengths = centroids + head * centroids_stride, counts + head * counts_stride, lengths + head * C
-    place = logits + (head * R + r[:, None]) * stride
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    # The last cluster is followed by empty ones, up to a multiple of 16.
-    first, stop = share(part, parts, tl.cdiv(C, 16))
-    first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
-    for at in tl.range(first, stop, TILE, num_stages=STAGES):
-        c = at + t
-        known = (c < stop) & (c < C)
-        k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
-        number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
-        scores = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        scores = tl.where(number > 0, scores, -float("inf"))
-        tl.store(place + c, scores, mask=(r[:, None] < R) & (c < stop))
-        if tl.program_id(2) == 0:
-            tl.store(lengths + c, tl.zeros([TILE], tl.int32), mask=known)
-        highest = tl.maximum(peak, tl.max(scores, 1))
-        # All clusters so far may be empty.
-        safe = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]) * number.to(tl.float32), 1)
-        peak = highest
-    of_part = (head * R + r) * parts + part
-    tl.store(peaks + of_part, peak, mask=r < R)
-    tl.store(totals + of_part, total, mask=r < R)
+@triton.jit
+def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Query rows [ROWS, BLOCK_D] of tokens from `first` on, GROUP rows a token; zeros for missing ones."""
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    token, g = first + r // GROUP, r % GROUP
+    place = query + head * q_head + g[:, None] * q_group + token[:, None] * q_token
+    return tl.load(place + d, mask=((token < tokens) & (g < G))[:, None] & (d < D), other=0.0)
 
 
 @triton.jit
-def _logsumexp(peaks, totals, parts, PARTS: tl.constexpr):
-    """Of one row over all parts."""
-    part = tl.arange(0, PARTS)
-    part_peaks = tl.load(peaks + part, mask=part < parts, other=-float("inf"))
-    part_totals = tl.load(totals + part, mask=part < parts, other=0.0)
+def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: tl.constexpr, D: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
+    """Logits [ROWS, TILE] in units of log 2, minus infinity for empty clusters, and how many tokens each has."""
+    d, known = tl.arange(0, BLOCK_D), c < stop
+    k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
+    number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
+    logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
+    return tl.where(number > 0, logits, -float("inf")), number
+
+
+@triton.jit
+def _whole_sixteens(part, parts, C):
+    """A part's clusters from the first to the last; the first is a multiple of 16, so that scores are stored four at a
+    time."""
+    first, stop = share(part, parts, tl.cdiv(C, 16))
+    return tl.multiple_of(first * 16, 16), tl.minimum(stop * 16, C)
+
+
+@triton.jit(do_not_specialize=["tokens", "C"])
+def _sums_kernel(
+    query, centroids, counts, peaks, sums, lengths,
+    tokens, C, q_head, q_group, q_token, centroids_stride, counts_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exps of some rows over a program's share of a head's clusters, as peaks and sums."""
+    wait_for_previous_kernel(EARLY)
+    part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,
+                    GROUP, ROWS)  # fmt: skip
+    # Where tokens can be appended, heads are further apart than their clusters need.
+    centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    first, stop = _whole_sixteens(part, parts, C)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        c = at + tl.arange(0, TILE)
+        logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        if tl.program_id(2) == 0:
+            tl.store(lengths + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
+        highest = tl.maximum(peak, tl.max(logits, 1))
+        # All clusters so far may be empty.
+        safe = tl.where(highest == -float("inf"), 0.0, highest)
+        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]) * number.to(tl.float32), 1)
+        peak = highest
+    place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, total)
+
+
+@triton.jit
+def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] in units of log 2, over all parts; 0 where every cluster is empty, so that all scores are."""
+    part, r = tl.arange(0, PARTS)[:, None], tl.arange(0, ROWS)[None, :]
+    place = (block * parts + part) * ROWS + r
+    part_peaks = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
+    part_sums = tl.load(sums + place, mask=part < parts, other=0.0)
     peak = tl.max(part_peaks, 0)
-    # If every cluster is empty the peak is infinite, and all scores are 0.
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    return peak + tl.log(tl.maximum(tl.sum(part_totals * tl.exp(part_peaks - peak), 0), 1e-30))
+    return peak + tl.log2(tl.maximum(tl.sum(part_sums * tl.exp2(part_peaks - peak[None, :]), 0), 1e-30))
 
 
-@triton.jit(do_not_specialize=["R", "C", "budget", "least"])
+@triton.jit(do_not_specialize=["tokens", "C"])
+def _scores_kernel(
+    query, centroids, counts, peaks, sums, scores,
+    tokens, C, stride, sum_parts, q_head, q_group, q_token, centroids_stride, counts_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """S_i of some tokens for a program's share of a head's clusters, summed over the tokens' query heads.
+
+    The logits are computed once more, which takes less time than storing and loading them.
+    """
+    part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    held: tl.constexpr = ROWS // GROUP
+    first_token = tl.program_id(2) * held
+    q = _query_rows(query, q_head, q_group, q_token, head, first_token, tokens, D, BLOCK_D, G, GROUP, ROWS)
+    centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
+    token = first_token + tl.arange(0, held)
+    place = scores + (head * tokens + token[:, None]) * stride
+    wait_for_previous_kernel(EARLY)
+    total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
+    first, stop = _whole_sixteens(part, parts, C)
+    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+        c = at + tl.arange(0, TILE)
+        logits, _ = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        each = tl.where((tl.arange(0, ROWS) % GROUP < G)[:, None], tl.exp2(logits - total[:, None]), 0.0)
+        of_token = tl.sum(tl.reshape(each, [held, GROUP, TILE]), 1)
+        tl.store(place + c, of_token, mask=(token < tokens)[:, None] & (c < stop))
+
+
+@triton.jit
+def _last_rank(rank, size, budget):
+    """The highest rank from which on, upwards, clusters hold the budget; 0 if all of them do not. Two of its bits are
+    found at a time, by three sums in one integer."""
+    reached = 0
+    for step in tl.static_range(PAIRS):
+        unit: tl.constexpr = 4 ** (PAIRS - 1 - step)
+        above = (rank >= reached + unit).to(tl.int64) + ((rank >= reached + 2 * unit).to(tl.int64) << TOKENS)
+        above += (rank >= reached + 3 * unit).to(tl.int64) << (2 * TOKENS)
+        held = tl.sum(above * size.to(tl.int64), 0)
+        enough = (held & SIZE_MASK) >= budget
+        enough2, enough3 = ((held >> TOKENS) & SIZE_MASK) >= budget, (held >> (2 * TOKENS)) >= budget
+        reached += unit * (enough.to(tl.int32) + enough2.to(tl.int32) + enough3.to(tl.int32))
+    return reached
+
+
+@triton.jit(do_not_specialize=["tokens", "C", "budget", "least"])
 def _take_kernel(
-    logits, peaks, totals, ends, counts, thresholds, lengths,
-    R, C, stride, counts_stride, parts, budget, least,
-    KEEP: tl.constexpr, G: tl.constexpr, CLUSTERS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    scores, ends, counts, thresholds, lengths, tokens, C, stride, counts_stride, budget, least,
+    KEEP: tl.constexpr, G: tl.constexpr, CLUSTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What one question takes of a head's clusters, joined to what others take."""
     question, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -97,22 +165,15 @@ def _take_kernel(
         first = tl.load(ends + question - 1)
     wait_for_previous_kernel(EARLY)
     score = tl.zeros([CLUSTERS], tl.float32)
-    for r in range(first * G, last * G):
-        row = head * R + r
-        total = _logsumexp(peaks + row * parts, totals + row * parts, parts, PARTS)
-        score += tl.exp(tl.load(logits + row * stride + c, mask=c < C, other=-float("inf")) - total)
+    for token in range(first, last):
+        score += tl.load(scores + (head * tokens + token) * stride + c, mask=c < C, other=0.0)
     score = score / ((last - first) * G)
     if KEEP:
         taken = tl.where(score >= tl.load(thresholds + question), size, 0)
     else:
         rank = (score.to(tl.int32, bitcast=True) >> DROPPED_BITS) - least
         rank = tl.minimum(tl.maximum(rank, 0), HIGHEST)
-        # The highest rank from which on, upwards, clusters hold the budget; 0 if all of them do not.
-        reached = 0
-        for bit in tl.static_range(RANK_BITS):
-            candidate = reached + (2 ** (RANK_BITS - 1 - bit))
-            held = tl.sum(tl.where(rank >= candidate, size, 0), 0)
-            reached = tl.where(held >= budget, candidate, reached)
+        reached = _last_rank(rank, size, budget)
         held = tl.sum(tl.where(rank > reached, size, 0), 0)
         equal = tl.where(rank == reached, size, 0)
         room = budget - held - (tl.cumsum(equal, 0) - equal)
@@ -152,35 +213,40 @@ def choose_together_triton(
     softcap: float | None = None,
     thresholds: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
-) -> ClusterChoice:
-    """`choose_together` on a GPU; reads the centroids once for every `MOST_ROWS` rows, their logits twice more."""
+) -> SharedChoice:
+    """`choose_together` on a GPU; reads the centroids twice for every `MOST_ROWS` rows."""
     (H, G, T, D), C, device, early = query.shape, counts.shape[1], query.device, dependent_launch(query.device)
-    query, R = query if query.stride(3) == 1 else query.contiguous(), T * G
-    centroids, counts = side_by_side(centroids.to(query.dtype)), side_by_side(counts)
-    rows_of_tile, stride = min(MOST_ROWS, max(16, power_of_two(R))), aligned(C)
-    blocks = triton.cdiv(R, rows_of_tile)
+    query = query if query.stride(3) == 1 else query.contiguous()
+    centroids, counts, group = side_by_side(centroids.to(query.dtype)), side_by_side(counts), power_of_two(G)
+    tile_of_queries, stride = max(16, group, min(MOST_ROWS, power_of_two(T * group))), aligned(C)
+    blocks = triton.cdiv(T, tile_of_queries // group)
     parts = num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device))
-    logits, log_left = torch.empty(H, R, stride, device=device), torch.empty(H, stride, device=device)
-    peaks, totals = torch.empty(2, H, R, parts, device=device)
-    lengths, sums = torch.empty(2, H, C, dtype=torch.int32, device=device)
+    peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
+    scores, log_left = torch.empty(H, T, stride, device=device), torch.empty(H, stride, device=device)
+    lengths, running = torch.empty(2, H, C, dtype=torch.int32, device=device)
     used = torch.empty(H, dtype=torch.int32, device=device)
     rows = torch.empty(H, aligned(max(capacity, 1)), dtype=torch.int32, device=device)
-    _logits_kernel[(parts, H, blocks)](
-        query, centroids, counts, logits, peaks, totals, lengths, R, C, *query.stride()[:3], stride,
-        centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0, CAPPED=softcap is not None, G=G,
-        ROWS=rows_of_tile, D=D,
-        BLOCK_D=power_of_two(D), TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS, **early,
+    strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
+    tiles = {
+        "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
+        "BLOCK_D": power_of_two(D), "TILE": tile_rows(D, query.dtype, TILE_BYTES), "STAGES": STAGES, "num_warps": WARPS,
+    }  # fmt: skip
+    _sums_kernel[(parts, H, blocks)](
+        query, centroids, counts, peaks, sums, lengths, T, C, *strides, **tiles, **early
+    )  # fmt: skip
+    _scores_kernel[(parts, H, blocks)](
+        query, centroids, counts, peaks, sums, scores, T, C, stride, parts, *strides, PARTS=power_of_two(parts),
+        **tiles, **early,
     )  # fmt: skip
     whole = {"CLUSTERS": power_of_two(stride), **early}
     whole["num_warps"] = min(32, max(4, whole["CLUSTERS"] // CLUSTERS_A_WARP))
     _take_kernel[(len(ends), H)](
-        logits, peaks, totals, ends, counts, peaks if thresholds is None else thresholds, lengths, R, C, stride,
-        counts.stride(0), parts, budget, least_rank(budget), KEEP=thresholds is not None, G=G,
-        PARTS=power_of_two(parts), **whole,
+        scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),
+        budget, least_rank(budget), KEEP=thresholds is not None, G=G, **whole,
     )  # fmt: skip
     _unite_kernel[(H,)](
-        lengths, counts, log_left, sums, used, used if seen is None else seen, C, stride, counts.stride(0), capacity,
+        lengths, counts, log_left, running, used, used if seen is None else seen, C, stride, counts.stride(0), capacity,
         SEEN=seen is not None, **whole,
     )  # fmt: skip
-    list_rows(starts, sums, rows, capacity)
-    return ClusterChoice(logits, lengths, log_left, rows, used)
+    list_rows(starts, running, rows, capacity)
+    return SharedChoice(lengths, log_left, rows, used)

@@ -44,6 +44,17 @@ class ClusterChoice:
 
 
 @dataclass(frozen=True)
+class SharedChoice:
+    """Tokens that several questions take together of C clusters of each of H heads: lengths, log_left, rows and used of
+    a `ClusterChoice`."""
+
+    lengths: torch.Tensor
+    log_left: torch.Tensor
+    rows: torch.Tensor
+    used: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Children:
     """Children of C clusters in the level below: numbers [H, C] int32, how many each has; first [H, C] int, the first
     of them; slots: capacity in children of a head. seen [H] int64 or None: the number of children taken is added."""

@@ -8,7 +8,7 @@ import torch
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
 from sparsekv.kernels.attention.shared_decode import shared_decode
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.executors import in_place_runs
@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.capabilities import ChoosesTogether, ObservesQue
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.residual import ResidualSelector
-from sparsekv.runtime.selection.selection import CentroidSegment, Selection, single_rows
+from sparsekv.runtime.selection.selection import Selection, single_rows
 from sparsekv.runtime.selection.union import unite
 
 
@@ -72,8 +72,8 @@ class PackedSparse(PackedLayer):
         if self.in_place and rows is not None:
             chosen = unite(each, plan.selector, middle, middle)
             plan.read.add(chosen.rows_read(), middle)
-            runs, scored = in_place_runs(rows, chosen.rows), _scored_rest(grouped, chosen, how)
-            return shared_decode(grouped, runs, self.exact, scored, own, *how).flatten(0, 1)
+            runs = in_place_runs(rows, chosen.rows)
+            return shared_decode(grouped, runs, self.exact, _centroids(chosen), own, *how).flatten(0, 1)
         found = plan.gather.fetch(unite(each, plan.selector, middle), call.query.device)
         plan.read.add(found.rows_read, middle)
         shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
@@ -130,8 +130,8 @@ class PackedInPlace(PackedSparse):
         if answers:
             plan.read.per_count = chosen.cost.per_count
             plan.read.add(chosen.rows_read(), plan.middle.used)
-        runs, scored = in_place_runs(rows, chosen.rows), _scored_rest(grouped, chosen, how)
-        return shared_decode(grouped, runs, self.exact, scored, own, *how).flatten(0, 1)
+        runs = in_place_runs(rows, chosen.rows)
+        return shared_decode(grouped, runs, self.exact, _centroids(chosen), own, *how).flatten(0, 1)
 
 
 def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
@@ -151,17 +151,9 @@ def _no_rows(keys: torch.Tensor) -> RunRows:
     return RunRows(keys, keys, nothing, None, 0)
 
 
-def _scored_rest(query: torch.Tensor, chosen: Selection, how: How) -> tuple[ScoredCentroids, ...]:
-    """The centroids that are attended for the rest, with the logits of all queries [Hk, G, B, D]."""
-    if chosen.rest is not None and chosen.rest.in_place is not None:
-        return chosen.rest.in_place
-    return tuple(_scored(query, part, how) for part in chosen.attended_segments())
-
-
-def _scored(query: torch.Tensor, part: CentroidSegment, how: How) -> ScoredCentroids:
-    """Centroids with the logits [Hk, B G, C] of all queries [Hk, G, B, D], sequence by sequence."""
-    logits = attention_logits(query, part.keys, *how[:2]).transpose(1, 2).flatten(1, 2)
-    return ScoredCentroids(logits, part.log_counts[:, 0], part.values)
+def _centroids(chosen: Selection) -> list[Centroids]:
+    """What is attended for the rest."""
+    return [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in chosen.attended_segments()]
 
 
 def _observes(selector: Selector) -> bool:

@@ -7,6 +7,7 @@ from transformers import Cache
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.graphs import ModelGraph
+from sparsekv.runtime.cache.read_rows import total_read
 from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
 
 
@@ -102,7 +103,7 @@ class IndexCache(Cache):
         """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync."""
         counts = [layer.read for layer in self.stored_layers if layer.read is not None]
         dense = sum(count.dense for count in counts)
-        return (sum(count.total() for count in counts)) / dense if dense else 0.0
+        return total_read(counts) / dense if dense else 0.0
 
     def stats(self) -> list[LayerStats]:
         """Missed-mass figures of each layer that has a meter; one sync per layer."""

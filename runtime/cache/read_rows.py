@@ -1,5 +1,7 @@
 """Counts the rows that decode steps read, on the host or on the device, without a sync per step."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -44,8 +46,8 @@ class ReadRows:
         return self.counted, self.by_kernels
 
     def total(self) -> float:
-        """All rows read so far; two syncs."""
-        return float(self.counted) + self.known + self.per_count * int(self.by_kernels.sum())
+        """All rows read so far; one sync."""
+        return total_read([self])
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -53,3 +55,12 @@ class ReadRows:
         self.counted.zero_()
         self.by_kernels.zero_()
         self.known, self.dense = 0.0, 0
+
+
+def total_read(reads: Sequence[ReadRows]) -> float:
+    """All rows that layers have read so far; one sync for each device that they are on."""
+    each: dict[torch.device, list[torch.Tensor]] = {}
+    for read in reads:
+        on_device = read.counted + read.per_count * read.by_kernels.sum()
+        each.setdefault(on_device.device, []).append(on_device)
+    return sum(read.known for read in reads) + sum(float(torch.stack(counts).sum()) for counts in each.values())

@@ -19,6 +19,7 @@ from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
+from sparsekv.runtime.cache.read_rows import total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
@@ -92,8 +93,16 @@ class Batch:
         on_gpu = index.model.device.type == "cuda"
         self.shared = SharedStep(index.model, self.packed, index.split.tokens, slots, capture=on_gpu)
         self.active: dict[int, _Sequence] = {}
+        self.read: tuple[float, int] | None = None
         ends = index.model.generation_config.eos_token_id
         self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+
+    @torch.inference_mode()
+    def one_step(self) -> None:
+        """A step of as many sequences as there is room for, with nothing asked: what it compiles and captures stays."""
+        last = int(self.index.input_ids[-1])
+        with route_attention(self.index.model, self.packed.attend):
+            self.shared([last] * self.slots, list(range(self.slots)), [0] * self.slots)
 
     @torch.inference_mode()
     def answers(self, questions: Sequence[torch.Tensor]) -> Iterator[tuple[int, Answer]]:
@@ -104,6 +113,7 @@ class Batch:
             NotFiniteError: the model's logits are not finite.
         """
         self.cache.rewind()
+        self.read = None
         waiting = [(number, question, self._longest(question)) for number, question in enumerate(questions)][::-1]
         with route_attention(self.index.model, self.packed.attend):
             while waiting or self.active:
@@ -134,6 +144,7 @@ class Batch:
 
     def _step(self) -> list[tuple[int, int]]:
         """The next token of each sequence, by its slot."""
+        self.read = None
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
         if all(len(tokens) == 1 for tokens in fed):
@@ -170,20 +181,26 @@ class Batch:
 
     def _choose(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         """The next token of each sequence by its logits [B, V]."""
-        scores = logits.to(torch.float32, copy=True)
-        if not bool(scores.amax(-1).isfinite().all()):
+        highest, best = logits.float().max(-1)
+        *tokens, finite = torch.cat([best, highest.isfinite().all()[None]]).tolist()
+        if not finite:
             raise NotFiniteError
         if not self.sampling.temperature:
-            return scores.argmax(-1).tolist()
+            return tokens
+        scores = logits.to(torch.float32, copy=True)
         nothing = torch.empty(len(slots), 0, dtype=torch.int64, device=scores.device)
         probability = _processors(self.sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
         drawn = zip(probability, slots, strict=True)
-        return [int(torch.multinomial(one, 1, generator=self.active[slot].random)) for one, slot in drawn]
+        each = [torch.multinomial(one, 1, generator=self.active[slot].random) for one, slot in drawn]
+        return torch.cat(each).tolist()
 
     def _read(self) -> tuple[float, int]:
-        """Rows that were read for all sequences so far, and rows that dense attention would have read."""
-        counts = [layer.read for layer in self.cache.stored_layers if layer.read is not None]
-        return sum(count.total() for count in counts), sum(count.dense for count in counts)
+        """Rows that were read for all sequences so far, and rows that dense attention would have read; one sync for the
+        first call after a step."""
+        if self.read is None:
+            counts = self.packed.reads
+            self.read = total_read(counts), sum(count.dense for count in counts)
+        return self.read
 
     def _answer(self, done: _Sequence) -> Answer:
         steps, seconds = len(done.answer) - 1, done.last - done.first

@@ -6,6 +6,7 @@ it compiles a layer and not a model.
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +15,11 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.user_cache import cache_root
-from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.step import one_step
 
 MODES = ("auto", "on", "off")
 WORTH_IT = 4096
-"""How many tokens to generate make `auto` compile on a GPU: a step of an 8B becomes 2.6 ms shorter, and compiling, or
-reading what was compiled, takes some ten seconds."""
+"""How many steps make `auto` compile on a GPU: one of an 8B becomes 2.6 ms shorter, and compiling, or reading what was
+compiled, takes some ten seconds."""
 
 
 def check_mode(mode: str) -> None:
@@ -30,15 +28,18 @@ def check_mode(mode: str) -> None:
         raise UsageError(f"--compile {mode}: choose one of {', '.join(MODES)}")
 
 
-def worth_compiling(mode: str, device: torch.device, tokens: int) -> bool:
-    """Whether to compile for so many tokens of all answers together."""
-    return mode == "on" or (mode == "auto" and device.type == "cuda" and tokens >= WORTH_IT)
+def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
+    """Whether to compile for so many steps of all answers together."""
+    return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> RemovableHandle:
-    """From now on compile the model's layers where it gets one token a sequence; with more they run as they are.
+def compile_layers(model: PreTrainedModel, backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
+    """From now on compile the model's layers where it gets so many `tokens` a row; with others they run as they are.
 
     The first such step compiles. What was compiled is kept in the user's cache, for other processes.
+
+    Args:
+        tokens: 1 in a sequence's decode step; where sequences share a document their tokens are one row.
 
     Returns:
         a handle: after its `remove` whatever the last call of the model was decides.
@@ -50,25 +51,24 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> Removab
     for module in model.modules():
         if type(module).__name__ in names:
             module.compile(backend=backend)
-    return model.register_forward_pre_hook(_compile_single_tokens, with_kwargs=True)
+
+    def choose(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", arguments[0] if arguments else None)
+        torch.compiler.set_stance("default" if ids is not None and ids.shape[1] == tokens else "force_eager")
+
+    return model.register_forward_pre_hook(choose, with_kwargs=True)
 
 
-def _compile_single_tokens(model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """A forward pre-hook of the model."""
-    ids = named.get("input_ids", arguments[0] if arguments else None)
-    torch.compiler.set_stance("default" if ids is not None and ids.shape[1] == 1 else "force_eager")
-
-
-def compile_steps(index: OpenIndex, cache: IndexCache) -> float:
-    """Compile the decode steps of a cache, by taking one; returns the seconds.
+def compile_steps(model: PreTrainedModel, step: Callable[[], None], *, tokens: int = 1) -> float:
+    """Compile decode steps of so many `tokens` a row, by taking one; returns the seconds.
 
     Raises:
         SparsekvError: they cannot be compiled here, for want of a C++ compiler for example; the model runs as it is.
     """
     started = time.perf_counter()
-    hook = compile_layers(index.model)
+    hook = compile_layers(model, tokens=tokens)
     try:
-        one_step(index.model, cache, index.input_ids[-1:])
+        step()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -24,8 +24,9 @@ class _Graph:
 class SharedStep:
     """Feeds one token of each of several sequences to a model; call it within `route_attention`.
 
-    There is a graph for each power of two of sequences. Where there are fewer, the last one is fed several times, which
-    changes nothing. Graphs are captured anew when the sequences' own rows have outgrown their buffers.
+    There are graphs for all sequences, for a quarter of them, and so on. Where there are fewer, the last one is fed
+    several times, which changes nothing. Graphs are captured anew when the sequences' own rows have outgrown their
+    buffers.
 
     Args:
         tokens: of the document; a sequence's own tokens follow them.
@@ -34,16 +35,16 @@ class SharedStep:
     """
 
     def __init__(self, model: PreTrainedModel, cache: PackedCache, tokens: int, slots: int, *, capture: bool):
-        self.model, self.cache, self.tokens, self.capture = model, cache, tokens, capture
+        self.model, self.cache, self.tokens, self.capture, self.slots = model, cache, tokens, capture, slots
         # Tokens, slots and rows of the sequences.
-        self.inputs = torch.zeros(3, _padded(slots), dtype=torch.int64, device=model.device)
+        self.inputs = torch.zeros(3, slots, dtype=torch.int64, device=model.device)
         self.graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], slots: list[int], rows: list[int]) -> torch.Tensor:
         """Logits [B, V] after one token of each of B sequences, which becomes that row of its slot; the next call may
         overwrite them."""
-        size, needed = _padded(len(slots)), max(rows) + 1
+        size, needed = self.size_of(len(slots)), max(rows) + 1
         room = self.cache.reserve(max(needed, FIRST_ROOM) if self.capture else needed)
         fed = torch.tensor([tokens, slots, rows])
         self.inputs[:, :size] = torch.cat([fed, fed[:, -1:].expand(3, size - len(slots))], 1)
@@ -54,6 +55,15 @@ class SharedStep:
         self.graphs[size].graph.replay()
         self.cache.advance()
         return self.graphs[size].logits[: len(slots)]
+
+    def size_of(self, sequences: int) -> int:
+        """How many tokens are fed for so many sequences."""
+        if not self.capture:
+            return sequences
+        size = self.slots
+        while sequences <= -(-size // 4) < size:
+            size = -(-size // 4)
+        return size
 
     def _forward(self, size: int, room: int) -> torch.Tensor:
         tokens, slots, rows = self.inputs[:, :size]
@@ -89,8 +99,3 @@ class SharedStep:
             self.graphs.clear()
         else:
             self.graphs[size] = _Graph(*found, room)
-
-
-def _padded(sequences: int) -> int:
-    """The next power of two."""
-    return 1 << (sequences - 1).bit_length()

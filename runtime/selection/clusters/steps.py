@@ -98,11 +98,11 @@ class ClusterSteps:
             thresholds, counter,
         )  # fmt: skip
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values)
-        scored = (ScoredCentroids(chosen.logits, chosen.log_left, values),) if self.own and replace else None
+        indices = RowIndices(chosen.rows, chosen.used, None)
         return Selection(
-            self._rows(chosen, self.starts, capacity, 0),
+            RowSet(self.starts[:, None], chosen.lengths[:, None], capacity, 0, indices),
             Cost(float(counts.shape[1] * rows), per_count=2),
-            Rest(lambda: (left,), attended=replace, in_place=scored),
+            Rest(lambda: (left,), attended=replace),
         )
 
     def down(

@@ -121,9 +121,3 @@ def test_resuming_is_for_lines_of_json() -> None:
     assert (refused.code, "--resume is for the lines of --batch-file with --json" in refused.stderr) == (2, True)
     Path("folder").mkdir()
     assert "--resume folder cannot be read" in run_here(*ASK, "--json", "--resume", "folder").stderr
-
-
-def test_steps_of_several_questions_are_not_compiled() -> None:
-    refused = run_here(*ASK, "--compile", "on")
-    assert refused.code == 2
-    assert "--compile on: steps of several questions are not compiled; give --batch-size 1" in refused.stderr

@@ -13,8 +13,7 @@ from sparsekv.kernels.attention import shared_decode_triton as module
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.shared_decode import shared_decode_reference
 from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.attention.types import Centroids, RunRows
 
 pytestmark = compiled_or_interpreted
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -28,7 +27,7 @@ class Case:
     query: torch.Tensor
     runs: RunRows
     exact: tuple[torch.Tensor, torch.Tensor]
-    stand_ins: list[ScoredCentroids]
+    stand_ins: list[Centroids]
     own: OwnRows
     sinks: torch.Tensor | None
     scale: float
@@ -62,8 +61,10 @@ class Case:
                         logits = self.softcap * torch.tanh(logits / self.softcap)
                     of_value = [*values]
                     for part in self.stand_ins:
-                        stood = part.logits[h, b * G + g, :C].double() + part.log_counts[h, :C].double()
-                        logits, of_value = torch.cat([logits, stood]), [*of_value, part.values[h]]
+                        stood = part.keys[h].double() @ self.query[h, g, b].double() * self.scale
+                        stood = stood if self.softcap is None else self.softcap * torch.tanh(stood / self.softcap)
+                        logits = torch.cat([logits, stood + part.log_counts[h, :C].double()])
+                        of_value = [*of_value, part.values[h]]
                     if self.sinks is not None:
                         logits = torch.cat([logits, self.sinks[h, g].double()[None]])
                         of_value = [*of_value, values[0].new_zeros(1, values[0].shape[1])]
@@ -88,12 +89,11 @@ def some_case(
     counts = torch.tensor([used[h % len(used)] for h in range(Hk)], dtype=torch.int32, device=DEVICE)
     centroids, log_counts = rows(3, Hk, C), torch.full((Hk, C), math.log(3.0), device=DEVICE)
     log_counts[:, 2] = -torch.inf
-    logits = attention_logits(query, centroids, D**-0.5, softcap).transpose(1, 2).flatten(1, 2)
     return Case(
         query=query,
         runs=RunRows(rows(4, Hk, M), rows(5, Hk, M), chosen.int().to(DEVICE), None, M, counts),
         exact=(rows(6, Hk, exact), rows(7, Hk, exact)),
-        stand_ins=[ScoredCentroids(logits, log_counts, rows(8, Hk, C))] if stands else [],
+        stand_ins=[Centroids(centroids, rows(8, Hk, C), log_counts)] if stands else [],
         own=own,
         sinks=normal(9, Hk, G).to(DEVICE) if sinks else None,
         scale=D**-0.5,

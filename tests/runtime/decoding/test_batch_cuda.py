@@ -62,7 +62,8 @@ def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, re
     captured, launched = (Batch(on_gpu, cache, GREEDY, 4) for _ in range(2))
     launched.shared.capture = False
     assert _together(on_gpu, captured, asked) == _together(on_gpu, launched, asked)
-    assert captured.shared.graphs
+    # GPT-OSS picks its experts on the host.
+    assert bool(captured.shared.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
     read = [dict(batch.answers(asked))[0].kv_fraction for batch in (captured, launched)]
     assert read[0] == pytest.approx(read[1], rel=0.2)  # a captured step of three is fed one of them twice
 

@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_compiling
-from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
@@ -54,6 +55,20 @@ def test_compiled_steps_give_the_same_logits(tmp_path: Path, family: str) -> Non
     assert 0 < graphs <= 4
     assert_close(_logits(compiled, compiled.dense_cache()), _logits(index, index.dense_cache()).double(), 1e-5)
     assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+def test_compiled_steps_of_several_sequences_give_the_same_answers(tmp_path: Path) -> None:
+    index = build_small(tmp_path / "small.skv")
+    compiled = replace(index, model=deepcopy(index.model))
+    compile_layers(compiled.model, backend="aot_eager", tokens=3)
+    asked = [question_ids(index, question) for question in ("What is an expression?", "x", "Why?", "And how?")]
+    found, expected = (
+        dict(Batch(one, one.sparse_cache("squeezed", Squeezed(), Budget(0.3)), Sampling(12), 3).answers(asked))
+        for one in (compiled, index)
+    )
+    assert {number: one.ids for number, one in found.items()} == {number: one.ids for number, one in expected.items()}
+    assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]
 
 
