@@ -25,7 +25,7 @@ from sparsekv.kernels.common.tiles_triton import (
 )
 
 MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
-TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
+TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 3, 4, 2
 OWN_TILE, MERGED_COLUMNS = 32, 32
 
 
@@ -51,9 +51,12 @@ def _store(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, outp
 
 
 @triton.jit
-def _logits(q, k, softmax_scale, softcap, CAPPED: tl.constexpr):
-    """In units of log 2."""
-    return capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
+def _logits(q, k, bias, scale, softmax_scale, softcap, CAPPED: tl.constexpr):
+    """In units of log 2, with a bias a row; `scale` is the softmax's in these units."""
+    products = dot(q, tl.trans(k))
+    if CAPPED:
+        return capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
+    return products * scale + bias
 
 
 # These grow as a model decodes, and must not make Triton recompile.
@@ -75,7 +78,7 @@ def _shared_kernel(
     q = tl.load(place + d, mask=(r < R)[:, None] & in_row, other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    output, scale = tl.zeros([ROWS, BLOCK_D], tl.float32), softmax_scale * LOG2_E
     chosen = capacity
     if ROWS_USED:
         chosen = tl.minimum(tl.load(rows_used + head), capacity)
@@ -92,7 +95,7 @@ def _shared_kernel(
         k = tl.load(stand_keys + c[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(stand_values + c[:, None] * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + c, mask=inside, other=-float("inf")) * LOG2_E
-        logits = _logits(q, k.to(q.dtype), softmax_scale, softcap, CAPPED) + count
+        logits = _logits(q, k.to(q.dtype), count, scale, softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, logits, v)
 
     first, last = first - centroids, last - centroids
@@ -103,7 +106,7 @@ def _shared_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, logits, v)
 
     first, last = first - exact_rows, last - exact_rows
@@ -114,7 +117,7 @@ def _shared_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0.0)
         v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0.0)
-        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, logits, v)
     _store(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
@@ -139,14 +142,14 @@ def _own_kernel(
     keys, values = keys + of_slot, values + of_slot
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    output = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    output, scale = tl.zeros([GROUP, BLOCK_D], tl.float32), softmax_scale * LOG2_E
     stop = tl.load(ends + token).to(tl.int32)
     for at in range(tl.load(starts + token).to(tl.int32), stop, TILE):
         inside = at + t < stop
         mask = inside[:, None] & in_row
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = tl.where(inside, _logits(q, k, softmax_scale, softcap, CAPPED), -float("inf"))
+        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
     # Nothing above reads what the kernel before this one writes, but it may still use the memory that this one writes.

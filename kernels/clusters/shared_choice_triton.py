@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.clusters.choice_counts_triton import sum_of_three
 from sparsekv.kernels.clusters.cluster_choice_triton import side_by_side
-from sparsekv.kernels.clusters.taken_members_triton import SIZE_MASK, TOKENS
 from sparsekv.kernels.clusters.types import EXPONENT_BITS, SCORE_BITS, SharedChoice, least_rank
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.run_rows_triton import list_rows
@@ -46,12 +46,16 @@ def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.cons
 @triton.jit
 def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: tl.constexpr, D: tl.constexpr,
                  BLOCK_D: tl.constexpr):  # fmt: skip
-    """Logits [ROWS, TILE] in units of log 2, minus infinity for empty clusters, and how many tokens each has."""
+    """Logits [ROWS, TILE] and, for each cluster, the logarithm of how many tokens it has; both in units of log 2."""
     d, known = tl.arange(0, BLOCK_D), c < stop
     k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
-    number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
-    logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
-    return tl.where(number > 0, logits, -float("inf")), number
+    number = tl.load(counts + c, mask=known, other=0).to(tl.float32)
+    products = dot(q, tl.trans(k))
+    if CAPPED:
+        logits = capped(products * softmax_scale, softcap, CAPPED) * LOG2_E
+    else:
+        logits = products * (softmax_scale * LOG2_E)
+    return logits, tl.where(number > 0, tl.log2(tl.maximum(number, 1.0)), -float("inf"))
 
 
 @triton.jit
@@ -81,13 +85,14 @@ def _sums_kernel(
     first, stop = _whole_sixteens(part, parts, C)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + tl.arange(0, TILE)
-        logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        logits, log_number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
         if tl.program_id(2) == 0:
             tl.store(lengths + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
+        logits += log_number
         highest = tl.maximum(peak, tl.max(logits, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]) * number.to(tl.float32), 1)
+        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
         peak = highest
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
     tl.store(peaks + place, peak)
@@ -96,7 +101,7 @@ def _sums_kernel(
 
 @triton.jit
 def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """[ROWS] in units of log 2, over all parts; 0 where every cluster is empty, so that all scores are."""
+    """[ROWS] in units of log 2, over all parts; of a row with nothing but empty clusters, which score 0, any number."""
     part, r = tl.arange(0, PARTS)[:, None], tl.arange(0, ROWS)[None, :]
     place = (block * parts + part) * ROWS + r
     part_peaks = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
@@ -126,28 +131,30 @@ def _scores_kernel(
     place = scores + (head * tokens + token[:, None]) * stride
     wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
+    # Rows that pad a token's group count for nothing.
+    total = tl.where(tl.arange(0, ROWS) % GROUP < G, total, float("inf"))
     first, stop = _whole_sixteens(part, parts, C)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + tl.arange(0, TILE)
-        logits, _ = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
-        each = tl.where((tl.arange(0, ROWS) % GROUP < G)[:, None], tl.exp2(logits - total[:, None]), 0.0)
+        logits, log_number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        each = tl.exp2(logits - total[:, None])
         of_token = tl.sum(tl.reshape(each, [held, GROUP, TILE]), 1)
+        of_token = tl.where(log_number > -float("inf"), of_token, 0.0)
         tl.store(place + c, of_token, mask=(token < tokens)[:, None] & (c < stop))
 
 
 @triton.jit
 def _last_rank(rank, size, budget):
     """The highest rank from which on, upwards, clusters hold the budget; 0 if all of them do not. Two of its bits are
-    found at a time, by three sums in one integer."""
+    found at a time, because each reduction makes all threads of a program wait."""
     reached = 0
     for step in tl.static_range(PAIRS):
-        unit: tl.constexpr = 4 ** (PAIRS - 1 - step)
-        above = (rank >= reached + unit).to(tl.int64) + ((rank >= reached + 2 * unit).to(tl.int64) << TOKENS)
-        above += (rank >= reached + 3 * unit).to(tl.int64) << (2 * TOKENS)
-        held = tl.sum(above * size.to(tl.int64), 0)
-        enough = (held & SIZE_MASK) >= budget
-        enough2, enough3 = ((held >> TOKENS) & SIZE_MASK) >= budget, (held >> (2 * TOKENS)) >= budget
-        reached += unit * (enough.to(tl.int32) + enough2.to(tl.int32) + enough3.to(tl.int32))
+        unit = 4 ** (PAIRS - 1 - step)
+        one = tl.where(rank >= reached + unit, size, 0)
+        two = tl.where(rank >= reached + 2 * unit, size, 0)
+        three = tl.where(rank >= reached + 3 * unit, size, 0)
+        one, two, three = tl.reduce((one, two, three), 0, sum_of_three)
+        reached += unit * ((one >= budget).to(tl.int32) + (two >= budget).to(tl.int32) + (three >= budget).to(tl.int32))
     return reached
 
 

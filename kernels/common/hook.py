@@ -89,13 +89,28 @@ def _attend(
     return _active.get()(call)
 
 
-_compiled_attend = torch.library.custom_op("sparsekv::attend", _attend, mutates_args=())
-"""The same as one operator to torch's compiler, which compiles what is around it and need not look into it."""
+@torch.library.custom_op("sparsekv::attend", mutates_args=())
+def _compiled_attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    softmax_scale: float,
+    softcap: float | None,
+    window: int | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same as one operator to torch's compiler, which compiles what is around it and need not look into it.
+
+    It is told how the output lies in memory: token by token, as the model wants it next.
+    """
+    output = _attend(query, keys, values, layer, softmax_scale, softcap, window, sink_logits)
+    return output.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @_compiled_attend.register_fake
-def _shape_of_output(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
-    return query.new_empty(*query.shape[:-1], values.shape[-1])
+def _output_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape[1], query.shape[0], values.shape[-1]).transpose(0, 1)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
