@@ -56,7 +56,13 @@ def bench(
             "CUDA: 128K.",
         ),
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Contexts per batch; repeatable. Default: 1.")] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Contexts per batch, or with --shared questions over one context; repeatable. Default: 1."),
+    ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Time the questions of a --batch over one context, which they share.")
+    ] = False,
     budget: Annotated[
         list[str] | None,
         typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
@@ -146,7 +152,7 @@ def bench(
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
-    wanted = Wanted(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed)
+    wanted = Wanted(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed, shared)
     if end_to_end:
         elsewhere = {
             "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "index": index, "layer": layer,
@@ -185,6 +191,7 @@ def bench(
         "torch": torch.__version__,
         "device": str(where),
         **source.about(),
+        "shared": shared,
         "caches": "warm" if warm else "cold",
         "copy_bandwidth": timed.copy_bandwidth,
         "indices": {name: asdict(one.parameters) for name, one in built.items()},

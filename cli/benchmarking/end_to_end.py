@@ -47,10 +47,13 @@ def time_models(
 
 
 def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
-    compiled = ", compiled" if about["compiled"] else ""
+    compiled, shared = (
+        ", compiled" if about["compiled"] else "",
+        "a batch over one document, " if about["shared"] else "",
+    )
     table = Table(
         title=f"{about['config']}, random weights, {about['layers']} layers that take turns with the keys and values "
-        f"of {about['distinct_layers']}, {about['dtype']}{compiled}, {about['machine']}",
+        f"of {about['distinct_layers']}, {about['dtype']}{compiled}, {shared}{about['machine']}",
         title_justify="left",
         title_style="",
     )

@@ -28,8 +28,9 @@ def print_rows(rows: Sequence[Row], about: dict[str, Any], *, as_json: bool, as_
 
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
+    batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
     table = Table(
-        title=f"{first.context:,} tokens, batch {first.batch}, {about['heads']} heads on {about['kv_heads']}, "
+        title=f"{first.context:,} tokens, {batch}, {about['heads']} heads on {about['kv_heads']}, "
         f"D = {about['head_dim']}, {about['dtype']}, {about['machine']}, caches {about['caches']}; "
         f"a copy reaches {about['copy_bandwidth'] / 1e9:,.1f} GB/s",
         title_justify="left",

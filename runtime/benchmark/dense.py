@@ -19,7 +19,7 @@ CUDA_BACKENDS = {
 
 
 DenseForm = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of queries [batch Hq, 1, D] to one layer's keys and values; returns the same shape."""
+"""Attention of queries [batch Hq, Q, D] to one layer's keys and values, without a mask; returns the same shape."""
 
 
 def dense_steps(data: LayerData) -> Iterator[tuple[str, Step]]:
@@ -32,8 +32,8 @@ def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
     """The forms of one step of dense attention that torch can run here, by name.
 
     `gqa` passes grouped heads to torch; `folded` passes a group's query heads as several queries of one KV head, which
-    is the same without a mask. On a GPU each is tried with each of torch's fused kernels. Allocates only what torch
-    does.
+    is the same without a mask, and reads keys and values once for all questions. On a GPU each is tried with each of
+    torch's fused kernels. Allocates only what torch does.
     """
     backends: dict[str, SDPBackend | None] = {"": None}
     if data.keys.is_cuda:
@@ -66,8 +66,9 @@ def _folded(data: LayerData) -> DenseForm:
     scale = data.facts.softmax_scale
 
     def attend(query: torch.Tensor) -> torch.Tensor:
-        apart = _by_sequence(query[:, 0].unflatten(0, (len(data.keys), -1)), data.batch)
-        return scaled_dot_product_attention(apart, keys, values, scale=scale).flatten(0, 2)[:, None]
+        grouped = query.unflatten(0, (len(data.keys), -1))
+        apart = _by_sequence(grouped.flatten(1, 2), data.batch)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale).view_as(grouped).flatten(0, 1)
 
     return attend
 

@@ -15,16 +15,15 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.benchmark.clock import clock_for
-from sparsekv.runtime.benchmark.dense import DenseForm, dense_forms
+from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
+from sparsekv.runtime.benchmark.model_steps import BatchSteps, DenseFormLayer, ModelSteps, QuestionSteps
 from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.decoding.step import captured_step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.form import Form
@@ -32,8 +31,6 @@ from sparsekv.runtime.selection.interface import Method
 
 NOTHING = "no attention"
 WARM_UPS, FORM_RUNS = 3, 10
-ModelStep = Callable[[torch.Tensor], torch.Tensor]
-"""From tokens [batch, 1] to logits [batch, V]."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +56,13 @@ class ModelRow:
     kv_fraction: float
 
 
-class DenseFormLayer(StoredLayer):
-    """Stores new rows like any layer, but attends to the context alone, by a given function of the queries."""
-
-    def __init__(self, data: LayerData, form: DenseForm):
-        super().__init__(data.split.tokens, data.keys[:, :0], data.values[:, :0])
-        self.form = form
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return self.form(call.query)
-
-
 class ModelBench:
     """Measures a model over a few layers' data of one context and batch; `tell` is called with a line per row."""
 
     def __init__(self, model: PreTrainedModel, data: list[LayerData], runs: int, tell: Callable[[str], None]):
         self.model, self.data, self.runs, self.tell = model, data, runs, tell
         self.layers = int(model.config.num_hidden_layers)
-        self.dense_rate = float("nan")
+        self.dense_rate, self.batch = float("nan"), data[0].batch * data[0].questions
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
@@ -84,13 +70,13 @@ class ModelBench:
         attention; no attention."""
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
-        torchs = self._time(IndexCache(self._each(lambda data, turn: DenseFormLayer(data, forms[turn]))))
+        torchs = self._time(self._each(lambda data, turn: DenseFormLayer(data, forms[turn])))
         self.dense_rate = torchs.rate
         yield self._row(DENSE, name, None, torchs, 1.0)
         own = self._each(lambda data, turn: DenseLayer(data.keys, data.values))
-        yield self._row(DENSE, OWN, None, self._time(IndexCache(own)), 1.0)
+        yield self._row(DENSE, OWN, None, self._time(own), 1.0)
         none = self._each(lambda data, turn: DenseFormLayer(data, lambda query: query.clone()))
-        yield self._row(NOTHING, "", None, self._time(IndexCache(none)), 0.0)
+        yield self._row(NOTHING, "", None, self._time(none), 0.0)
 
     @torch.inference_mode()
     def sparse(self, form: Form, contexts: list[MiddleContext], budgets: list[Budget]) -> Iterator[ModelRow]:
@@ -103,9 +89,8 @@ class ModelBench:
         """
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
-            cache = IndexCache(self._sparse_layers(form.method, contexts, budget, laid_out))
-            timed = self._time(cache)
-            yield self._row(form.name, form.variant, budget, timed, cache.kv_fraction())
+            layers = self._sparse_layers(form.method, contexts, budget, laid_out)
+            yield self._row(form.name, form.variant, budget, self._time(layers), IndexCache(layers).kv_fraction())
 
     def _sparse_layers(
         self, method: Method, contexts: list[MiddleContext], budget: Budget, laid_out: dict[int, MiddleRows]
@@ -134,26 +119,30 @@ class ModelBench:
         }
         return min(taken, key=lambda name: taken[name])
 
-    def _time(self, cache: IndexCache) -> "_Timed":
+    def _time(self, layers: list[StoredLayer]) -> "_Timed":
         """Time greedy decode steps."""
-        device, batch = self.model.device, self.data[0].batch
-        with route_attention(self.model, cache.attend):
-            step = _step(self.model, cache, batch, WARM_UPS + self.runs)
-            tokens = torch.arange(batch, device=device)[:, None]
+        device, steps = self.model.device, self._steps(layers)
+        with steps.routed():
+            tokens = torch.arange(self.batch, device=device)[:, None]
             for _ in range(WARM_UPS):
-                tokens = step(tokens).argmax(-1, keepdim=True)
+                tokens = steps(tokens).argmax(-1, keepdim=True)
             stopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
             for _ in range(self.runs):
-                logits = step(tokens)
+                logits = steps(tokens)
                 tokens = logits.argmax(-1, keepdim=True)
                 stopwatch.lap()
             taken, finite = stopwatch.milliseconds(), bool(logits.isfinite().all())
-            cache.release()
-        how = "wall clock" if device.type == "cpu" else "eager" if cache.graph is None else "graph"
-        return _Timed(taken, how, 1000 * batch * len(taken) / sum(taken), finite)
+        how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
+        return _Timed(taken, how, 1000 * self.batch * len(taken) / sum(taken), finite)
+
+    def _steps(self, layers: list[StoredLayer]) -> ModelSteps:
+        data = self.data[0]
+        if data.questions > 1:
+            return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
+        return BatchSteps(self.model, layers, data.batch, WARM_UPS + self.runs)
 
     def _row(self, name: str, variant: str, budget: Budget | None, timed: "_Timed", kv_fraction: float) -> ModelRow:
-        split, batch = self.data[0].split, self.data[0].batch
+        split, batch = self.data[0].split, self.batch
         if not timed.finite:
             raise RefusedError(f"{name} {variant} over {split.tokens:,} tokens, batch {batch}, gave what is no number")
         lower, median, upper = statistics.quantiles(timed.milliseconds, n=4, method="inclusive")
@@ -183,20 +172,6 @@ class _Timed:
     how: str
     rate: float
     finite: bool
-
-
-def _step(model: PreTrainedModel, cache: IndexCache, batch: int, steps: int) -> ModelStep:
-    """A step as `generate` runs it: as a CUDA graph where possible, else as transformers calls the model."""
-    step = captured_step(model, cache, batch=batch)
-    if step is not None:
-        step.begin(steps)
-        return step
-
-    def plain(tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
-        return logits[:, -1]
-
-    return plain
 
 
 class _Laps(ABC):

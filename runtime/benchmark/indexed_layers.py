@@ -78,7 +78,7 @@ def _join(pieces: list[Tensors]) -> Tensors:
 
 
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
-    """A layer of an index, by default the middle one; its query is the last of the held-out tail.
+    """A layer of an index, by default the middle one; its queries are the later half of the held-out tail's.
 
     Memory: keys and values in `dtype`.
 
@@ -96,7 +96,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     return LayerData(
         keys=keys,
         values=values,
-        query=tail[:, -1:].contiguous(),
+        query=tail[:, tail.shape[1] // 2 :],
         tail=tail[:, : tail.shape[1] // 2],
         sampled=tail[:, :0],
         positions=torch.arange(0, device=device),
@@ -105,6 +105,19 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
         facts=manifest.layers[number],
         position=LayerPosition(indexed.index(number), len(indexed)),
     )
+
+
+def asked(data: LayerData, questions: int) -> LayerData:
+    """A stored layer with so many of its queries, the last and others evenly spaced before it.
+
+    Raises:
+        UsageError: it has fewer.
+    """
+    known = data.questions
+    if not 1 <= questions <= known:
+        raise UsageError(f"--batch {questions}: give 1 to {known}, the number of held-out queries of the index")
+    places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
+    return replace(data, query=data.query[:, places].contiguous())
 
 
 def _refuse_unlike(facts: LayerFacts, number: int) -> None:

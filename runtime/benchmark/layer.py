@@ -6,10 +6,12 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
+from sparsekv.runtime.cache.slots import PackedStep
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
@@ -20,9 +22,9 @@ from sparsekv.runtime.selection.interface import Selector
 class LayerData:
     """One layer over a batch of contexts, which are concatenated along the heads, because heads are independent.
 
-    keys, values [batch Hk, N, D]; query [batch Hq, 1, D] of the step; tail [batch Hq, R, D], held-out queries, which
-    methods may calibrate on or observe; sampled [batch Hq, P, D], the contexts' own queries at positions [P], for
-    indexers that are built from queries.
+    keys, values [batch Hk, N, D]; query [batch Hq, Q, D] of the step, of Q questions over each context; tail
+    [batch Hq, R, D], held-out queries, which methods may calibrate on or observe; sampled [batch Hq, P, D], the
+    contexts' own queries at positions [P], for indexers that are built from queries.
     """
 
     keys: torch.Tensor
@@ -36,6 +38,11 @@ class LayerData:
     facts: LayerFacts
     # Layer 31 of 32, alone: with methods that share selections between layers it finds none and makes its own.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
+
+    @property
+    def questions(self) -> int:
+        """Q."""
+        return self.query.shape[1]
 
     @property
     def middle(self) -> slice:
@@ -94,25 +101,36 @@ def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: 
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:
-    """A step from the query to the output [batch Hq, 1, D], selection included, as a model calls it."""
+    """A step from the query to the output [batch Hq, Q, D], selection included, as a model calls it."""
+    if data.questions > 1:
+        return _shared_step(data, layer)
     nothing = data.keys[:, :0]
     call = AttentionCall(0, data.query, nothing, nothing, data.facts.softmax_scale, data.facts.softcap, None, None)
     return lambda: layer.attend(call)
 
 
+def _shared_step(data: LayerData, layer: StoredLayer) -> Step:
+    """No question sees a row of its own, so that the output is that of attention to the context."""
+    packed, each = packed_layer(layer, data.questions), torch.arange(data.questions, device=data.keys.device)
+    step = PackedStep(each, torch.full_like(each, -1), (each + 1).int(), each, (), 1)
+    new = data.keys.new_zeros(len(data.keys), data.questions, data.keys.shape[2])
+    call = AttentionCall(0, data.query, new, new, data.facts.softmax_scale, data.facts.softcap, None, None)
+    return lambda: packed.attend(call, step)
+
+
 def exact_output(data: LayerData) -> torch.Tensor:
-    """Dense attention in float32, [batch Hq, 1, D]; converts one head's keys and values at a time.
+    """Dense attention in float32, [batch Hq, Q, D]; converts one head's keys and values at a time.
 
     In plain torch, so that it is independent of the kernels that are timed.
     """
     grouped, scale = data.query.float().unflatten(0, (len(data.keys), -1)), data.facts.softmax_scale
     parts = [
-        (query[:, 0] @ keys.float().T * scale).softmax(-1) @ values.float()
+        (query @ keys.float().T * scale).softmax(-1) @ values.float()
         for query, keys, values in zip(grouped, data.keys, data.values, strict=True)
     ]
-    return torch.cat(parts)[:, None]
+    return torch.cat(parts)
 
 
 def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    """Mean over query heads of |output - exact| / |exact|; both [batch Hq, 1, D]."""
+    """Mean over query heads and questions of |output - exact| / |exact|; both [batch Hq, Q, D]."""
     return float(((output.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())

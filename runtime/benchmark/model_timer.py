@@ -112,13 +112,14 @@ class ModelTimer:
             f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
         )
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
-        if self.compiled:
-            compile_layers(model)
         rows: list[ModelRow] = []
         for context in dict.fromkeys(self.source.contexts):
             for batch in dict.fromkeys(self.source.batches):
                 data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
+                hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
                 rows += self._time(ModelBench(model, data, self.runs, self.report))
+                if hook is not None:
+                    hook.remove()
                 del data  # or else the next ones would be made beside them
         return rows
 
@@ -143,6 +144,7 @@ class ModelTimer:
             "layers": int(self.config.num_hidden_layers),
             "distinct_layers": self.distinct,
             "compiled": self.compiled,
+            "shared": self.source.shared,
             **self.source.about(),
             "indices": {name: asdict(one.parameters) for name, one in self.built.items()},
             "refused": self.refused,

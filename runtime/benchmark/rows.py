@@ -26,12 +26,13 @@ from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.union import can_unite
 
 DENSE, OWN = "dense", "sparsekv"
 
 
 class RefusedError(SparsekvError):
-    """A step's output is not finite, so that its time would mean nothing."""
+    """A step has no output, or none that is finite, so that a time would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Bench:
         self.data, self.clock, self.copy = data, clock, copy
         self.exact = exact_output(data)
         self.dense_ms = float("nan")
+        self.batch = data.batch * data.questions
 
     @torch.inference_mode()
     def dense(self) -> list[Row]:
@@ -97,7 +99,7 @@ class Bench:
         Allocates a copy of the middle in the method's layout.
 
         Raises:
-            RefusedError: its output is not finite.
+            RefusedError: its output is not finite, or several questions cannot share a step.
         """
         data = self.data
         selector = form.method.prepare(context)
@@ -108,6 +110,8 @@ class Bench:
         for budget in budgets:
             layer = sparse_layer(data, rows, selector, budget)
             step, named = layer_step(data, layer), form.title
+            if data.questions > 1 and not can_unite(form.method, selector):
+                raise RefusedError(f"{self.named(named)} leaves what differs from question to question")
             for _ in range(cycle):
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
@@ -118,7 +122,7 @@ class Bench:
 
     def named(self, what: str) -> str:
         """The name of a measurement, with context length and batch."""
-        return f"{what} over {self.data.split.tokens:,} tokens, batch {self.data.batch},"
+        return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
 
     def _timed(self, name: str, step: Step, cycle: int = 1) -> Timing:
         timing = self.clock.time(step, cycle)
@@ -137,7 +141,7 @@ class Bench:
             method=name,
             variant=variant,
             context=self.data.split.tokens,
-            batch=self.data.batch,
+            batch=self.batch,
             budget=None if budget is None else budget.value,
             budget_tokens=middle if budget is None else budget.tokens(middle),
             median_ms=timing.median,

@@ -11,7 +11,14 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.benchmark.indexed_layers import Indexed, LayerIndexer, index_mixture, stored_index, stored_layer
+from sparsekv.runtime.benchmark.indexed_layers import (
+    Indexed,
+    LayerIndexer,
+    asked,
+    index_mixture,
+    stored_index,
+    stored_layer,
+)
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
 from sparsekv.runtime.selection.registry import choose_methods
@@ -23,7 +30,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person said of a layer's sizes; None or nothing where it is left to the device or the index."""
+    """What a person said of a layer's sizes; None or nothing where it is left to the device or the index. `shared`: the
+    batches are of questions over one context."""
 
     contexts: list[str]
     batches: list[int]
@@ -32,6 +40,7 @@ class Wanted:
     head_dim: int | None
     dtype: str
     seed: int
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Mixtures(Source):
         self.indexed = indexed
         sizes = LARGE if device.type == "cuda" else SMALL
         self.device, self.seed, self.batches = device, wanted.seed, wanted.batches or [1]
+        self.shared = wanted.shared
         self.dtype = sizes.dtype if wanted.dtype == "auto" else wanted.dtype
         self.heads = sizes.heads if wanted.heads is None else wanted.heads
         self.kv_heads = sizes.kv_heads if wanted.kv_heads is None else wanted.kv_heads
@@ -106,7 +116,9 @@ class Mixtures(Source):
         """One layer; those of other numbers are drawn from other seeds."""
         sampled = max((indexer.queries_wanted() for indexer in built.values()), default=0)
         shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
-        return mixture(shape, batch, self.seed + number * batch, self.device, DTYPES[self.dtype], sampled)
+        contexts, questions = (1, batch) if self.shared else (batch, 1)
+        seed, dtype = self.seed + number * contexts, DTYPES[self.dtype]
+        return mixture(shape, contexts, seed, self.device, dtype, sampled, questions)
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return index_mixture(data, indexer)
@@ -120,7 +132,7 @@ class StoredLayerSource(Source):
     """One layer of an index, with the indices that it holds."""
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
-        sizes = {"context": wanted.contexts, "batch": wanted.batches}
+        sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}
         sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim")}
         for name, value in sizes.items():
             if value:
@@ -128,6 +140,7 @@ class StoredLayerSource(Source):
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])
+        self.questions = dict.fromkeys(wanted.batches or [1])
 
     def methods(self, names: list[str]) -> list[str]:
         usable = choose_methods([], list(self.artifact.manifest.methods))
@@ -135,7 +148,8 @@ class StoredLayerSource(Source):
         return choose_methods(names or default, list(self.artifact.manifest.methods))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
-        yield self.data
+        for number in self.questions:
+            yield asked(self.data, number)
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return stored_index(data, self.artifact, name)

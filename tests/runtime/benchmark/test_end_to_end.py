@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.benchmark.dense import dense_forms
-from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
+from sparsekv.runtime.benchmark.model_steps import DenseFormLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import StoredLayer

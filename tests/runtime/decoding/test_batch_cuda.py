@@ -1,11 +1,14 @@
 """Questions that decode together on a GPU: captured steps answer as those that are launched, and as each alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.decoding.batch import Batch
+from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -66,6 +69,20 @@ def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, re
     assert bool(captured.shared.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
     read = [dict(batch.answers(asked))[0].kv_fraction for batch in (captured, launched)]
     assert read[0] == pytest.approx(read[1], rel=0.2)  # a captured step of three is fed one of them twice
+
+
+def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:
+    plan = small_plan("qwen3", methods=INDEXERS)
+    plan.loaded.model.to("cuda")  # type: ignore[arg-type]  # transformers wraps torch's own `to`
+    build_index(plan, tmp_path / "small.skv")
+    index = reopen(plan, tmp_path / "small.skv")
+    asked = [question_ids(index, question) for question in QUESTIONS]
+    cache = index.sparse_cache("multipole", Multipole(), Budget(0.2))
+    expected = _together(index, Batch(index, cache, GREEDY, 4), asked)
+    batch = Batch(index, cache, GREEDY, 4)
+    assert compile_steps(index.model, batch.one_step, tokens=4) > 0
+    assert _together(index, batch, asked) == expected
+    assert batch.shared.graphs
 
 
 def test_rows_of_their_own_that_outgrow_their_buffers(on_gpu: OpenIndex) -> None:
