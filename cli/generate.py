@@ -229,7 +229,7 @@ def generate(
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     took = time.perf_counter() - started - sum(loading)
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
-    together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, len(questions)))
+    together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, len(questions), max_new_tokens))
     compile_for(asker, together, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
     told = (stats and not quiet, resumed, settings if batch_file else {})

@@ -9,8 +9,11 @@ from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 
-AT_ONCE = 16
-"""How many questions `--batch-size auto` answers at once on a CPU; on a GPU, where that has yet to be measured, one."""
+AT_ONCE = {"cpu": 16, "cuda": 64}
+"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
+QUESTION_ROWS = 256
+SHARE_OF_FREE = 0.25
+"""Of a GPU's free memory: what auto gives to the questions' own rows, whose buffers double as they grow."""
 
 
 def parse_batch_size(text: str) -> int | None:
@@ -26,18 +29,29 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-def choose_batch_size(asked: int | None, asker: Asker, questions: int) -> int:
-    """How many questions to answer at once.
+def choose_batch_size(asked: int | None, asker: Asker, questions: int, answer_tokens: int) -> int:
+    """How many questions to answer at once, for answers of so many tokens.
 
     Raises:
         UsageError: more than one was asked for, and the setting allows one.
     """
     alone = why_alone(asker.index, asker.setting.form.method, asker.cache)
     if asked is None:
-        return min(AT_ONCE, questions) if asker.index.model.device.type == "cpu" and not alone else 1
+        return 1 if alone else max(1, min(_fitting(asker, answer_tokens), questions))
     if asked > 1 and alone:
         raise UsageError(f"--batch-size {asked}: {alone}; give --batch-size 1")
     return min(asked, questions)
+
+
+def _fitting(asker: Asker, answer_tokens: int) -> int:
+    device = asker.index.model.device
+    most = AT_ONCE.get(device.type, 1)
+    if device.type != "cuda":
+        return most
+    rows = [one for layer in asker.cache.stored_layers for one in (layer.keys, layer.values) if one is not None]
+    token = sum(one.shape[0] * one.shape[2] * one.element_size() for one in rows)
+    free = torch.cuda.mem_get_info(device)[0]
+    return min(most, int(SHARE_OF_FREE * free) // (2 * token * (QUESTION_ROWS + answer_tokens)))
 
 
 def batch_of(asker: Asker, sampling: Sampling, size: int) -> Batch | None:

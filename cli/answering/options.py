@@ -13,7 +13,8 @@ BatchSizeOption = Annotated[
     typer.Option(
         metavar="N|auto",
         help="How many questions of --batch-file to answer at once. They share what each step reads of the document: "
-        f"all attend to what any of them selects. auto: {AT_ONCE} on a CPU, 1 on a GPU or where they cannot.",
+        f"all attend to what any of them selects. auto: {AT_ONCE['cpu']} on a CPU, up to {AT_ONCE['cuda']} on a GPU, 1 "
+        "where they cannot.",
     ),
 ]
 ResumeOption = Annotated[

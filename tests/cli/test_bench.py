@@ -35,6 +35,7 @@ ABOUT = {
     "device",
     "data",
     "seed",
+    "shared",
     "heads",
     "kv_heads",
     "head_dim",
@@ -104,6 +105,28 @@ def test_a_search_every_few_steps_is_timed_over_these() -> None:
     )
     chosen = round(0.1 * (600 - 138)) / (600 - 138)
     assert seldom - chosen == pytest.approx((always - chosen) / 4)
+
+
+def test_questions_over_one_document(place: Path) -> None:
+    shared = timed("--shared", "--batch", "16", "--method", "squeezed", "--method", "window")
+    assert shared["shared"]
+    assert {row["batch"] for row in shared["rows"]} == {16}
+    one = timed("--shared", "--method", "squeezed")
+    assert row_of(one, "squeezed")["kv_fraction"] < row_of(shared, "squeezed")["kv_fraction"] < 0.4
+    # A document is read once for all.
+    assert row_of(one, "dense")["bytes"] == row_of(shared, "dense")["bytes"]
+    stored = run_here(
+        "bench", "--runs", "2", "--warm", "-q", "-i", "doc.skv", "--shared", "--batch", "2", "--batch", "3"
+    )
+    assert stored.code == 0, stored.stderr
+    assert "2 questions over one document" in stored.stdout
+    assert "3 questions over one document" in stored.stdout
+
+
+def test_what_questions_cannot_share_has_no_row() -> None:
+    refused = run_here(*BENCH, "--shared", "--batch", "3", "--method", "magicpig")
+    assert refused.code == 1
+    assert "magicpig over 600 tokens, batch 3, leaves what differs from question to question" in refused.stderr
 
 
 def test_a_layer_of_an_index(place: Path) -> None:
@@ -191,6 +214,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (("--index", "none.skv"), 1, ("none.skv", "build-index")),
         (("--index", "doc.skv", "--context", "8K"), 2, ("--context", "the index's", "leave it out")),
         (("--index", "doc.skv", "--batch", "2"), 2, ("--batch", "the index's")),
+        (("--index", "doc.skv", "--shared", "--batch", "999"), 2, ("--batch 999", "held-out queries")),
         (("--index", "doc.skv", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
         (("--index", "doc.skv", "--method", "csattention"), 2, ("csattention", "build-index --method csattention")),
         (("--index", "doc.skv", "--levels", "0.1"), 2, ("--levels", "leave it out")),

@@ -13,7 +13,7 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.benchmark.model_steps import DenseFormLayer
+from sparsekv.runtime.benchmark.model_steps import DenseFormLayer, QuestionSteps
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -74,6 +74,19 @@ def test_a_batch_is_its_sequences(name: str, held: bool) -> None:
         some = tokens[:, number : number + 1]
         alone = _decoded(model, _sequence(data, number), MAKERS[name], some, held=False)
         assert_close(together[:, number : number + 1], alone.double(), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "torch"])
+def test_questions_over_one_context_are_those_of_a_context_each(name: str) -> None:
+    model, questions = FAMILIES["qwen3"](), 3
+    data = mixture(SHAPE, 1, 0, torch.device("cpu"), torch.float32, questions=questions)
+    layers = [MAKERS[name](data) for _ in range(model.config.num_hidden_layers)]
+    steps = QuestionSteps(model, layers, SHAPE.context, questions)
+    tokens = torch.arange(questions)[:, None]
+    with torch.inference_mode(), steps.routed():
+        together = steps(tokens)
+    alone = [_decoded(model, data, MAKERS[name], one.view(1, 1, 1), held=False)[0] for one in tokens]
+    assert_close(together, torch.cat(alone).double(), 1e-4)
 
 
 def test_torchs_dense_attention_is_ours_for_the_first_token_but_for_its_own_row() -> None:

@@ -54,6 +54,16 @@ def test_neighbours_share_topics() -> None:
     assert far < 0.1
 
 
+def test_questions_over_a_context_attend_to_the_same_tokens_in_part() -> None:
+    data = mixture(SHAPE, 1, 0, torch.device("cpu"), torch.float32, questions=16)
+    query = data.query.unflatten(0, (2, -1))
+    probability = attention_probabilities(query, data.keys, data.facts.softmax_scale).mean(1)
+    best = probability.topk(205, -1).indices  # 5%
+    together = [len(torch.unique(head)) / 4096 for head in best.flatten(1)]
+    assert all(0.08 < share < 0.45 for share in together)
+    assert not torch.equal(data.query[:, 0], data.query[:, 1])
+
+
 def test_contexts_of_a_batch_differ_and_seeds_repeat() -> None:
     both, again, other = made(batch=2), made(batch=2), made(seed=1)
     assert torch.equal(both.keys, again.keys)

@@ -11,9 +11,10 @@ from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
 from sparsekv.runtime.benchmark.dense import dense_steps
 from sparsekv.runtime.benchmark.indexed_layers import index_mixture
-from sparsekv.runtime.benchmark.layer import LayerData, exact_output, relative_error
+from sparsekv.runtime.benchmark.layer import LayerData, exact_output, layer_step, relative_error
 from sparsekv.runtime.benchmark.mixture import SINKS, TAIL, Shape, mixture
 from sparsekv.runtime.benchmark.rows import OWN, Bench, RefusedError, Row
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -89,6 +90,34 @@ def test_every_form_of_dense_attention_is_attention(data: LayerData) -> None:
     assert len(forms) == 2
     for step in forms.values():
         assert_close(step(), expected, 1e-5)
+
+
+QUESTIONS = 5
+
+
+@pytest.fixture(scope="module")
+def asked() -> LayerData:
+    """Several questions over one context."""
+    return mixture(SHAPE, 1, 0, CPU, torch.float32, questions=QUESTIONS)
+
+
+def test_every_form_of_dense_attention_is_that_of_each_question(asked: LayerData) -> None:
+    query = asked.query.unflatten(0, (len(asked.keys), -1))
+    expected = reference_attention(query, asked.keys, asked.values, asked.facts.softmax_scale).flatten(0, 1)
+    assert_close(exact_output(asked), expected, 1e-5)
+    for step in dict(dense_steps(asked)).values():
+        assert_close(step(), expected, 1e-5)
+    assert_close(layer_step(asked, DenseLayer(asked.keys, asked.values))(), expected, 1e-5)
+
+
+def test_questions_over_one_context_read_it_once(asked: LayerData) -> None:
+    at = bench(asked)
+    dense = at.dense()
+    assert all(row.bytes == 2 * SHAPE.kv_heads * 600 * ROW_BYTES for row in dense)
+    some, everything = rows_of(at, "oracle", Oracle(), Budget(0.1), Budget(1.0))
+    assert (some.batch, everything.kv_fraction) == (QUESTIONS, 1)
+    assert 0.1 < some.kv_fraction < 0.1 * QUESTIONS
+    assert everything.output_error < 1e-5 < some.output_error
 
 
 @pytest.mark.gpu
