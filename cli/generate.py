@@ -11,7 +11,7 @@ import typer
 from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
 from sparsekv.cli.answering.batch import encode_questions, read_questions
 from sparsekv.cli.answering.compiling import compile_for
-from sparsekv.cli.answering.options import BatchSizeOption, CompileOption, ResumeOption
+from sparsekv.cli.answering.options import AnswersJsonOption, BatchSizeOption, CompileOption, ResumeOption
 from sparsekv.cli.answering.output import Output, identity, settings_of
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.resuming import AnswersFile
@@ -26,7 +26,6 @@ from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     IndexOption,
-    JsonOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
@@ -169,7 +168,7 @@ def generate(
         ),
     ] = False,
     compiled: CompileOption = "auto",
-    as_json: JsonOption = False,
+    as_json: AnswersJsonOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
@@ -204,13 +203,12 @@ def generate(
     check_placement(placement)
     check_mode(compiled)
     guarded, stats = None if guard is None else Guard(guard), stats or gauge
-    measured = gauge or guarded is not None
+    measured, option = gauge or guarded is not None, "--gauge" if guarded is None else "--guard"
     if measured:
-        option = "--gauge" if guarded is None else "--guard"
         check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
     if setting.form.residual:
         residual_source(artifact)
-    wanted_size = parse_batch_size(batch_size)
+    wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
     questions = read_questions(prompt, prompt_file, batch_file)
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")

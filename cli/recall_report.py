@@ -84,7 +84,7 @@ def recall_report(
         typer.Option(
             metavar="N,N,...",
             help="Measure also with so many queries that attend to what any of them selects, as --batch-size of "
-            "`generate` has them; such as 1,4,16,64.",
+            "`generate` has them; such as 1,4,16,64. Of the document's tail: not with --queries.",
         ),
     ] = "1",
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,

@@ -16,14 +16,21 @@ SHARE_OF_FREE = 0.25
 """Of a GPU's free memory: what auto gives to the questions' own rows, whose buffers double as they grow."""
 
 
-def parse_batch_size(text: str) -> int | None:
+def parse_batch_size(text: str, batch_file: str | None, alone: str) -> int | None:
     """A `--batch-size`; None for auto.
 
+    Args:
+        alone: the option for which each question is answered alone, empty without one.
+
     Raises:
-        UsageError: it is neither auto nor a number of at least 1.
+        UsageError: it is neither auto nor a number of at least 1, or means nothing with the other options.
     """
     if text == "auto":
         return None
+    if batch_file is None:
+        raise UsageError(f"--batch-size {text}: is for the questions of a --batch-file; leave it out")
+    if alone and text != "1":
+        raise UsageError(f"--batch-size {text}: {alone} is of one question at a time; give --batch-size 1")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"--batch-size {text}: give auto, or a whole number of at least 1")
     return int(text)

@@ -17,6 +17,9 @@ BatchSizeOption = Annotated[
         "where they cannot.",
     ),
 ]
+AnswersJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON, with unrounded numbers: an object, or with --batch-file one a line.")
+]
 ResumeOption = Annotated[
     Path | None,
     typer.Option(

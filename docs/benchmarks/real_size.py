@@ -32,6 +32,7 @@ SPARSEKV = [PYTHON, "-c", "from sparsekv.cli.main import main; main()"]
 GPU = torch.cuda.is_available()
 SHAPE, TOKENS, DTYPE = ("qwen3-8b", 131_000, torch.bfloat16) if GPU else ("smollm2-135m", 6_144, torch.float32)
 CHUNKS = (512, 2048, 8192) if GPU else (128, 512, 2048)
+QUESTIONS, ANSWER_TOKENS = (64, 128) if GPU else (16, 32)
 
 
 @dataclass(frozen=True)
@@ -157,20 +158,23 @@ class Table:
         beside = f"{asked.seconds:.2f} s in all{compiled}"
         self.row(f"`generate`, 400 tokens, {name}, --compile {mode}", f"{speed:.1f} tokens/s", beside)
 
+    def together(self, name: str, size: int, budget: str, mode: str) -> None:
+        """Many questions over the one document."""
+        file = self.folder / "questions.txt"
+        file.write_text("".join(f"Question {number}: {QUESTION}\n" for number in range(QUESTIONS)), encoding="utf-8")
+        asking = ["generate", "--batch-file", str(file), "--batch-size", str(size)]
+        asking += ["--max-new-tokens", str(ANSWER_TOKENS), "--compile", mode]
+        asked = run(*SPARSEKV, *asking, *self.with_index(name, budget))
+        speed = asked.told(r"([\d.,]+) a second in all")
+        what = f"`generate`, {QUESTIONS} questions, {ANSWER_TOKENS} tokens each, {name} {budget}"
+        what += f", --batch-size {size} --compile {mode}"
+        self.row(what, f"{speed:,.0f} tokens/s in all", f"{asked.seconds:.2f} s in all")
+
     def asking(self, name: str) -> list[str]:
-        return [
-            "generate",
-            QUESTION,
-            "-i",
-            self.index,
-            "--model",
-            self.model,
-            "--method",
-            name,
-            "--budget",
-            "5%",
-            "--stats",
-        ]
+        return ["generate", QUESTION, *self.with_index(name, "5%")]
+
+    def with_index(self, name: str, budget: str) -> list[str]:
+        return ["-i", self.index, "--model", self.model, "--method", name, "--budget", budget, "--stats"]
 
     def beside_dense(self, mode: str) -> None:
         """Steps of the model with dense attention and with a method, both compiled or both not."""
@@ -219,6 +223,9 @@ def main() -> None:
         table.answer(name, plain)
     for mode in ("off", "on", "on"):  # the last finds compiled what the one before has left
         table.speed("multipole", mode)
+    for size, budget in ((1, "5%"), (16, "5%"), (64, "1%")) if GPU else ((1, "5%"), (16, "5%")):
+        for mode in ("off", "on") if GPU and size > 1 else ("off",):
+            table.together("multipole", size, budget, mode)
     for mode in ("off", "on"):
         table.beside_dense(mode)
     table.report(both)

@@ -22,7 +22,7 @@ from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.read_rows import total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
-from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
+from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room, ending_tokens, finish_reason
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.selection.interface import Method
@@ -94,8 +94,7 @@ class Batch:
         self.shared = SharedStep(index.model, self.packed, index.split.tokens, slots, capture=on_gpu)
         self.active: dict[int, _Sequence] = {}
         self.read: tuple[float, int] | None = None
-        ends = index.model.generation_config.eos_token_id
-        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.ends = ending_tokens(index.model)
 
     @torch.inference_mode()
     def one_step(self) -> None:
@@ -210,6 +209,7 @@ class Batch:
             ids=done.answer,
             prompt_tokens=self.index.split.tokens + len(done.question),
             generated_tokens=len(done.answer),
+            finish_reason=finish_reason(done.answer, self.ends),
             tokens_per_second=steps / seconds if steps and seconds else 0.0,
             time_to_first_token=done.first - done.started,
             kv_fraction=read / dense if dense else 0.0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
 
 from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.errors import UsageError
@@ -51,6 +51,7 @@ class Sampling:
 class Answer:
     """A generated text, its tokens and its cost; seconds are wall time, `kv_fraction` is over all decode steps.
 
+    finish_reason: `stop` where the model ended it, `length` where no more tokens were allowed, empty for an empty line.
     `layers` are the missed-mass figures of each layer, if the cache was opened to measure them.
     """
 
@@ -58,13 +59,14 @@ class Answer:
     ids: list[int] = field(repr=False)
     prompt_tokens: int
     generated_tokens: int
+    finish_reason: str
     tokens_per_second: float
     time_to_first_token: float
     kv_fraction: float
     layers: list[LayerStats] = field(default_factory=list)
 
 
-NO_ANSWER = Answer("", [], 0, 0, 0.0, 0.0, 0.0)
+NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
 """The answer to an empty line."""
 
 
@@ -145,11 +147,23 @@ def generate(
         ids=generated.tolist(),
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),
+        finish_reason=finish_reason(generated.tolist(), ending_tokens(index.model)),
         tokens_per_second=steps / seconds if steps and seconds else 0.0,
         time_to_first_token=streamer.first - start,
         kv_fraction=cache.kv_fraction(),
         layers=cache.stats(),
     )
+
+
+def ending_tokens(model: PreTrainedModel) -> set[int]:
+    """The tokens with which the model ends an answer."""
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def finish_reason(answer: list[int], ends: set[int]) -> str:
+    """Why an answer has no more tokens."""
+    return "stop" if answer and answer[-1] in ends else "length"
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:

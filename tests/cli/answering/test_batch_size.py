@@ -45,6 +45,19 @@ def test_a_size_that_there_is_not(size: str) -> None:
     assert f"--batch-size {size}: give auto, or a whole number of at least 1" in refused.stderr
 
 
+def test_a_size_without_a_batch() -> None:
+    refused = run_here("generate", "Why?", "--model", "model", "--batch-size", "4")
+    assert refused.code == 2
+    assert "--batch-size 4: is for the questions of a --batch-file; leave it out" in refused.stderr
+
+
+def test_why_an_answer_ends() -> None:
+    reasons = {one["question"]: one["finish_reason"] for one in answers()}
+    assert reasons.pop("") == ""
+    assert set(reasons.values()) <= {"stop", "length"}
+    assert {one["finish_reason"] for one in answers("--batch-size", "1", "--max-new-tokens", "1")} == {"length", ""}
+
+
 def test_what_cannot_be_shared_is_answered_one_by_one_or_refused() -> None:
     for alone in (("--guard", "0.2"), ("--method", "magicpig"), ("--gauge",)):
         refused = run_here(*ASK, "--batch-size", "2", *alone)
