@@ -84,7 +84,7 @@ def recall_report(
         typer.Option(
             metavar="N,N,...",
             help="Measure also with so many queries that attend to what any of them selects, as --batch-size of "
-            "`generate` has them; such as 1,4,16,64. Of the document's tail: not with --queries.",
+            "`generate` has them; such as 1,4,16,64. With --queries on each question's last token, without its others.",
         ),
     ] = "1",
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,
@@ -145,8 +145,6 @@ def recall_report(
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     groups, shared = _groups(by), _together(together)
-    if shared != [1] and queries is not None:
-        raise UsageError(f"--together {together}: is measured on queries of the document's tail; leave --queries out")
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index, thorough=True)
@@ -161,9 +159,10 @@ def recall_report(
     if queries is not None:
         questions = read_questions(queries, "--queries")
         opened = load_for(artifact, model, device, dtype, quiet=quiet)
-        asked = MeasuredQueries(artifact, opened, questions, special_tokens=special_tokens)
+        asked = MeasuredQueries(artifact, opened, questions, special_tokens=special_tokens, last=shared != [1])
     if max(shared) > len(asked):
-        raise UsageError(f"--together {together}: the tail has {len(asked)} queries to measure on; give at most that")
+        of_what = "the tail has" if queries is None else "--queries has"
+        raise UsageError(f"--together {together}: {of_what} {len(asked)} queries to measure on; give at most that")
     note_small_budgets(budgets, quiet=quiet)
     with progress(quiet=quiet) as tell:
         report = measure(

@@ -1,7 +1,7 @@
 """The queries that a report measures on: those of the held-out tail, or of the user's own questions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -66,9 +66,11 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
 
 @dataclass
 class _QuestionRecorder:
-    """Runs questions with dense attention and records each layer's queries and new keys and values."""
+    """Runs questions with dense attention and records each layer's queries and new keys and values; or of each question
+    its last query alone, as if it followed the tail."""
 
     index: OpenIndex
+    last: bool = False
     blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
 
     def record(self, question: torch.Tensor) -> None:
@@ -78,6 +80,9 @@ class _QuestionRecorder:
             visible = self.index.split.tail + torch.arange(len(question)) + 1
             sinks = None if call.sink_logits is None else call.sink_logits.detach().cpu()
             block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
+            if self.last:
+                nothing = block.keys[:, :0], block.values[:, :0]
+                block = QueryBlock(block.queries[:, -1:], *nothing, torch.tensor([self.index.split.tail]), sinks)
             self.blocks.setdefault(call.layer, []).append(block)
             return cache.attend(call)
 
@@ -91,7 +96,12 @@ class _QuestionRecorder:
 
 
 class MeasuredQueries:
-    """The queries of a report: of `questions` if there are any, else of the tail. `blocks(layer)` are one layer's."""
+    """The queries of a report: of `questions` if there are any, else of the tail. `blocks(layer)` are one layer's.
+
+    Args:
+        last: of each question the last query alone, without the rows of its own tokens: queries that are all in one
+            block and can share what they select.
+    """
 
     def __init__(
         self,
@@ -100,18 +110,23 @@ class MeasuredQueries:
         questions: list[str] | None = None,
         *,
         special_tokens: bool = False,
+        last: bool = False,
     ):
         self.artifact, self._recorder = artifact, None
         if index is not None and questions:
-            self._recorder = _QuestionRecorder(index)
+            self._recorder = _QuestionRecorder(index, last)
             for question in questions:
                 self._recorder.record(question_ids(index, question, special_tokens=special_tokens))
 
     def blocks(self, layer: int) -> Iterator[QueryBlock]:
         if self._recorder is None:
             yield tail_block(self.artifact, layer)
-        else:
+        elif not self._recorder.last:
             yield from self._recorder.blocks[layer]
+        else:
+            each = self._recorder.blocks[layer]
+            joined = torch.cat([one.queries for one in each], 1), torch.cat([one.visible for one in each])
+            yield replace(each[0], queries=joined[0], visible=joined[1])
 
     def __len__(self) -> int:
         return sum(block.queries.shape[1] for block in self.blocks(self.artifact.manifest.indexed_layers[0]))

@@ -1,0 +1,41 @@
+"""`recall-report --together`: queries that attend to what any of them selects."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.command import run_here
+
+REPORT = ("recall-report", "--index", "doc.skv", "--method", "quest", "--budget", "5%", "-q")
+QUESTIONS = ("What is 3 times 3?", "Why?", "Which line says that 7 times 7 is 49?", "How many lines are there?")
+
+
+def rows(*options: str) -> dict[int, dict[str, float]]:
+    """By the number of queries together."""
+    outcome = run_here(*REPORT, *options, "--json")
+    assert outcome.code == 0, outcome.stderr
+    return {row["together"]: row for row in json.loads(outcome.stdout)["rows"]}
+
+
+@pytest.mark.parametrize("queries", [(), ("--queries", "questions.txt", "--model", "model")], ids=["tail", "questions"])
+def test_the_more_share_a_choice_the_less_each_loses(place: Path, queries: tuple[str, ...]) -> None:
+    Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+    found = rows(*queries, "--together", "1,2,4")
+    for fewer, more in pairwise(found[number] for number in (1, 2, 4)):
+        assert fewer["selected_tokens"] < more["selected_tokens"] <= 2 * fewer["selected_tokens"]
+        assert more["output_error"] < fewer["output_error"]
+        assert more["attention_mass"] > fewer["attention_mass"]
+
+
+def test_no_more_than_there_are_questions(place: Path) -> None:
+    Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+    refused = run_here(*REPORT, "--queries", "questions.txt", "--model", "model", "--together", "5")
+    assert refused.code == 2
+    assert "--together 5: --queries has 4 queries to measure on; give at most that" in refused.stderr
+
+
+def test_more_than_the_tail_has(place: Path) -> None:
+    refused = run_here(*REPORT, "--together", "1,999")
+    assert refused.code == 2
+    assert "--together 1,999: the tail has " in refused.stderr
