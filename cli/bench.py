@@ -152,6 +152,8 @@ def bench(
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
+    if shared and not batch:
+        raise UsageError("--shared: say with --batch how many questions share a document, such as --batch 16")
     wanted = Wanted(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed, shared)
     if end_to_end:
         elsewhere = {

@@ -227,8 +227,9 @@ def generate(
     note(setting.origin, quiet=quiet or not stats or not setting.origin)
     took = time.perf_counter() - started - sum(loading)
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
-    together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, len(questions), max_new_tokens))
-    compile_for(asker, together, compiled, len(questions) * max_new_tokens, quiet=quiet or not stats)
+    left = sum(bool(one.strip()) for one in questions[len(done) :])
+    together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
+    compile_for(asker, together, compiled, left * max_new_tokens, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
     told = (stats and not quiet, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)

@@ -11,7 +11,8 @@ from sparsekv.runtime.decoding.step import one_step
 
 
 def compile_for(asker: Asker, batch: Batch | None, mode: str, tokens: int, *, quiet: bool) -> None:
-    """Compile, as `--compile` says, for so many tokens of all answers; `batch` decodes them, if several do together.
+    """Compile, as `--compile` says, for the steps that so many tokens of all answers take; `batch` decodes them, if
+    several do together.
 
     Raises:
         SparsekvError: the layers cannot be compiled here and the mode is `on`; in `auto` a note says so.
@@ -19,10 +20,9 @@ def compile_for(asker: Asker, batch: Batch | None, mode: str, tokens: int, *, qu
     model, slots = asker.index.model, 1 if batch is None else batch.slots
     if not worth_compiling(mode, model.device, tokens // slots):
         return
-    alone = partial(one_step, model, asker.cache, asker.index.input_ids[-1:])
     try:
         if batch is None:
-            seconds = compile_steps(model, alone)
+            seconds = compile_steps(model, partial(one_step, model, asker.cache, asker.index.input_ids[-1:]))
         else:
             seconds = compile_steps(model, batch.one_step, tokens=batch.shared.size_of(slots))
         note(f"compiled in {seconds:.1f} s", quiet=quiet)

@@ -35,6 +35,7 @@ CompileOption = Annotated[
         "--compile",
         metavar="auto|on|off",
         help="Compile the model's layers with torch, all but their attention: decoding is faster, and starts later by "
-        f"ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} tokens may be generated.",
+        f"ten to twenty seconds, from then on by five. auto: on a GPU, if {WORTH_IT:,} steps may be taken, each a "
+        "token of every question that is answered at once.",
     ),
 ]

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsekv.kernels.attention.attention import weigh
-from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits
+from sparsekv.kernels.attention.attention import Segment
+from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
 from sparsekv.kernels.attention.types import Centroids, RunRows
-from sparsekv.kernels.scores.logits import attention_logits
 
 
 def shared_decode(
@@ -55,28 +54,12 @@ def shared_decode_reference(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`shared_decode` in plain torch: gathers the rows."""
-    (Hk, G, B, D), how = query.shape, (softmax_scale, softcap)
     rows = runs.starts[:, : runs.capacity].long()
-    used = rows.new_full((Hk,), runs.capacity) if runs.used is None else runs.used
+    used = rows.new_full(rows.shape[:1], runs.capacity) if runs.used is None else runs.used
     valid = torch.arange(rows.shape[1], device=rows.device) < used[:, None]
-    places = torch.where(valid, rows, 0)[..., None].expand(-1, -1, D)
-    keys, values = (held.gather(1, places) for held in (runs.keys, runs.values))
-    chosen = attention_logits(query, keys, *how).masked_fill(~valid[:, None, None], -torch.inf)
-    logits = [chosen, attention_logits(query, exact[0], *how)]
-    for part in stand_ins:
-        counts = part.log_counts[:, None, None, : part.keys.shape[1]]
-        logits.append(attention_logits(query, part.keys, *how) + counts)
-    everyones = torch.cat([values, exact[1], *(part.values for part in stand_ins)], 1)
-    logits.append(own_logits(query, own, *how))
-    if sink_logits is not None:
-        logits.append(sink_logits.float()[:, :, None, None].expand(Hk, G, B, 1))
-    shared, each = (
-        torch.cat(logits, -1)
-        .softmax(-1)
-        .split_with_sizes(
-            [everyones.shape[1], logits[-1].shape[-1] if sink_logits is None else own.keys.shape[2] + 1], -1
-        )
-    )
-    each = each[..., : own.keys.shape[2]]
-    output = weigh(shared.flatten(1, 2).to(query.dtype), [everyones]).view(Hk, G, B, -1)
-    return output + torch.einsum("hgbt,bhtd->hgbd", each.to(query.dtype), own.values[own.slots].to(query.dtype))
+    places = torch.where(valid, rows, 0)[..., None].expand(-1, -1, query.shape[3])
+    chosen = Segment(runs.keys.gather(1, places), runs.values.gather(1, places), valid[:, None, None])
+    stood = [
+        Segment(part.keys, part.values, bias=part.log_counts[:, None, None, : part.keys.shape[1]]) for part in stand_ins
+    ]
+    return shared_attention(query, [chosen, Segment(*exact), *stood], own, softmax_scale, softcap, sink_logits)

@@ -152,7 +152,8 @@ def _own_kernel(
         logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
         peak, total, output = _add(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
-    # Nothing above reads what the kernel before this one writes, but it may still use the memory that this one writes.
+    # The kernel before this one is `_shared_kernel`: what is read above was written before it, but merging has to
+    # wait for both.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     _store(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
@@ -165,8 +166,8 @@ def _merge_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(EARLY)
-    r, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
+    r, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    d, part = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
     place = (head * parts + part) * R + r
     part_peak = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
     part_total = tl.load(totals + place, mask=part < parts, other=0.0)
@@ -204,8 +205,11 @@ def shared_decode_triton(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D], in all about two tiles of queries an SM,
-    or where there are more queries, twice as many as these."""
+    """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
+    are fewer queries, otherwise up to nine times as many as there are."""
+    assert len(stand_ins) <= 1
+    for keys, values in ((runs.keys, runs.values), exact, (own.keys, own.values)):
+        assert keys.stride() == values.stride() or len(keys) == 1
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query = query if query.stride(3) == 1 else query.contiguous()
     R, E, BLOCK_D = B * G, exact[0].shape[1], power_of_two(D)
@@ -220,11 +224,6 @@ def shared_decode_triton(
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
     same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
-    _own_kernel[(B, H)](
-        query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
-        R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
-        GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
-    )  # fmt: skip
     _shared_kernel[(parts - 1, H, blocks)](
         query, runs.keys, runs.values, runs.starts, query if runs.used is None else runs.used, *exact,
         centroids, stands.log_counts, stood, peaks, totals, outputs,
@@ -232,7 +231,13 @@ def shared_decode_triton(
         C, stands.log_counts.stride(0), centroids.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
         ROWS_USED=runs.used is not None, ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, num_warps=WARPS, **same,
     )  # fmt: skip
-    _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), R, H)](
+    _own_kernel[(B, H)](
+        query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
+        R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
+        GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
+    )  # fmt: skip
+    # Only the first axis of a grid may be longer than 65,535.
+    _merge_kernel[(R, triton.cdiv(D, MERGED_COLUMNS), H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,
         *merged.stride()[:3], HAS_SINKS=sink_logits is not None, G=G, D=D, PARTS=power_of_two(parts),
         COLUMNS=MERGED_COLUMNS, num_warps=4, **early,

@@ -42,7 +42,7 @@ def choose_together(
         seen: [H] int64, to which the number of tokens taken is added.
 
     Returns:
-        See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and four tensors [H, C].
+        See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and three tensors [H, C].
     """
     arguments = query, ends, centroids, counts, starts, budget, capacity, softmax_scale, softcap, thresholds, seen
     if query.is_cuda:

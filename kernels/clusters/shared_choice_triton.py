@@ -24,8 +24,8 @@ DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # of a score's fraction
 
 @triton.jit
 def _last_rank(rank, size, budget):
-    """The highest rank from which on, upwards, clusters hold the budget; 0 if all of them do not. Two of its bits are
-    found at a time, because each reduction makes all threads of a program wait."""
+    """The highest rank such that clusters of this rank or above hold the budget; 0 if there is none. Two of its bits
+    are found at a time, because each reduction makes all threads of a program wait."""
     reached = 0
     for step in tl.static_range(PAIRS):
         unit = 4 ** (PAIRS - 1 - step)

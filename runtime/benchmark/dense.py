@@ -68,7 +68,7 @@ def _folded(data: LayerData) -> DenseForm:
     def attend(query: torch.Tensor) -> torch.Tensor:
         grouped = query.unflatten(0, (len(data.keys), -1))
         apart = _by_sequence(grouped.flatten(1, 2), data.batch)
-        return scaled_dot_product_attention(apart, keys, values, scale=scale).view_as(grouped).flatten(0, 1)
+        return scaled_dot_product_attention(apart, keys, values, scale=scale).reshape(grouped.shape).flatten(0, 1)
 
     return attend
 

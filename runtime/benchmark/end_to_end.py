@@ -19,7 +19,7 @@ from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.model_steps import BatchSteps, DenseFormLayer, ModelSteps, QuestionSteps
-from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError
+from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError, refuse_unshared
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
@@ -85,7 +85,7 @@ class ModelBench:
         Allocates a copy of the middles in the method's layout.
 
         Raises:
-            RefusedError: its logits are not finite.
+            RefusedError: its logits are not finite, or several questions cannot share a step.
         """
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
@@ -103,7 +103,10 @@ class ModelBench:
             selector = method.prepare(context)
             if turn not in laid_out:
                 laid_out[turn] = lay_out(self.data[turn], selector)
-            layers.append(sparse_layer(self.data[turn], laid_out[turn], selector, budget))
+            layer = sparse_layer(self.data[turn], laid_out[turn], selector, budget)
+            if self.data[turn].questions > 1:
+                refuse_unshared(method, layer.plan, f"a model's step with {type(method).__name__}")
+            layers.append(layer)
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
@@ -198,7 +201,7 @@ class _Stopwatch(_Laps):
 
 
 class _CudaStopwatch(_Laps):
-    """By CUDA events between the steps, which are launched without a sync; time the GPU waits for the host counts."""
+    """By CUDA events between the steps; time that the GPU waits for the host counts, as where questions share one."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

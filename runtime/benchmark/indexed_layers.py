@@ -115,7 +115,7 @@ def asked(data: LayerData, questions: int) -> LayerData:
     """
     known = data.questions
     if not 1 <= questions <= known:
-        raise UsageError(f"--batch {questions}: give 1 to {known}, the number of held-out queries of the index")
+        raise UsageError(f"--batch {questions}: give 1 to {known}, half the held-out queries of the index")
     places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
     return replace(data, query=data.query[:, places].contiguous())
 

@@ -145,9 +145,8 @@ class _Sequence:
         queries = (pointed * torch.tensor(FOCUS, device=pointed.device)[:, None]).sum(-2)
         queries += ASTRAY * self._normal(group, count, D)
         if questions > 1:
-            asked = queries[:, :, :questions]
-            own = math.sqrt(1 - ALIKE**2) * asked
-            queries[:, :, :questions] = ALIKE * asked[:, :, :1].clone() + own
+            others = queries[:, :, 1:questions]
+            others.mul_(math.sqrt(1 - ALIKE**2)).add_(ALIKE * queries[:, :, :1])
         common = self.common[:, None]
         queries = queries - (queries * common).sum(-1, keepdim=True) * common
         queries = queries + COMMON * queries.norm(dim=-1, keepdim=True) * common

@@ -77,8 +77,10 @@ class BatchSteps(ModelSteps):
         with route_attention(self.model, self.cache.attend):
             if self.step is not None:
                 self.step.begin(self.steps)
-            yield
-            self.cache.release()
+            try:
+                yield
+            finally:
+                self.cache.release()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.step is not None:

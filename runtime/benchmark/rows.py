@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import Clock, Timing
 from sparsekv.runtime.benchmark.dense import dense_steps
 from sparsekv.runtime.benchmark.layer import (
@@ -26,6 +27,7 @@ from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.union import can_unite
 
 DENSE, OWN = "dense", "sparsekv"
@@ -33,6 +35,14 @@ DENSE, OWN = "dense", "sparsekv"
 
 class RefusedError(SparsekvError):
     """A step has no output, or none that is finite, so that a time would mean nothing."""
+
+
+def refuse_unshared(method: Method, plan: LayerPlan, what: str) -> None:
+    """Raise RefusedError where questions cannot share a step of `what`."""
+    if not can_unite(method, plan.selector):
+        raise RefusedError(f"{what} leaves what differs from question to question")
+    if not plan.shareable:
+        raise RefusedError(f"{what} keeps something of one question, which others cannot share")
 
 
 @dataclass(frozen=True)
@@ -110,8 +120,8 @@ class Bench:
         for budget in budgets:
             layer = sparse_layer(data, rows, selector, budget)
             step, named = layer_step(data, layer), form.title
-            if data.questions > 1 and not can_unite(form.method, selector):
-                raise RefusedError(f"{self.named(named)} leaves what differs from question to question")
+            if data.questions > 1:
+                refuse_unshared(form.method, layer.plan, self.named(named))
             for _ in range(cycle):
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense

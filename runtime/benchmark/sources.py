@@ -140,7 +140,7 @@ class StoredLayerSource(Source):
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype
         self.data = stored_layer(artifact, layer, device, DTYPES[self.dtype])
-        self.questions = dict.fromkeys(wanted.batches or [1])
+        self.asked = [asked(self.data, number) for number in dict.fromkeys(wanted.batches or [1])]
 
     def methods(self, names: list[str]) -> list[str]:
         usable = choose_methods([], list(self.artifact.manifest.methods))
@@ -148,8 +148,7 @@ class StoredLayerSource(Source):
         return choose_methods(names or default, list(self.artifact.manifest.methods))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
-        for number in self.questions:
-            yield asked(self.data, number)
+        yield from self.asked
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return stored_index(data, self.artifact, name)

@@ -67,7 +67,7 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
 @dataclass
 class _QuestionRecorder:
     """Runs questions with dense attention and records each layer's queries and new keys and values; or of each question
-    its last query alone, as if it followed the tail."""
+    its last query alone."""
 
     index: OpenIndex
     last: bool = False
@@ -82,7 +82,8 @@ class _QuestionRecorder:
             block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
             if self.last:
                 nothing = block.keys[:, :0], block.values[:, :0]
-                block = QueryBlock(block.queries[:, -1:], *nothing, torch.tensor([self.index.split.tail]), sinks)
+                # As many as it would see, for its position, though the rows of its own are left out.
+                block = QueryBlock(block.queries[:, -1:], *nothing, visible[-1:], sinks)
             self.blocks.setdefault(call.layer, []).append(block)
             return cache.attend(call)
 

@@ -91,7 +91,8 @@ class ChoosesTogether(Protocol):
 
         Args:
             queries: [Hk, G, T, D], the tokens of one question after another.
-            ends: [B] int32, after which token each ends; the tokens of one question have one choice.
+            ends: [B] int32, after which token each ends; the tokens of one question have one choice. A single token is
+                an answer's, more are a question's.
             counter: [Hk] int64, to which the number of rows chosen is added.
         """
 

@@ -111,7 +111,7 @@ def test_questions_over_one_document(place: Path) -> None:
     shared = timed("--shared", "--batch", "16", "--method", "squeezed", "--method", "window")
     assert shared["shared"]
     assert {row["batch"] for row in shared["rows"]} == {16}
-    one = timed("--shared", "--method", "squeezed")
+    one = timed("--shared", "--batch", "1", "--method", "squeezed")
     assert row_of(one, "squeezed")["kv_fraction"] < row_of(shared, "squeezed")["kv_fraction"] < 0.4
     # A document is read once for all.
     assert row_of(one, "dense")["bytes"] == row_of(shared, "dense")["bytes"]
@@ -127,6 +127,13 @@ def test_what_questions_cannot_share_has_no_row() -> None:
     refused = run_here(*BENCH, "--shared", "--batch", "3", "--method", "magicpig")
     assert refused.code == 1
     assert "magicpig over 600 tokens, batch 3, leaves what differs from question to question" in refused.stderr
+
+
+def test_a_search_every_few_steps_is_of_one_question() -> None:
+    options = ("--method", "csattention", "--step", "4", "--shared", "--batch", "3")
+    refused = run_here(*BENCH, *options)
+    assert refused.code == 1
+    assert "keeps something of one question, which others cannot share" in refused.stderr
 
 
 def test_a_layer_of_an_index(place: Path) -> None:
@@ -204,6 +211,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (("--seed", "-1"), 2, ("--seed -1",)),
         (("--dtype", "int3"), 2, ("--dtype int3", "float32")),
         (("--device", "tpu"), 2, ("--device tpu", "cpu")),
+        (("--shared",), 2, ("--shared", "--batch 16")),
         (("--layer", "1"), 2, ("--layer 1", "--index")),
         (("--method", "quest", "--lookup", "flat"), 2, ("--lookup", "quest", "leave it out")),
         (("--lookup", "deep"), 2, ("--lookup deep", "hierarchical")),
@@ -214,7 +222,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (("--index", "none.skv"), 1, ("none.skv", "build-index")),
         (("--index", "doc.skv", "--context", "8K"), 2, ("--context", "the index's", "leave it out")),
         (("--index", "doc.skv", "--batch", "2"), 2, ("--batch", "the index's")),
-        (("--index", "doc.skv", "--shared", "--batch", "999"), 2, ("--batch 999", "held-out queries")),
+        (("--index", "doc.skv", "--shared", "--batch", "999"), 2, ("--batch 999", "half the held-out queries")),
         (("--index", "doc.skv", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
         (("--index", "doc.skv", "--method", "csattention"), 2, ("csattention", "build-index --method csattention")),
         (("--index", "doc.skv", "--levels", "0.1"), 2, ("--levels", "leave it out")),

@@ -44,6 +44,16 @@ def test_dense_and_methods_in_tokens_a_second(folders: Path) -> None:
     assert rows["multipole"]["kv_fraction"] > rows["keydiff"]["kv_fraction"]
 
 
+def test_questions_over_one_document(folders: Path) -> None:
+    config = ("--end-to-end", "--config", str(folders / "qwen3"), "--context", "600", "--runs", "2", "-q")
+    outcome = run_here("bench", *config, "--shared", "--batch", "3", "--method", "multipole", "--method", "magicpig")
+    assert outcome.code == 1
+    assert "a batch over one document" in " ".join(outcome.stdout.split())
+    assert "multipole" in outcome.stdout
+    assert "magicpig" not in outcome.stdout
+    assert "a model's step with MagicPIG leaves what differs from question to question" in outcome.stderr
+
+
 def test_a_table_says_that_layers_take_turns(folders: Path) -> None:
     options = ("--context", "600", "--method", "window", "--distinct-layers", "1", "--runs", "2", "-q")
     outcome = run_here("bench", "--end-to-end", "--config", str(folders / "qwen3"), *options)

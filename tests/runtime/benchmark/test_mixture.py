@@ -61,6 +61,10 @@ def test_questions_over_a_context_attend_to_the_same_tokens_in_part() -> None:
     best = probability.topk(205, -1).indices  # 5%
     together = [len(torch.unique(head)) / 4096 for head in best.flatten(1)]
     assert all(0.08 < share < 0.45 for share in together)
+    mass = probability[..., 1:].topk(205, -1).values.sum(-1) / probability[..., 1:].sum(-1)
+    # Drawn for the first question, to which the others are alike.
+    assert float(mass[..., 0].min()) >= 0.64
+    assert 0.6 < float(mass.mean()) < 0.9
     assert not torch.equal(data.query[:, 0], data.query[:, 1])
 
 
