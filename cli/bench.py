@@ -117,7 +117,11 @@ def bench(
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Plot speed-up against context, and time against bytes.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.png",
+            help="Plot speed-up against context, with --shared against questions, and time against bytes.",
+        ),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -141,6 +145,9 @@ def bench(
     timed     graph: the step is replayed as a CUDA graph. eager: it cannot
               be, as the method waits for the GPU. wall clock: on a CPU.
 
+    With --shared a step is of several questions, as many as --batch says, over one document, as `generate --batch-file`
+    answers them: each attends to what any of them selects. Dense attention too reads the document once for all.
+
     With --end-to-end the steps are those of a whole model of the shape of --config, each fed with the tokens of the
     step before. They run with the fastest form of torch's dense attention, with sparsekv's dense attention, without
     attention, and with each --method (default: multipole). To fit into memory, the model's layers take turns with the
@@ -150,6 +157,7 @@ def bench(
     sparsekv bench
     sparsekv bench --end-to-end --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
+    sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method multipole --budget 5% --budget 1%
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
     if shared and not batch:
@@ -202,7 +210,8 @@ def bench(
     if plot is not None:
         from sparsekv.cli.benchmarking.plots import plot_steps
 
-        plot_steps(timed.rows, timed.copy_bandwidth, f"A decode step of one layer, {about['machine']}", plot)
+        title = f"A decode step of one layer, {about['machine']}"
+        plot_steps(timed.rows, timed.copy_bandwidth, title, plot, shared=shared)
         note(f"plot: {plot}", quiet=quiet)
     print_rows(timed.rows, about, as_json=as_json, as_csv=as_csv)
     if timed.refused:

@@ -1,4 +1,4 @@
-"""Pictures of timed steps: speed-up against context, and time against bytes beside what a copy takes."""
+"""Pictures of timed steps: speed-up against context or questions, and time against bytes beside what a copy takes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,30 +13,35 @@ from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.selection.budget import Budget
 
 
-def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Path) -> None:
-    """One line for each method, budget and batch.
+def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Path, *, shared: bool) -> None:
+    """One line for each method, budget and batch; or, of questions that share a document, for each context.
 
     Args:
         copy_bandwidth: bytes a second.
+        shared: the rows are of questions over one document, whose number is the axis then.
 
     Raises:
         SparsekvError: the picture cannot be written.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), layout="constrained")
     lines: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.context):
-        lines.setdefault(_label(row, several_batches=len({row.batch for row in rows}) > 1), []).append(row)
+    size, other = (_questions, _tokens) if shared else (_tokens, _questions)
+    several = len({other(row) for row in rows}) > 1
+    for row in sorted(rows, key=size):
+        budget = "" if row.budget is None else f" {Budget(row.budget)}"
+        beside = "" if not several else f", {_in_k(row.context)} tokens" if shared else f", batch {row.batch}"
+        lines.setdefault(row.name + budget + beside, []).append(row)
     colours = plt.get_cmap("tab20")
     for number, (label, some) in enumerate(lines.items()):
         look = {"marker": MARKERS[number % len(MARKERS)], "color": colours(number % 20), "alpha": 0.85}
-        left.plot([row.context for row in some], [row.speedup for row in some], label=label, **look)
+        left.plot([size(row) for row in some], [row.speedup for row in some], label=label, **look)
         right.plot([row.bytes for row in some], [row.median_ms for row in some], **look)
     left.axhline(1, color="black", linestyle="--", linewidth=1)
-    left.set_xlabel("tokens of context")
+    left.set_xlabel("questions over one document" if shared else "tokens of context")
     left.set_ylabel("times as fast as the fastest dense attention")
-    contexts = sorted({row.context for row in rows})
+    sizes = sorted({size(row) for row in rows})
     left.set_xscale("log", base=2)
-    left.set_xticks(contexts, [f"{context / 1024:g}K" for context in contexts])
+    left.set_xticks(sizes, [_in_k(one) for one in sizes])
     left.xaxis.set_minor_formatter(NullFormatter())
     _roofline(right, rows, copy_bandwidth)
     for axis in (left, right):
@@ -59,6 +64,14 @@ def _roofline(axis: Axes, rows: Sequence[Row], copy_bandwidth: float) -> None:
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _label(row: Row, *, several_batches: bool) -> str:
-    budget = "" if row.budget is None else f" {Budget(row.budget)}"
-    return row.name + budget + (f", batch {row.batch}" if several_batches else "")
+def _tokens(row: Row) -> int:
+    return row.context
+
+
+def _questions(row: Row) -> int:
+    return row.batch
+
+
+def _in_k(size: int) -> str:
+    """`128K` for a multiple of 1,024."""
+    return f"{size:,}" if size % 1024 else f"{size // 1024}K"

@@ -121,6 +121,7 @@ def test_questions_over_one_document(place: Path) -> None:
     assert stored.code == 0, stored.stderr
     assert "2 questions over one document" in stored.stdout
     assert "3 questions over one document" in stored.stdout
+    assert Path("questions.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_questions_cannot_share_has_no_row() -> None:
