@@ -115,9 +115,8 @@ def test_questions_over_one_document(place: Path) -> None:
     assert row_of(one, "squeezed")["kv_fraction"] < row_of(shared, "squeezed")["kv_fraction"] < 0.4
     # A document is read once for all.
     assert row_of(one, "dense")["bytes"] == row_of(shared, "dense")["bytes"]
-    stored = run_here(
-        "bench", "--runs", "2", "--warm", "-q", "-i", "doc.skv", "--shared", "--batch", "2", "--batch", "3"
-    )
+    of_index = ("bench", "--runs", "2", "--warm", "-q", "-i", "doc.skv", "--plot", "questions.png")
+    stored = run_here(*of_index, "--shared", "--batch", "2", "--batch", "3")
     assert stored.code == 0, stored.stderr
     assert "2 questions over one document" in stored.stdout
     assert "3 questions over one document" in stored.stdout
