@@ -151,7 +151,8 @@ def bench(
     With --end-to-end the steps are those of a whole model of the shape of --config, each fed with the tokens of the
     step before. They run with the fastest form of torch's dense attention, with sparsekv's dense attention, without
     attention, and with each --method (default: multipole). To fit into memory, the model's layers take turns with the
-    keys and values of a few layers.
+    keys and values of a few layers. With --shared too, queries of all questions get a part in common, as a trained
+    model's have.
 
     \b
     sparsekv bench

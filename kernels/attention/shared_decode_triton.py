@@ -26,7 +26,7 @@ from sparsekv.kernels.common.tiles_triton import (
 
 MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 3, 4, 2
-OWN_TILE, MERGED_COLUMNS = 32, 32
+OWN_TILE, MERGED_COLUMNS = 32, 128
 
 
 @triton.jit

@@ -30,12 +30,13 @@ def choose_together(
 ) -> SharedChoice:
     """What B questions take together: each the best clusters for its budget, or those whose score reaches a threshold.
 
-    On a GPU five kernels, no synchronisation, and no shapes that depend on data.
+    On a GPU four kernels, no synchronisation, and no shapes that depend on data.
 
     Args:
         query: [H, G, T, D], tokens of all questions, one question after another.
         ends: [B] int32, after which token each question ends; each has at least one.
-        centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, tokens and first row of each.
+        centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, tokens and first row of each,
+            at most `MOST_TOKENS` tokens a head.
         budget: tokens for each question in each head.
         capacity: of the rows of a head; must be enough.
         thresholds: [B] float32, of each question; None: its budget decides.

@@ -17,7 +17,7 @@ from sparsekv.kernels.common.tiles_triton import (
     wait_for_previous_kernel,
 )
 
-MOST_ROWS = 64  # of a tile of queries
+MOST_ROWS = 128  # of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
 
 

@@ -1,5 +1,6 @@
 """Model shapes for end-to-end benchmarks: a few by name, or any folder's config.json."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,3 +78,19 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
     return model
+
+
+@torch.no_grad()
+def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
+    """Give the queries of all tokens a part in common, `share` of their norm, as those of a trained model have it.
+
+    It is a bias of the layers' `q_proj`; False: there are none. With random weights alone the queries of several
+    questions over one context have nothing in common, nor has what they choose.
+    """
+    projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
+    for module in projections:
+        assert isinstance(module, torch.nn.Linear)
+        own = float(module.weight.std()) * math.sqrt(module.in_features)  # of inputs of unit variance
+        common = torch.randn(module.out_features, dtype=module.weight.dtype, device=module.weight.device)
+        module.bias = torch.nn.Parameter(common * own * share / math.sqrt(1 - share**2))
+    return bool(projections)

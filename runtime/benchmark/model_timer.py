@@ -9,11 +9,12 @@ import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import DTYPES, choose_device
-from sparsekv.runtime.benchmark.configs import head_dim, model_config, random_model
+from sparsekv.runtime.benchmark.configs import head_dim, make_queries_alike, model_config, random_model
 from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
 from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer, index_mixture
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import check_runs, configured, machine
+from sparsekv.runtime.benchmark.mixture import ALIKE
 from sparsekv.runtime.benchmark.rows import RefusedError
 from sparsekv.runtime.benchmark.sources import Mixtures, Wanted, check_dtype
 from sparsekv.runtime.decoding.compiled import check_mode, compile_layers
@@ -112,6 +113,8 @@ class ModelTimer:
             f"making {self.name} with random weights, and {self.distinct} layers of keys and values for its own"
         )
         model = random_model(self.config, self.device, DTYPES[self.source.dtype], self.source.seed)
+        if self.source.shared and not make_queries_alike(model, ALIKE):
+            self.report("questions are not alike: no layer of the model has a q_proj")
         rows: list[ModelRow] = []
         for context in dict.fromkeys(self.source.contexts):
             for batch in dict.fromkeys(self.source.batches):

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.random_tensors import normal
 from support.reference import assert_close
 from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.benchmark.configs import make_queries_alike
 from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
@@ -96,3 +98,16 @@ def test_torchs_dense_attention_is_ours_for_the_first_token_but_for_its_own_row(
     tokens = torch.tensor([[[7]]])
     ours, torchs = (_decoded(model, data, MAKERS[name], tokens, held=False) for name in ("dense", "torch"))
     assert_close(torchs, ours.double(), 0.05)
+
+
+@torch.no_grad()
+def test_queries_with_a_part_in_common() -> None:
+    """Of tokens that have none, in every layer: the share's square is the cosine of two of them."""
+    model = FAMILIES["qwen3"]()
+    assert make_queries_alike(model, 0.9)
+    inputs = normal(0, 200, model.config.hidden_size)
+    for layer in model.model.layers:
+        queries = torch.nn.functional.normalize(layer.self_attn.q_proj(inputs), dim=-1)
+        cosines = (queries @ queries.T)[~torch.eye(len(queries), dtype=torch.bool)]
+        assert float(cosines.mean()) == pytest.approx(0.81, abs=0.1)
+    assert not make_queries_alike(torch.nn.Linear(2, 2), 0.9)  # type: ignore[arg-type]  # nothing is called so in it
