@@ -40,6 +40,9 @@ _OF_METHODS: dict[str, Shape] = {
     "part_weights": ("float32", ("Hk", "m")),
     "codes": ("uint8", ("Hk", "M", "m")),
     "codebooks": ("float16", ("Hk", "m", "C", "d")),
+    "query_turn": ("float16", ("Hk", "D", "D")),
+    "rest_bias": ("float32", ("Hk", "C0")),
+    "rest_values": ("rows", ("Hk", "C0", "D")),
     "scores": ("float32", ("Hk", "M")),
 }
 _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")

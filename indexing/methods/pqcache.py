@@ -11,12 +11,9 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.clustering import kmeans
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations
+from sparsekv.indexing.indexers.product_codes import check_parts, encode, train_codebooks
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.kernels.kmeans.kmeans import assign, cluster_means
-
-CODES = 256  # centroids per subspace: the values of a byte
 
 
 @indexers.register("pqcache")
@@ -44,31 +41,13 @@ class PQCacheIndexer(Indexer):
         Raises:
             UsageError: the head's channels do not divide into `pq_bytes` subspaces.
         """
-        head_dim = layer.keys.shape[2]
-        if head_dim % self.pq_bytes:
-            raise UsageError(
-                f"--pq-bytes {self.pq_bytes}: the model's heads have {head_dim} channels; give a divisor of that"
-            )
-        parts, clusters = self._parts(layer.keys, self.pq_bytes), min(CODES, layer.keys.shape[1])
-        labels = [kmeans(part, clusters, self.iterations, self.seed) for part in parts]
-        means = [cluster_means(part, of_part, clusters)[0] for part, of_part in zip(parts, labels, strict=True)]
-        codebooks = torch.stack(means, 1).half()
-        return {"codebooks": codebooks, "codes": self._encode(parts, codebooks)}
+        check_parts("--pq-bytes", self.pq_bytes, layer.keys.shape[2])
+        codebooks = train_codebooks(layer.keys, self.pq_bytes, self.iterations, self.seed)
+        return {"codebooks": codebooks, "codes": encode(layer.keys, codebooks)}
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
         """Keep the codebooks, and encode the new keys with them."""
-        codebooks = tensors["codebooks"]
-        new = self._encode(self._parts(layer.keys[:, old_middle:], codebooks.shape[1]), codebooks)
-        return {"codebooks": codebooks, "codes": torch.cat([tensors["codes"], new], 1)}
-
-    @staticmethod
-    def _parts(keys: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """m tensors [Hk, M, D / m] float32 of neighbouring channels."""
-        return [part.contiguous() for part in keys.float().chunk(parts, -1)]
-
-    @staticmethod
-    def _encode(parts: list[torch.Tensor], codebooks: torch.Tensor) -> torch.Tensor:
-        nearest = [assign(part, book) for part, book in zip(parts, codebooks.float().unbind(1), strict=True)]
-        return torch.stack(nearest, -1).to(torch.uint8)
+        new = encode(layer.keys[:, old_middle:], tensors["codebooks"])
+        return {"codebooks": tensors["codebooks"], "codes": torch.cat([tensors["codes"], new], 1)}

@@ -23,6 +23,7 @@ SHORT = (
     ("multipole-windowed", 8),
     ("csattention", 21),
     ("pqcache", 4),
+    ("codes", 3),
     ("h2o", 5),
 )
 """Bits that were followed out of a tensor once, or changed an answer in silence; and others."""

@@ -21,6 +21,7 @@ from sparsekv.formats.schema import Manifest, RopeRecord, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan, online_methods, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
+from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
@@ -75,10 +76,11 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
 
 def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: Path) -> None:
     coded = PQCacheIndexer(pq_bytes=4, iterations=2)
-    methods = {"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE, "pqcache": coded}
+    of_codes = CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)
+    methods = {"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE, "pqcache": coded, "codes": of_codes}
     plan = replace(_plan(), methods=methods)
     first = build_index(plan, tmp_path / "a.skv")
-    assert online_methods(first) == {"multipole", "pqcache"}
+    assert online_methods(first) == {"multipole", "pqcache", "codes"}
     books = Artifact(tmp_path / "a.skv").method_tensors("pqcache", 0)["codebooks"].clone()
     assert stored_indexers(first) == plan.methods
     grown = _grow(tmp_path / "a.skv", plan.loaded)

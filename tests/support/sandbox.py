@@ -16,7 +16,7 @@ DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number 
 MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
 INDEX, SAVED = "mail/doc.skv", "saved.skv"
-METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "h2o")
+METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "codes", "h2o")
 PREFILLS = ((), ("--prefill", "dense"))
 """A dense prefill reads nothing of the method: then the decode step is the first that follows a wrong offset."""
 VICTIMS = {

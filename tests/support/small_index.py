@@ -14,6 +14,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
@@ -35,6 +36,7 @@ INDEXERS = {
     "csattention": CSAttentionIndexer(subspace_size=4, centroids=8, iterations=3, query_sample=128),
     "h2o": H2OIndexer(query_sample=128),
     "pqcache": PQCacheIndexer(pq_bytes=4),
+    "codes": CodesIndexer(levels=(0.1,), block=80, code_bytes=4, iterations=3, query_sample=64),
 }
 """Every method with an index, in sizes for a prompt of a few hundred tokens."""
 TEXT = BY_NAME[:20_000]

@@ -5,12 +5,14 @@ import torch
 from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
@@ -24,6 +26,7 @@ INDEXERS = {
     "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
     "multipole": MultipoleIndexer(levels=(0.25, 0.06), block=80),
     "pqcache": PQCacheIndexer(pq_bytes=4),
+    "codes": CodesIndexer(levels=(0.1,), code_bytes=4, iterations=3, query_sample=64),
 }
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
@@ -32,6 +35,7 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(),
     "tidaldecode": TidalDecode(),
     "pqcache": PQCache(rerank=2.0),
+    "codes": Codes(),
 }
 
 

@@ -26,6 +26,7 @@ from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.magicpig import MagicPIG
@@ -57,6 +58,7 @@ METHODS: dict[str, Method] = {
     "lessismore": LessIsMore(),
     "pqcache": PQCache(rerank=2.0),
     "csattention": CSAttention(),
+    "codes": Codes(),
 }
 GREEDY = Sampling(max_new_tokens=8)
 

@@ -11,6 +11,7 @@ from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.multipole import Multipole
@@ -30,6 +31,7 @@ CAPTURED: dict[str, Method] = {
     "quest": Quest(page_size=4),
     "pqcache": PQCache(rerank=2.0),
     "csattention": CSAttention(),
+    "codes": Codes(),
 }
 LAUNCHED: dict[str, Method] = {"snapkv": SnapKV(window_queries=4), "lessismore": LessIsMore()}
 """They choose by what each sequence asked, one after another."""

@@ -18,6 +18,7 @@ from sparsekv.kernels.kmeans.kmeans import cluster_means
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.methods.keydiff import KeyDiff
@@ -61,6 +62,7 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "tidaldecode": (TidalDecode(), False),
     "lessismore": (LessIsMore(), False),
     "pqcache": (PQCache(), False),
+    "codes": (Codes(), False),
     "sparq": (SparQ(mean_value=True), False),
     "loki": (Loki(dims=5), False),
     "magicpig": (MagicPIG(hash_bits=4, hash_tables=10), False),

@@ -18,6 +18,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.loki import Loki
@@ -90,6 +91,7 @@ EACH: dict[str, Options] = {
     "loki --dims": Options("loki", Loki(dims=3)),
     "magicpig --hash-seed": Options("magicpig", MagicPIG(hash_bits=4, hash_tables=10, hash_seed=3)),
     "pqcache --rerank": Options("pqcache", PQCache(rerank=2.0)),
+    "codes --scan --no-replace": Options("codes", Codes(scan=0.3, rerank=2.0, replace=False)),
 }
 
 

@@ -12,11 +12,13 @@ from support.small_index import build_small
 from support.small_layer import as_queries, chosen_tokens
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.loki import Loki
@@ -48,6 +50,7 @@ METHODS: dict[str, tuple[str, Method]] = {
     "keydiff": ("keydiff", KeyDiff()),
     "pqcache": ("pqcache", PQCache()),
     "pqcache reranked": ("pqcache", PQCache(rerank=1.5)),
+    "codes": ("codes", Codes(replace=False)),
     "sparq": ("sparq", SparQ(channels=5)),
     "loki": ("loki", Loki(dims=5)),
 }
@@ -61,6 +64,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "squeezed": SqueezedIndexer(levels=(0.2, 0.06)),
         "h2o": H2OIndexer(),
         "pqcache": PQCacheIndexer(pq_bytes=4),
+        "codes": CodesIndexer(levels=(0.1,), code_bytes=4, iterations=3, query_sample=64),
     }
     index = build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param, methods=methods)
     return index.artifact

@@ -1,0 +1,57 @@
+"""What clusters stand for once their best tokens are attended one by one, fitted to the document's own queries.
+
+The mean key of a cluster's tokens gives them a smaller mass than they have, because the mean of exponents is above the
+exponent of the mean, and a larger one once the tokens of largest exponent are taken out; their mean value is that of
+all of them. So mass and value are fitted: over a sample of queries, each of which takes the best tokens, a cluster's
+remaining mass and output come out right on average.
+"""
+
+import torch
+
+from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.scores.logits import attention_logits
+
+TAKEN = 0.03  # share of the tokens that each query takes
+PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
+AT_ONCE = 16  # positions whose logits are in memory
+
+
+def fit_rest(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    clusters: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    facts: LayerFacts,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of `values`.
+
+    Allocates four times the logits of `AT_ONCE` positions on all tokens.
+
+    Args:
+        keys, values: [Hk, M, D].
+        queries: [Hk, G, P, D].
+        clusters: level0.centroids, level0.value_centroids and level0.counts.
+        labels: [Hk, M], each token's cluster.
+    """
+    centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
+    weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
+    expected = torch.zeros_like(counts)
+    for some in queries.split(AT_ONCE, 2):
+        logits = attention_logits(some, keys, facts.softmax_scale, facts.softcap)
+        total = logits.logsumexp(-1, keepdim=True)
+        shares = (logits - total).exp()
+        best = shares.mean(1).topk(max(1, round(TAKEN * keys.shape[1])), -1).indices
+        weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
+        of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
+        left = counts[:, None].repeat(1, some.shape[2], 1)
+        cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
+        left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))
+        expected += ((of_means - total).exp() * left[:, None]).sum((1, 2))
+    masses = torch.zeros_like(counts).scatter_add_(1, labels, weights)
+    prior = PRIOR * masses.mean(1, keepdim=True).clamp(min=1e-12)
+    outputs = torch.zeros(*counts.shape, values.shape[2], device=values.device)
+    outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
+    plain = clusters["level0.value_centroids"].float()
+    fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
+    return ((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype)

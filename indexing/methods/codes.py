@@ -1,0 +1,82 @@
+"""Codes, offline: a code of every key, trained for the document's queries, and few clusters that stand for the rest.
+
+Codes are product-quantised as PQCache's (arXiv 2407.12820), after a turn that makes what they lose matter least to the
+document's queries. The clusters are Multipole's (arXiv 2506.13059), with fitted masses and values.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
+from sparsekv.indexing.indexers.fitted_rest import fit_rest
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.product_codes import check_parts, encode, train_codebooks
+from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
+
+
+@indexers.register("codes")
+@dataclass(frozen=True)
+class CodesIndexer(MultipoleIndexer):
+    """Builds codes of all middle keys, and a cluster per 64 tokens with what its remainder weighs."""
+
+    by_default: ClassVar[bool] = False
+    levels: tuple[float, ...] = field(
+        default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
+    )
+    code_bytes: int = field(default=8, metadata={"help": "Bytes per key's code, a divisor of the head's channels."})
+    query_sample: int = field(default=1536, metadata={"help": "Queries of the document per KV head to build from."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("code_bytes", "query_sample"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+
+    def queries_wanted(self) -> int:
+        return self.query_sample
+
+    def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        """The clusters' tensors; query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16; codes [Hk, M, m] uint8;
+        rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys three times in float32.
+
+        Raises:
+            UsageError: the head's channels do not divide into `code_bytes` parts.
+        """
+        check_parts("--code-bytes", self.code_bytes, layer.keys.shape[2])
+        turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes)
+        turned = layer.keys.float() @ key_turn(turn)
+        codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed)
+        clusters = super().build_layer(layer)
+        coded = {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
+        return clusters | coded | _rest(layer, clusters)
+
+    def append_layer(
+        self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
+    ) -> dict[str, torch.Tensor]:
+        """Keep the turn and the codebooks, encode the new keys with them, and fit what the clusters stand for anew."""
+        kept = {name: tensors[name] for name in ("query_turn", "codebooks")}
+        new = layer.keys[:, old_middle:].float() @ key_turn(kept["query_turn"])
+        codes = torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)
+        clusters = super().append_layer(tensors, layer, old_middle)
+        return clusters | kept | {"codes": codes} | _rest(layer, clusters)
+
+
+def _grouped(layer: LayerInput) -> torch.Tensor:
+    """The sample's queries [Hk, G, P, D]."""
+    assert layer.queries is not None
+    grouped: torch.Tensor = layer.queries.unflatten(0, (len(layer.keys), -1))
+    return grouped
+
+
+def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    order = clusters["token_order"].long() - layer.split.sinks
+    rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
+    cluster = torch.searchsorted(clusters["token_offsets"][:, 1:].long().contiguous(), rows, right=True)
+    labels = torch.empty_like(cluster).scatter_(1, order, cluster)
+    bias, values = fit_rest(layer.keys, layer.values, _grouped(layer), clusters, labels, layer.facts)
+    return {"rest_bias": bias, "rest_values": values}

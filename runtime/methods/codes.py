@@ -1,0 +1,138 @@
+"""Codes, online: the best clusters say whose codes are read, codes whose keys, and keys which tokens are attended.
+
+The clusters' centroids, with fitted masses and values, stand for all tokens that are not. One softmax has both.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.common.runs import expand_runs, fill_budget
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.residual import residual_clusters
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
+from sparsekv.runtime.selection.token_choice import token_logits
+
+
+@methods.register("codes")
+@dataclass(frozen=True)
+class Codes(Method):
+    """Ranks keys by their codes within the best clusters, and again exactly; centroids replace all others."""
+
+    needs_index: ClassVar[bool] = True
+    estimates_missed: ClassVar[bool] = True
+    rerank: float = field(
+        default=1.5,
+        metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
+    )
+    scan: float = field(
+        default=0.5, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
+    )
+    replace: bool = field(default=True, metadata={"help": "Represent the tokens not selected by centroids."})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rerank < math.inf:
+            raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
+        if not 0 < self.scan <= 1:
+            raise UsageError(f"--scan {self.scan:g}: give a share above 0 and at most 1, such as 0.5")
+
+    def replaces(self) -> bool:
+        return self.replace
+
+    @classmethod
+    def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
+        """With the replacement, and without it."""
+        return {"": cls(), "without replacement": cls(replace=False)}
+
+    def prepare(self, context: MiddleContext) -> "CodesSelector":
+        """Allocates codebooks in float32 and each token's cluster; a selection what it scans' logits, a few times."""
+        return CodesSelector(context, self)
+
+
+class CodesSelector(Selector):
+    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; one selection for all query heads of a KV head."""
+
+    def __init__(self, context: MiddleContext, method: Codes):
+        tensors = context.tensors
+        self.keys, self.facts, self.method = context.keys, context.facts, method
+        self.turn, self.codebooks = tensors["query_turn"].float(), tensors["codebooks"].float()
+        self.codes, self.order = tensors["codes"], tensors["token_order"].long()
+        self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
+        self.values, self.starts = tensors["rest_values"], tensors["token_offsets"].long()[:, :-1]
+        self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
+        stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
+        self.row_bytes = self.keys.shape[2] * self.keys.element_size()
+        self.read_once = stored / self.row_bytes + (2 if method.replace else 1) * self.counts.shape[1]
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
+        tokens = budget.tokens(self.middle)
+        candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
+        scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
+        query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
+        masses = (logits + self.counts.log()[:, None, None] + self.bias[:, None, None]).logsumexp(-1)
+        beside = torch.logaddexp(masses, queries.exact_logsumexp())
+        found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
+        scores = _probability(self.estimates(query, found), beside, joint=queries.joint)
+        best = found.gather(-1, scores.topk(candidates, -1).indices)
+        if candidates > tokens:
+            exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
+            best = best.gather(-1, exact.topk(tokens, -1).indices)
+        read = self.read_once + scanned * self.codes.shape[2] / self.row_bytes + candidates - tokens
+        return Selection(single_rows(best), Cost(read), Rest(lambda: self._rest(best), attended=self.method.replace))
+
+    def estimates(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
+        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
+        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
+        codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
+        codes = codes.view(*tokens.shape, -1)[:, None].long()
+        logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
+        for part, book in enumerate(self.codebooks.unbind(1)):
+            table = torch.einsum("hgqd,hcd->hgqc", parts[..., part, :], book)
+            logits += table.gather(-1, codes[..., part].expand_as(logits))
+        return self._capped(logits)
+
+    def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return attention_logits(query, keys, self.facts.softmax_scale, self.facts.softcap)
+
+    def _capped(self, products: torch.Tensor) -> torch.Tensor:
+        logits = products * self.facts.softmax_scale
+        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+
+    def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
+        """The tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""
+        order = scores.argsort(-1, descending=True)
+        of_each = [one[:, None].expand_as(order).gather(-1, order) for one in (self.starts, self.counts)]
+        rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
+        return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
+
+    def rest_of(self, chosen: torch.Tensor) -> Rest:
+        left = self.counts.float().scatter_add(1, self.clusters.labels, -chosen.float())
+        return Rest(lambda: self._stand_ins(left[:, None]), attended=True)
+
+    def _rest(self, chosen: torch.Tensor) -> tuple[CentroidSegment, ...]:
+        """Of the tokens beside those chosen [Hk, Q or 1, K]."""
+        cluster = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1).gather(-1, chosen)
+        left = self.counts[:, None].expand(-1, chosen.shape[1], -1).float()
+        return self._stand_ins(left.scatter_add(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype)))
+
+    def _stand_ins(self, left: torch.Tensor) -> tuple[CentroidSegment, ...]:
+        """For so many tokens of each cluster [Hk, Q or 1, C]."""
+        return (CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values),)
+
+
+def _probability(logits: torch.Tensor, beside: torch.Tensor, *, joint: bool) -> torch.Tensor:
+    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S] by their log-sum-exp [Hk, G, Q], the mean over the group; of a
+    joint selection [Hk, 1, S], the mean over its queries too."""
+    probability = (logits - beside[..., None]).exp().mean(1)
+    return probability.mean(1, keepdim=True) if joint else probability

@@ -1,0 +1,154 @@
+"""What the method codes stores: codes that keep what queries ask for, and what clusters weigh without their best."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_tensors import clustered, normal
+from support.reference import assert_close
+from support.small_tables import layer_input
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
+from sparsekv.indexing.indexers.registry import choose_indexers
+from sparsekv.indexing.methods.codes import CodesIndexer
+from sparsekv.indexing.methods.pqcache import PQCacheIndexer
+
+properties = settings(max_examples=10, deadline=None)
+SMALL = CodesIndexer(levels=(0.1,), code_bytes=4, iterations=3)
+
+
+def _decoded(built: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[Hk, M, D] float64: the turned keys that the codes name."""
+    codes, books = built["codes"].long(), built["codebooks"].double()
+    parts = [
+        books[:, part].gather(1, codes[..., part, None].expand(-1, -1, books.shape[3]))
+        for part in range(books.shape[1])
+    ]
+    return torch.cat(parts, -1)
+
+
+@properties
+@given(seed=st.integers(0, 10**6), middle=st.integers(1, 300), parts=st.sampled_from([1, 4, 16]))
+def test_products_stay_the_same_when_both_are_turned(seed: int, middle: int, parts: int) -> None:
+    keys, queries = normal(seed, 2, middle, 16), normal(seed + 1, 2, 40, 16) * torch.linspace(0.1, 3, 16)
+    turn = query_turn(keys, queries, parts)
+    products = (queries.double() @ turn.double()) @ (keys.double() @ key_turn(turn).double()).transpose(1, 2)
+    assert_close(products, queries.double() @ keys.double().transpose(1, 2), 1e-5)
+
+
+@properties
+@given(seed=st.integers(0, 10**6), middle=st.integers(1, 300))
+def test_a_code_names_the_nearest_centroid_of_each_part_of_a_turned_key(seed: int, middle: int) -> None:
+    layer = layer_input(seed, middle=middle)
+    built = SMALL.build_layer(layer)
+    turned = (layer.keys @ key_turn(built["query_turn"])).double().unflatten(-1, (4, -1))
+    for part, book in enumerate(built["codebooks"].double().unbind(1)):
+        squares = torch.cdist(turned[:, :, part], book).square()
+        named = squares.gather(-1, built["codes"][..., part, None].long())[..., 0]
+        assert bool((named <= squares.amin(-1) + 1e-3 * squares.amax(-1)).all())
+
+
+def test_codes_lose_less_of_what_the_queries_ask_for() -> None:
+    keys = 0.5 * clustered(0, 2, 2000, 16, 60) + normal(1, 2, 2000, 16)
+    asked = normal(2, 4, 200, 3) @ normal(3, 3, 16) + 0.1 * normal(4, 4, 200, 16)  # in few directions
+    layer = replace(layer_input(), keys=keys, values=keys, queries=asked[:, :100])
+    turned, plain = SMALL.build_layer(layer), PQCacheIndexer(pq_bytes=4, iterations=3).build_layer(layer)
+    held_out = asked[:, 100:].unflatten(0, (2, 2)).flatten(1, 2).double()
+    exact = held_out @ keys.double().transpose(1, 2)
+    lost = (held_out @ turned["query_turn"].double()) @ _decoded(turned).transpose(1, 2) - exact
+    before = held_out @ _decoded(plain).transpose(1, 2) - exact
+    assert float(lost.square().mean()) < 0.5 * float(before.square().mean())
+
+
+def test_queries_that_are_all_zero_turn_nothing_away() -> None:
+    turn = query_turn(normal(0, 2, 50, 16), torch.zeros(2, 8, 16), 4)
+    assert bool(turn.isfinite().all())
+    assert int(torch.linalg.matrix_rank(turn.float()).min()) == 16
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masses_and_values_are_those_of_what_the_queries_leave(softcap: float | None) -> None:
+    """By definition, in float64, a query and a token after the other."""
+    layer = layer_input(middle=90, positions=20)
+    layer = replace(layer, facts=layer.facts.model_copy(update={"softcap": softcap}))
+    built = SMALL.build_layer(layer)
+    assert layer.queries is not None
+    taken, scale = max(1, round(TAKEN * 90)), layer.facts.softmax_scale
+
+    def logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        found = queries.double() @ keys.double().T * scale
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    for head, (keys, values) in enumerate(zip(layer.keys, layer.values, strict=True)):
+        ends = built["token_offsets"][head].tolist()
+        order = (built["token_order"][head] - layer.split.sinks).long().tolist()
+        members = [order[first:last] for first, last in pairwise(ends)]
+        group = layer.queries.unflatten(0, (2, 2))[head]
+        masses, expected = torch.zeros(len(members)).double(), torch.zeros(len(members)).double()
+        outputs = torch.zeros(len(members), 16).double()
+        for position in range(20):
+            shares = logits(group[:, position], keys).softmax(-1)
+            totals = logits(group[:, position], keys).logsumexp(-1, keepdim=True)
+            best = set(shares.mean(0).topk(taken).indices.tolist())
+            means = (logits(group[:, position], built["level0.centroids"][head]) - totals).exp().sum(0)
+            for cluster, tokens in enumerate(members):
+                left = [token for token in tokens if token not in best]
+                expected[cluster] += len(left) * means[cluster]
+                masses[cluster] += shares[:, left].sum()
+                outputs[cluster] += (shares[:, left].sum(0)[:, None] * values[left].double()).sum(0)
+        prior = PRIOR * masses.mean()
+        plain = built["level0.value_centroids"][head].double()
+        assert_close(built["rest_bias"][head], ((masses + prior) / (expected + prior)).log(), 1e-4)
+        assert_close(built["rest_values"][head], (outputs + prior * plain) / (masses + prior)[:, None], 1e-4)
+
+
+def test_clusters_are_those_of_multipole() -> None:
+    layer = layer_input(middle=200)
+    built = SMALL.build_layer(layer)
+    assert built["rest_bias"].shape == built["level0.counts"].shape == (2, 20)
+    assert built["rest_values"].shape == built["level0.value_centroids"].shape
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6), more=st.integers(1, 60))
+def test_new_keys_are_encoded_by_the_old_turn_and_codebooks(seed: int, more: int) -> None:
+    grown = layer_input(seed, middle=100 + more)
+    built = SMALL.build_layer(_first(grown, 100))
+    appended = SMALL.append_layer(built, grown, 100)
+    assert appended.keys() == built.keys()
+    for name in ("query_turn", "codebooks"):
+        assert torch.equal(appended[name], built[name])
+    assert torch.equal(appended["codes"][:, :100], built["codes"])
+    assert appended["codes"].shape == (2, 100 + more, 4)
+    assert int(appended["level0.counts"].sum()) == 2 * (100 + more)
+    assert bool(appended["rest_bias"].isfinite().all())
+
+
+def _first(layer: LayerInput, middle: int) -> LayerInput:
+    split = layer.split.model_copy(update={"middle": middle})
+    return replace(layer, keys=layer.keys[:, :middle], values=layer.values[:, :middle], split=split)
+
+
+def test_the_same_seed_gives_the_same_index() -> None:
+    first, again = (SMALL.build_layer(layer_input(3, middle=400)) for _ in range(2))
+    assert all(torch.equal(one, again[name]) for name, one in first.items())
+
+
+def test_it_is_built_when_it_is_asked_for() -> None:
+    assert "codes" not in choose_indexers([])
+    assert choose_indexers(["codes"]) == ["codes"]
+
+
+def test_parameters_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="--code-bytes 0: give at least 1"):
+        CodesIndexer(code_bytes=0)
+    with pytest.raises(UsageError, match="--query-sample 0: give at least 1"):
+        CodesIndexer(query_sample=0)
+    with pytest.raises(UsageError, match="--code-bytes 5: the model's heads have 16 channels; give a divisor"):
+        CodesIndexer(code_bytes=5).build_layer(layer_input())
