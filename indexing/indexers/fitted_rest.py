@@ -3,7 +3,8 @@
 The mean key of a cluster's tokens gives them a smaller mass than they have, because the mean of exponents is above the
 exponent of the mean, and a larger one once the tokens of largest exponent are taken out; their mean value is that of
 all of them. So mass and value are fitted: over a sample of queries, each of which takes the best tokens, a cluster's
-remaining mass and output come out right on average.
+remaining mass and output come out right on average. Queries see all of the middle, also what comes after them, and
+nothing else, as those that are asked later see it; with another budget than `TAKEN` the fit is an approximation.
 """
 
 import torch

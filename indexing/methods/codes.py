@@ -13,7 +13,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
 from sparsekv.indexing.indexers.fitted_rest import fit_rest
 from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.product_codes import check_parts, encode, train_codebooks
+from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
 from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
@@ -33,6 +33,9 @@ class CodesIndexer(MultipoleIndexer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.levels) > 1:
+            shares = ",".join(map(str, self.levels))
+            raise UsageError(f"--levels {shares}: codes has one level; give one share, or build it by another command")
         for name in ("code_bytes", "query_sample"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
@@ -48,22 +51,29 @@ class CodesIndexer(MultipoleIndexer):
             UsageError: the head's channels do not divide into `code_bytes` parts.
         """
         check_parts("--code-bytes", self.code_bytes, layer.keys.shape[2])
-        turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes)
-        turned = layer.keys.float() @ key_turn(turn)
-        codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed)
         clusters = super().build_layer(layer)
-        coded = {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
-        return clusters | coded | _rest(layer, clusters)
+        return clusters | self._coded(layer) | _rest(layer, clusters)
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """Keep the turn and the codebooks, encode the new keys with them, and fit what the clusters stand for anew."""
+        """Keep the turn and the codebooks, encode the new keys with them, and fit what the clusters stand for anew.
+
+        Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.
+        """
+        clusters = super().append_layer(tensors, layer, old_middle)
+        if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):
+            return clusters | self._coded(layer) | _rest(layer, clusters)
         kept = {name: tensors[name] for name in ("query_turn", "codebooks")}
         new = layer.keys[:, old_middle:].float() @ key_turn(kept["query_turn"])
         codes = torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)
-        clusters = super().append_layer(tensors, layer, old_middle)
         return clusters | kept | {"codes": codes} | _rest(layer, clusters)
+
+    def _coded(self, layer: LayerInput) -> dict[str, torch.Tensor]:
+        turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes)
+        turned = layer.keys.float() @ key_turn(turn)
+        codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed)
+        return {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
 
 
 def _grouped(layer: LayerInput) -> torch.Tensor:

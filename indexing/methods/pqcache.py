@@ -12,7 +12,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, check_iterations
-from sparsekv.indexing.indexers.product_codes import check_parts, encode, train_codebooks
+from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
 from sparsekv.indexing.indexers.registry import indexers
 
 
@@ -48,6 +48,11 @@ class PQCacheIndexer(Indexer):
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
     ) -> dict[str, torch.Tensor]:
-        """Keep the codebooks, and encode the new keys with them."""
+        """Keep the codebooks, and encode the new keys with them.
+
+        Codebooks of fewer keys than a byte has values are made again, because they could tell few keys apart.
+        """
+        if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):
+            return self.build_layer(layer)
         new = encode(layer.keys[:, old_middle:], tensors["codebooks"])
         return {"codebooks": tensors["codebooks"], "codes": torch.cat([tensors["codes"], new], 1)}

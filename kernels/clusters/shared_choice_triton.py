@@ -132,7 +132,9 @@ def choose_together_triton(
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
     # Programs that have an SM each are faster with all the registers that they want; the largest have none to spare.
-    limited = {"maxnreg": REGISTERS // (32 * warps)} if count_sms(device) < B * H and warps < MOST_WARPS else {}
+    limited = (
+        {"maxnreg": min(255, REGISTERS // (32 * warps))} if count_sms(device) < B * H and warps < MOST_WARPS else {}
+    )
     _take_kernel[(B, H)](
         scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),
         budget, least_rank(budget), KEEP=thresholds is not None, G=G, CLUSTERS=clusters,

@@ -84,8 +84,8 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
     """Give the queries of all tokens a part in common, `share` of their norm, as those of a trained model have it.
 
-    It is a bias of the layers' `q_proj`; False: there are none. With random weights alone the queries of several
-    questions over one context have nothing in common, nor has what they choose.
+    It is a bias of the layers' `q_proj`, before RoPE; False: there are none. With random weights alone the queries of
+    several questions over one context have nothing in common, nor has what they choose.
     """
     projections = [module for name, module in model.named_modules() if name.endswith("q_proj")]
     for module in projections:

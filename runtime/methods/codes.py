@@ -22,6 +22,8 @@ from sparsekv.runtime.selection.residual import residual_clusters
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
 from sparsekv.runtime.selection.token_choice import token_logits
 
+MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+
 
 @methods.register("codes")
 @dataclass(frozen=True)
@@ -71,7 +73,11 @@ class CodesSelector(Selector):
         self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
-        self.read_once = stored / self.row_bytes + (2 if method.replace else 1) * self.counts.shape[1]
+        self.replace, self.stored_rows = method.replace, stored / self.row_bytes
+
+    def replace_by_own(self) -> bool:
+        self.replace = True
+        return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
@@ -87,19 +93,20 @@ class CodesSelector(Selector):
         if candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
             best = best.gather(-1, exact.topk(tokens, -1).indices)
-        read = self.read_once + scanned * self.codes.shape[2] / self.row_bytes + candidates - tokens
-        return Selection(single_rows(best), Cost(read), Rest(lambda: self._rest(best), attended=self.method.replace))
+        clusters = (2 if self.replace else 1) * self.counts.shape[1]
+        read = self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + candidates - tokens
+        return Selection(single_rows(best), Cost(read), Rest(lambda: self._rest(best), attended=self.replace))
 
     def estimates(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
         turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
         parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
         codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
-        codes = codes.view(*tokens.shape, -1)[:, None].long()
+        codes = codes.view(*tokens.shape, -1)[:, None]
         logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
         for part, book in enumerate(self.codebooks.unbind(1)):
             table = torch.einsum("hgqd,hcd->hgqc", parts[..., part, :], book)
-            logits += table.gather(-1, codes[..., part].expand_as(logits))
+            logits += table.gather(-1, codes[..., part].long().expand_as(logits))
         return self._capped(logits)
 
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -134,5 +141,6 @@ class CodesSelector(Selector):
 def _probability(logits: torch.Tensor, beside: torch.Tensor, *, joint: bool) -> torch.Tensor:
     """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S] by their log-sum-exp [Hk, G, Q], the mean over the group; of a
     joint selection [Hk, 1, S], the mean over its queries too."""
-    probability = (logits - beside[..., None]).exp().mean(1)
+    # What it is divided by is an estimate, above which a logit can be.
+    probability = (logits - beside[..., None]).clamp(max=MOST).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability

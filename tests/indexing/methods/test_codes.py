@@ -118,16 +118,24 @@ def test_clusters_are_those_of_multipole() -> None:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), more=st.integers(1, 60))
 def test_new_keys_are_encoded_by_the_old_turn_and_codebooks(seed: int, more: int) -> None:
-    grown = layer_input(seed, middle=100 + more)
-    built = SMALL.build_layer(_first(grown, 100))
-    appended = SMALL.append_layer(built, grown, 100)
+    grown = layer_input(seed, middle=256 + more)
+    built = SMALL.build_layer(_first(grown, 256))
+    appended = SMALL.append_layer(built, grown, 256)
     assert appended.keys() == built.keys()
     for name in ("query_turn", "codebooks"):
         assert torch.equal(appended[name], built[name])
-    assert torch.equal(appended["codes"][:, :100], built["codes"])
-    assert appended["codes"].shape == (2, 100 + more, 4)
-    assert int(appended["level0.counts"].sum()) == 2 * (100 + more)
+    assert torch.equal(appended["codes"][:, :256], built["codes"])
+    assert appended["codes"].shape == (2, 256 + more, 4)
+    assert int(appended["level0.counts"].sum()) == 2 * (256 + more)
     assert bool(appended["rest_bias"].isfinite().all())
+
+
+def test_codebooks_of_a_few_keys_are_made_again() -> None:
+    grown = layer_input(5, middle=90)
+    appended = SMALL.append_layer(SMALL.build_layer(_first(grown, 40)), grown, 40)
+    assert appended["codebooks"].shape[2] == 90
+    again = SMALL.build_layer(grown)
+    assert torch.equal(appended["codes"], again["codes"])
 
 
 def _first(layer: LayerInput, middle: int) -> LayerInput:
@@ -150,5 +158,7 @@ def test_parameters_that_cannot_be_are_refused() -> None:
         CodesIndexer(code_bytes=0)
     with pytest.raises(UsageError, match="--query-sample 0: give at least 1"):
         CodesIndexer(query_sample=0)
+    with pytest.raises(UsageError, match=r"--levels 0\.1,0\.02: codes has one level; give one share"):
+        CodesIndexer(levels=(0.1, 0.02))
     with pytest.raises(UsageError, match="--code-bytes 5: the model's heads have 16 channels; give a divisor"):
         CodesIndexer(code_bytes=5).build_layer(layer_input())

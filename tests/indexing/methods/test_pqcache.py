@@ -88,6 +88,12 @@ def test_new_keys_are_encoded_in_the_old_codebooks(seed: int, more: int) -> None
     _assert_nearest(grown["codes"][:, 300:], built["codebooks"], keys[:, 300:])
 
 
+def test_codebooks_of_a_few_keys_are_made_again() -> None:
+    indexer, keys = PQCacheIndexer(pq_bytes=4, iterations=3), normal(7, 2, 90, 16)
+    grown = indexer.append_layer(indexer.build_layer(_given(keys[:, :40])), _given(keys), 40)
+    assert torch.equal(grown["codebooks"], indexer.build_layer(_given(keys))["codebooks"])
+
+
 def test_the_same_seed_gives_the_same_codes_and_another_seed_others() -> None:
     given = _given(normal(3, 2, 400, 16))
     first, again, other = (PQCacheIndexer(seed=seed).build_layer(given)["codes"] for seed in (1, 1, 2))

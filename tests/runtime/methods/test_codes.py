@@ -138,6 +138,23 @@ def test_centroids_stand_for_every_token_that_is_not_chosen(shared: bool) -> Non
         assert len(selection.attended_segments()) == method.replace
 
 
+def test_a_residual_is_its_own() -> None:
+    layer, context = _layer(0)
+    own = Codes().prepare(context).select(as_queries(layer.queries), Budget(20))
+    selector = Codes(replace=False).prepare(context)
+    assert selector.replace_by_own()
+    turned_on = selector.select(as_queries(layer.queries), Budget(20))
+    assert turned_on.cost == own.cost
+    assert torch.equal(turned_on.attended_segments()[0].log_counts, own.attended_segments()[0].log_counts)
+
+
+def test_a_logit_far_above_what_the_clusters_weigh_is_still_a_number() -> None:
+    layer, context = _layer(0)
+    loud = replace(context, load_keys=lambda: 500 * context.keys)
+    chosen = Codes(scan=1.0, rerank=1e3).prepare(loud).select(as_queries(layer.queries), Budget(5))
+    assert chosen.rows.starts.shape[-1] == 5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clusters_codes_codebooks_and_keys_that_are_looked_at_again_are_read(dtype: torch.dtype) -> None:
     layer, context = _layer(0)
