@@ -24,7 +24,7 @@ from sparsekv.kernels.common.tiles_triton import aligned, power_of_two, wait_for
 # Clusters of a program that lists rows, how many rows of each it writes at once, how many clusters it counts at once.
 LISTED, RUN, BEFORE = 64, 16, 1024
 CLUSTERS_A_WARP, MOST_WARPS = 1024, 32  # of a program that ranks
-REGISTERS, MOST_REGISTERS = 32_768, 255  # of such a program, so that two fit on an SM, and of a thread
+FEW_WARPS, REGISTERS = 8, 128  # two programs of so few warps fit on an SM if a thread has no more registers
 BITS = tl.constexpr(EXPONENT_BITS + SCORE_BITS)  # of a rank
 HIGHEST = tl.constexpr(2 ** (EXPONENT_BITS + SCORE_BITS) - 1)
 DROPPED_BITS = tl.constexpr(23 - SCORE_BITS)  # of a score's fraction
@@ -131,9 +131,8 @@ def choose_together_triton(
     scores = token_scores(query, centroids, counts, lengths, softmax_scale, softcap)
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
-    # Programs that have an SM each are faster with all the registers that they want; the largest have none to spare.
-    several = count_sms(device) < B * H and warps < MOST_WARPS
-    limited = {"maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * warps))} if several else {}
+    # Programs that have an SM each are faster with all the registers that they want; larger ones have none to spare.
+    limited = {"maxnreg": REGISTERS} if warps <= FEW_WARPS and count_sms(device) < B * H else {}
     _take_kernel[(B, H)](
         scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),
         budget, least_rank(budget), KEEP=thresholds is not None, G=G, CLUSTERS=clusters,
