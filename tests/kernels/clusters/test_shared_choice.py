@@ -77,6 +77,10 @@ def test_soft_caps() -> None:
     assert_same(3, [1, 5, 2], 37, 77, softcap=2.0)
 
 
+def test_more_programs_than_sms() -> None:
+    assert_same(1, [1] * 60, 37, 77)
+
+
 def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: float | None = None) -> None:
     """Of kernels and plain torch."""
     counts, (query, ends) = uneven_counts(clusters, 3, clusters), some_query(2, 3, G, tokens, 64)
