@@ -40,7 +40,7 @@ def _first_clusters(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
 
 
 def finest_labels(block: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[Hk, T] int64: the finest cluster of each token of a block, in the order of the prompt."""
+    """[Hk, T] int64: the finest cluster of each token of a block, or of all, in the order of the prompt."""
     order = block["token_order"].long()
     ends = block["level0.counts"].long().cumsum(1)
     rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()

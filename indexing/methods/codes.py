@@ -13,6 +13,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
 from sparsekv.indexing.indexers.fitted_rest import fit_rest
 from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.online_blocks import finest_labels
 from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
 from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import indexers
@@ -84,9 +85,6 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
 
 
 def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    order = clusters["token_order"].long() - layer.split.sinks
-    rows = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
-    cluster = torch.searchsorted(clusters["token_offsets"][:, 1:].long().contiguous(), rows, right=True)
-    labels = torch.empty_like(cluster).scatter_(1, order, cluster)
+    labels = finest_labels(clusters)
     bias, values = fit_rest(layer.keys, layer.values, _grouped(layer), clusters, labels, layer.facts)
     return {"rest_bias": bias, "rest_values": values}

@@ -124,14 +124,13 @@ class CodesSelector(Selector):
         return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
-        left = self.counts.float().scatter_add(1, self.clusters.labels, -chosen.float())
-        return Rest(lambda: self._stand_ins(left[:, None]), attended=True)
+        left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])
+        return Rest(lambda: self._stand_ins(left), attended=True)
 
     def _rest(self, chosen: torch.Tensor) -> tuple[CentroidSegment, ...]:
         """Of the tokens beside those chosen [Hk, Q or 1, K]."""
-        cluster = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1).gather(-1, chosen)
-        left = self.counts[:, None].expand(-1, chosen.shape[1], -1).float()
-        return self._stand_ins(left.scatter_add(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype)))
+        labels = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1)
+        return self._stand_ins(self.clusters.left(labels.gather(-1, chosen)))
 
     def _stand_ins(self, left: torch.Tensor) -> tuple[CentroidSegment, ...]:
         """For so many tokens of each cluster [Hk, Q or 1, C]."""

@@ -22,6 +22,13 @@ class ResidualClusters:
     counts: torch.Tensor
     labels: torch.Tensor
 
+    def left(self, clusters: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """How many tokens of each cluster are left [Hk, Q or 1, C] float32 of those chosen, given the cluster of each
+        [Hk, Q or 1, K], and which of them count, if not all do."""
+        each = torch.ones_like(clusters, dtype=torch.float32) if chosen is None else chosen.float()
+        counts = self.counts[:, None].expand(-1, clusters.shape[1], -1).float()
+        return counts.scatter_add(-1, clusters, -each)
+
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
     """The finest clusters in a method's tensors, whose token positions are counted from the first middle token."""
@@ -67,9 +74,8 @@ class ResidualSelector(Selector):
         return ResidualSelector(copy(self.inner), self.clusters)
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
-        counts = self.clusters.counts.float()
-        left = counts.scatter_add(1, self.labels, -chosen.float())
-        centroids = CentroidSegment(self.clusters.keys, left.log()[:, None], self.clusters.values)
+        left = self.clusters.left(self.labels[:, None], chosen[:, None])
+        centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
         return Rest(lambda: (centroids,), attended=True)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
@@ -77,9 +83,7 @@ class ResidualSelector(Selector):
         chosen = self.inner.select(queries, budget)
         rows, valid = chosen.rows.expand()
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
-        counts = self.clusters.counts[:, None].expand(-1, rows.shape[1], -1).float()
-        each = torch.ones_like(cluster, dtype=torch.float32) if valid is None else valid.float()
-        left = counts.scatter_add(-1, cluster, -each)
+        left = self.clusters.left(cluster, valid)
         centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
         cost = replace(chosen.cost, index_rows=chosen.cost.index_rows + 2.0 * self.clusters.keys.shape[1])
         return replace(chosen, cost=cost, rest=Rest(lambda: (centroids,), attended=True))
