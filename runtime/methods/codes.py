@@ -39,7 +39,9 @@ class Codes(Method):
     scan: float = field(
         default=0.5, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
     )
-    replace: bool = field(default=True, metadata={"help": "Represent the tokens not selected by centroids."})
+    replace: bool = field(
+        default=True, metadata={"help": "Attend to centroids in the place of the tokens that are not selected."}
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.rerank < math.inf:
