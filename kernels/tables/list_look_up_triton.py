@@ -41,7 +41,7 @@ class FoundLists:
 
 
 @triton.jit
-def _add_exact(
+def add_exact(
     query, exact_keys, exact_count, peaks, totals, head, which, sums, exact_rows, exact_stride, softmax_scale, softcap,
     CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
@@ -86,7 +86,7 @@ def _look_up_kernel(
     wait_for_previous_kernel(EARLY)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part >= PARTS:
-        _add_exact(
+        add_exact(
             query, exact_keys, exact_count, peaks, totals, head, part - PARTS, sums, exact_rows, exact_stride,
             softmax_scale, softcap, CAPPED, COUNTED, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
         )  # fmt: skip

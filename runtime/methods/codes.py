@@ -13,7 +13,9 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.code_scan import CodeScan
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
@@ -37,7 +39,11 @@ class Codes(Method):
         metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
     )
     scan: float = field(
-        default=0.5, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
+        default=0.5,
+        metadata={
+            "help": "Share of the tokens whose codes are read: those of the best clusters; 1: all. "
+            "Kernels on a GPU read all."
+        },
     )
     replace: bool = field(
         default=True, metadata={"help": "Attend to centroids in the place of the tokens that are not selected."}
@@ -58,7 +64,8 @@ class Codes(Method):
         return {"": cls(), "without replacement": cls(replace=False)}
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Allocates codebooks in float32 and each token's cluster; a selection what it scans' logits, a few times."""
+        """Allocates codebooks in float32 and each token's cluster, and on a GPU the codes once more; a selection what
+        it scans' logits, a few times, or with kernels a byte a token."""
         return CodesSelector(context, self)
 
 
@@ -76,6 +83,7 @@ class CodesSelector(Selector):
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
+        self.all_at_once = CodeScan(tensors, self.clusters, self.facts) if CodeScan.serves(tensors) else None
 
     def replace_by_own(self) -> bool:
         self.replace = True
@@ -85,6 +93,8 @@ class CodesSelector(Selector):
         """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
         tokens = budget.tokens(self.middle)
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
+        if self.all_at_once is not None and queries.in_place is not None:
+            return self._by_kernels(self.all_at_once, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         masses = (logits + self.counts.log()[:, None, None] + self.bias[:, None, None]).logsumexp(-1)
@@ -95,9 +105,27 @@ class CodesSelector(Selector):
         if candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
             best = best.gather(-1, exact.topk(tokens, -1).indices)
+        return Selection(
+            single_rows(best),
+            Cost(self._read(scanned, candidates - tokens)),
+            Rest(lambda: self._rest(best), attended=self.replace),
+        )
+
+    def _by_kernels(
+        self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
+    ) -> Selection:
+        chosen, left = scan.choose(queries.query[:, :, 0], exact, self.keys, tokens, candidates)
+        rows, scored = chosen[:, None], (left,) if self.replace else None
+        return Selection(
+            single_rows(rows),
+            Cost(self._read(self.middle, candidates - tokens)),
+            Rest(lambda: self._rest(rows.long()), attended=self.replace, in_place=scored),
+        )
+
+    def _read(self, scanned: int, more: int) -> float:
+        """D-sized rows of the index that a choice reads, and of `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
-        read = self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + candidates - tokens
-        return Selection(single_rows(best), Cost(read), Rest(lambda: self._rest(best), attended=self.replace))
+        return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
     def estimates(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""

@@ -1,0 +1,96 @@
+"""Ranks all keys of a head for one query by product codes; `top_ranked` chooses by these ranks."""
+
+import torch
+
+from sparsekv.kernels.codes.types import CodeRanks, KeyCodes, WeighedClusters, padded_clusters
+from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.tables.list_ranks import ranks_of
+from sparsekv.kernels.tables.types import ExactKeys
+
+
+def rank_codes(
+    query: torch.Tensor,
+    codes: KeyCodes,
+    clusters: WeighedClusters,
+    exact: ExactKeys,
+    wanted: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> CodeRanks:
+    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0.
+
+    A logit is the sum over the parts of the products with the centroids that the key's code names. It is divided by
+    the exponentials of the exact keys and what the clusters weigh: an estimate that is known before a code is read, so
+    that codes are read once. On a GPU two kernels, no synchronisation; a part's products are rounded to 16 - log2(m)
+    bits of 64 octaves, and what is further below the best product is as if it were at their end.
+
+    Args:
+        query: [H, G, D].
+        wanted: number of keys that will be chosen.
+
+    Returns:
+        See `CodeRanks`. Allocates a byte a key, and 2 KB a part for every four heads of a group.
+    """
+    if query.is_cuda:
+        from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
+
+        with torch.cuda.device_of(query):  # Triton launches on the current device, which may be another
+            return rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap)
+    return rank_codes_reference(query, codes, clusters, exact, wanted, softmax_scale, softcap)
+
+
+def rank_codes_reference(
+    query: torch.Tensor,
+    codes: KeyCodes,
+    clusters: WeighedClusters,
+    exact: ExactKeys,
+    wanted: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> CodeRanks:
+    """`rank_codes` in plain torch."""
+    logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]
+    logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
+    masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
+    keys = exact.keys if exact.count is None else exact.keys[:, : int(exact.count)]
+    beside = attention_logits(query[:, :, None], keys, softmax_scale, softcap)[:, :, 0].logsumexp(-1)
+    ranks = ranks_of(code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
+    return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
+
+
+def code_logits(
+    query: torch.Tensor, codes: KeyCodes, softmax_scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """Logits [H, G, M] float32 of queries [H, G, D] on what the codes of all keys stand for."""
+    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    products = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
+    names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
+    logits = products.gather(-1, names).sum(2) * softmax_scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def count_left(chosen: torch.Tensor, clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
+    """What each cluster's remainder weighs: the logarithm of how many of its keys are not chosen, plus its bias.
+
+    On a GPU two kernels, no synchronisation.
+
+    Args:
+        chosen: [H, K] int32, keys, none twice.
+        taken: [H, C] int32 zeros, to which what is taken of each cluster is added.
+
+    Returns:
+        [H, C or more] float32, minus infinity where nothing is left, and past the last cluster.
+    """
+    if chosen.is_cuda:
+        from sparsekv.kernels.codes.clusters_left_triton import count_left_triton
+
+        with torch.cuda.device_of(chosen):
+            return count_left_triton(chosen, clusters, taken)
+    return count_left_reference(chosen, clusters, taken)
+
+
+def count_left_reference(chosen: torch.Tensor, clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
+    """`count_left` in plain torch."""
+    cluster = clusters.labels.gather(1, chosen.long()).long()
+    taken.scatter_add_(1, cluster, torch.ones_like(chosen))
+    return padded_clusters((clusters.counts - taken).log() + clusters.bias)

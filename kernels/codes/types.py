@@ -1,0 +1,69 @@
+"""Product codes of keys as a scan reads them, and the clusters that stand for the tokens that are not chosen."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from sparsekv.kernels.common.tiles_triton import aligned
+from sparsekv.kernels.tables.list_codes import TILE_TOKENS
+from sparsekv.kernels.tables.types import TokenRanks
+
+CENTROIDS = 256  # of a part: the values of a byte
+IN_WORD = 4  # codes of a word
+MOST_PARTS = 32  # with more of them, a product's integer would have fewer than eleven bits
+
+
+@dataclass(frozen=True)
+class KeyCodes:
+    """Codes of `keys` keys of each of H heads.
+
+    turn [H, D, D], by which queries are multiplied; books [H, m, 256, D / m], the centroids of m parts of the turned
+    channels. words [H, m / 4, tiles of 4,096] int32: byte b of a key's word p is its code in part 4 p + b.
+    """
+
+    turn: torch.Tensor
+    books: torch.Tensor
+    words: torch.Tensor
+    keys: int
+
+    def unpacked(self) -> torch.Tensor:
+        """Codes [H, M, m] int64."""
+        by_byte = (self.words[..., : self.keys, None] >> (8 * torch.arange(IN_WORD, device=self.words.device))) & 255
+        codes: torch.Tensor = by_byte.transpose(2, 3).flatten(1, 2).transpose(1, 2).long()
+        return codes
+
+
+def lay_out(codes: torch.Tensor) -> torch.Tensor:
+    """`KeyCodes.words` of codes [H, M, m] uint8, with m a multiple of four; zeros past the last key."""
+    padded = pad(codes, (0, 0, 0, -codes.shape[1] % TILE_TOKENS))
+    words: torch.Tensor = padded.view(torch.int32).transpose(1, 2).contiguous()
+    return words
+
+
+@dataclass(frozen=True)
+class WeighedClusters:
+    """C clusters of each of H heads, in which every key is in one: keys and values [H, C, D]; counts [H, C] int32, of
+    keys; bias [H, C] float32, added to the logarithm of a count; labels [H, M] int32, the cluster of each key."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    bias: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CodeRanks:
+    """Ranks of all keys by their codes; the clusters' logits [H, G, C or more] float32, minus infinity for empty ones
+    and past the last; and taken [H, C] int32 zeros, in which `count_left` counts."""
+
+    ranks: TokenRanks
+    logits: torch.Tensor
+    taken: torch.Tensor
+
+
+def padded_clusters(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., C] padded with minus infinity to a multiple of 16, which attention reads four at a time."""
+    size = tensor.shape[-1]
+    return pad(tensor, (0, aligned(size) - size), value=-torch.inf)

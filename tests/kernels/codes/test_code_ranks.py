@@ -1,0 +1,157 @@
+"""Ranking keys by product codes: against the definition in float64, and plain torch."""
+
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import pytest
+import torch
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.random_tensors import normal
+from support.ranks import assert_ranks, on_cpu
+from support.reference import assert_close
+
+from sparsekv.kernels.codes.clusters_left_triton import count_left_triton
+from sparsekv.kernels.codes.code_ranks import code_logits, count_left_reference, rank_codes_reference
+from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
+from sparsekv.kernels.codes.types import CodeRanks, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, lowest_rank
+
+pytestmark = compiled_or_interpreted
+SCALE = 0.3
+Held = TypeVar("Held", KeyCodes, WeighedClusters, ExactKeys)
+
+
+def small_codes(
+    seed: int, m: int = 4, size: int = 4, keys: int = 4500, heads: int = 2
+) -> tuple[KeyCodes, torch.Tensor]:
+    """Random codes, and what they stand for: keys [H, M, D] float64."""
+    codes = torch.randint(0, 256, (heads, keys, m), generator=torch.Generator().manual_seed(seed))
+    D = m * size
+    turn, books = normal(seed, heads, D, D).half() / D**0.5, normal(seed + 1, heads, m, 256, size).half()
+    named = books.double()[torch.arange(heads)[:, None, None], torch.arange(m), codes].flatten(2)
+    return KeyCodes(turn, books, lay_out(codes.byte()), keys), named @ turn.double().transpose(1, 2)
+
+
+def small_clusters(seed: int, keys: int, D: int, clusters: int = 70, heads: int = 2) -> WeighedClusters:
+    """Clusters of uneven sizes, some of them empty."""
+    drawn = torch.rand(2, heads, keys, generator=torch.Generator().manual_seed(seed))
+    labels = (drawn[0] * drawn[1] * clusters).int()
+    counts = torch.stack([torch.bincount(of_head, minlength=clusters) for of_head in labels])
+    bias = 0.3 * normal(seed + 1, heads, clusters)
+    return WeighedClusters(
+        normal(seed, heads, clusters, D), normal(seed + 2, heads, clusters, D), counts.int(), bias, labels
+    )
+
+
+def moved(held: Held) -> Held:
+    each = {field.name: getattr(held, field.name) for field in fields(held)}
+    return replace(held, **{name: value.to(DEVICE) for name, value in each.items() if isinstance(value, torch.Tensor)})
+
+
+def rank(
+    query: torch.Tensor,
+    codes: KeyCodes,
+    clusters: WeighedClusters,
+    exact: ExactKeys,
+    wanted: int,
+    softcap: float | None = None,
+) -> CodeRanks:
+    """Ranks from the kernels, back on the CPU."""
+    there = query.to(DEVICE), moved(codes), moved(clusters), moved(exact)
+    with poisoned_memory():
+        found = rank_codes_triton(*there, wanted, SCALE, softcap)
+    return CodeRanks(on_cpu(found.ranks), found.logits.cpu(), found.taken.cpu())
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, precision: float = 1e-5) -> None:
+    """Minus infinity at the same places, and all else close."""
+    there = expected > -torch.inf
+    assert torch.equal(there, found > -torch.inf)
+    assert_close(found[there], expected[there].double(), precision)
+
+
+def assert_same(found: CodeRanks, expected: CodeRanks, precision: float = 1e-5) -> None:
+    assert_ranks(found.ranks, expected.ranks, usual=0.3)
+    assert_near(found.logits, expected.logits, precision)
+    assert not bool(found.taken.any())
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
+    (codes, stood_for), wanted = small_codes(0), 200
+    query, clusters, keys = 2 * normal(3, 2, 3, 16), small_clusters(5, 4500, 16), normal(4, 2, 70, 16)
+
+    def logits_of(rows: torch.Tensor) -> torch.Tensor:
+        logits = SCALE * query.double() @ rows.double().transpose(1, 2)
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    logits = logits_of(stood_for)
+    assert_close(code_logits(query, codes, SCALE, softcap), logits, 1e-5)
+    weights = clusters.counts.double().log() + clusters.bias.double()
+    masses = (logits_of(clusters.keys) + weights[:, None]).logsumexp(-1)
+    total = torch.logaddexp(masses, logits_of(keys).logsumexp(-1))
+    found = rank(query, codes, clusters, ExactKeys(keys), wanted, softcap)
+    assert_close(found.ranks.logsumexp, total, 1e-5)
+    scores = (logits - total[..., None]).exp().mean(1).float()
+    expected = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
+    assert int((found.ranks.in_order() - expected).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("G", "m", "size"), [(1, 8, 8), (4, 8, 16), (3, 12, 8), (8, 16, 16), (5, 4, 16)])
+def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtype) -> None:
+    D = m * size
+    (codes, _), clusters = small_codes(G, m, size, keys=3000), small_clusters(7, 3000, D)
+    query, keys = normal(1, 2, G, D).to(dtype), normal(2, 2, 90, D).to(dtype)
+    clusters = replace(clusters, keys=clusters.keys.to(dtype))
+    arguments = query, codes, clusters, ExactKeys(keys), 150
+    assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
+
+
+@pytest.mark.parametrize("keys", [256, 4095, 4096, 4097])
+def test_any_number_of_keys(keys: int) -> None:
+    (codes, _), clusters = small_codes(3, keys=keys), small_clusters(4, keys, 16, clusters=keys // 64)
+    arguments = 3 * normal(1, 2, 2, 16), codes, clusters, ExactKeys(normal(2, 2, 5, 16)), max(1, keys // 20)
+    assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
+
+
+@pytest.mark.parametrize("there", [0, 1, 40])
+def test_as_many_exact_keys_as_are_counted(there: int) -> None:
+    """Keys past the count may hold anything."""
+    (codes, _), clusters = small_codes(6), small_clusters(4, 4500, 16)
+    query, keys = normal(1, 2, 2, 16), normal(2, 2, 40, 16)
+    expected = rank_codes_reference(query, codes, clusters, ExactKeys(keys[:, :there]), 100, SCALE)
+    keys[:, there:] = torch.nan
+    exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32))
+    assert_same(rank(query, codes, clusters, exact, 100), expected)
+
+
+def test_products_far_below_the_best_do_not_carry() -> None:
+    """Into the sums of the next head, which alone decides here: the others attend to nothing but their exact key."""
+    (codes, _), clusters = small_codes(8), small_clusters(4, 4500, 16)
+    query = torch.stack([300 * normal(1, 2, 16), 3 * normal(2, 2, 16), -300 * normal(3, 2, 16)], 1)
+    others, middle = query[:, [0, 2]], torch.nn.functional.normalize(query[:, 1:2], dim=-1)
+    exact = ExactKeys(others - (others * middle).sum(-1, keepdim=True) * middle)
+    arguments = query, codes, clusters, exact, 100
+    found, expected = rank(*arguments), rank_codes_reference(*arguments, SCALE)
+    assert len(expected.ranks.in_order().unique()) > 50
+    assert_ranks(found.ranks, expected.ranks, usual=0.3)
+
+
+@pytest.mark.parametrize("wanted", [1, 300, 4500])
+def test_what_is_left_of_clusters(wanted: int) -> None:
+    clusters = small_clusters(9, 4500, 16, clusters=600)
+    drawn = torch.rand(2, 4500, generator=torch.Generator().manual_seed(wanted))
+    chosen = drawn.topk(wanted, -1).indices.sort(-1).values.int()
+    expected = count_left_reference(chosen, clusters, torch.zeros_like(clusters.counts))
+    there, taken = moved(clusters), torch.zeros_like(clusters.counts).to(DEVICE)
+    with poisoned_memory():
+        left = count_left_triton(chosen.to(DEVICE), there, taken).cpu()
+    numbers = clusters.counts.clone()
+    for head in range(2):
+        numbers[head] -= torch.bincount(clusters.labels[head][chosen[head].long()], minlength=600)
+    by_count = numbers.double().log() + clusters.bias.double()
+    assert_near(expected[:, :600], by_count)
+    assert_near(left[:, :600], by_count)
+    assert bool((left[:, 600:] == -torch.inf).all())
+    assert bool((expected[:, 600:] == -torch.inf).all())
