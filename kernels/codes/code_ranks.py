@@ -1,8 +1,10 @@
 """Ranks all keys of a head for one query by product codes; `top_ranked` chooses by these ranks."""
 
+import math
+
 import torch
 
-from sparsekv.kernels.codes.types import CodeRanks, KeyCodes, WeighedClusters, padded_clusters
+from sparsekv.kernels.codes.types import LEVELS, PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, padded_clusters
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.list_ranks import ranks_of
 from sparsekv.kernels.tables.types import ExactKeys
@@ -19,17 +21,16 @@ def rank_codes(
 ) -> CodeRanks:
     """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0.
 
-    A logit is the sum over the parts of the products with the centroids that the key's code names. It is divided by
-    the exponentials of the exact keys and what the clusters weigh: an estimate that is known before a code is read, so
-    that codes are read once. On a GPU two kernels, no synchronisation; a part's products are rounded to 16 - log2(m)
-    bits of 64 octaves, and what is further below the best product is as if it were at their end.
+    A logit is the sum over the parts of the products with the centroids that the key's code names, each rounded to a
+    byte. Probabilities are relative to the exponentials of the exact keys and what the clusters weigh: an estimate that
+    is known before a code is read, so that codes are read once. On a GPU two kernels, no synchronisation.
 
     Args:
         query: [H, G, D].
         wanted: number of keys that will be chosen.
 
     Returns:
-        See `CodeRanks`. Allocates a byte a key, and 2 KB a part for every four heads of a group.
+        See `CodeRanks`. Allocates a byte a key, and 1 KB a part for every four heads of a group.
     """
     if query.is_cuda:
         from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
@@ -61,36 +62,33 @@ def rank_codes_reference(
 def code_logits(
     query: torch.Tensor, codes: KeyCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Logits [H, G, M] float32 of queries [H, G, D] on what the codes of all keys stand for."""
+    """Logits [H, G, M] float32 of queries [H, G, D] on what the codes of all keys stand for, with rounded products."""
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
-    products = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
+    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))
+    best = octaves.amax(-1, keepdim=True)
+    below = ((best - octaves) * PER_OCTAVE).round().clamp(0, LEVELS)
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
-    logits = products.gather(-1, names).sum(2) * softmax_scale
+    logits = (best.sum(2) - below.gather(-1, names).sum(2) / PER_OCTAVE) * math.log(2)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def count_left(chosen: torch.Tensor, clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
-    """What each cluster's remainder weighs: the logarithm of how many of its keys are not chosen, plus its bias.
-
-    On a GPU two kernels, no synchronisation.
+def weights_left(clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
+    """What each cluster's remainder weighs: the logarithm of how many of its keys are not taken, plus its bias.
 
     Args:
-        chosen: [H, K] int32, keys, none twice.
-        taken: [H, C] int32 zeros, to which what is taken of each cluster is added.
+        taken: [H, C] int32, contiguous.
 
     Returns:
         [H, C or more] float32, minus infinity where nothing is left, and past the last cluster.
     """
-    if chosen.is_cuda:
-        from sparsekv.kernels.codes.clusters_left_triton import count_left_triton
+    if taken.is_cuda:
+        from sparsekv.kernels.codes.weights_left_triton import weights_left_triton
 
-        with torch.cuda.device_of(chosen):
-            return count_left_triton(chosen, clusters, taken)
-    return count_left_reference(chosen, clusters, taken)
+        with torch.cuda.device_of(taken):
+            return weights_left_triton(clusters, taken)
+    return weights_left_reference(clusters, taken)
 
 
-def count_left_reference(chosen: torch.Tensor, clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
-    """`count_left` in plain torch."""
-    cluster = clusters.labels.gather(1, chosen.long()).long()
-    taken.scatter_add_(1, cluster, torch.ones_like(chosen))
+def weights_left_reference(clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
+    """`weights_left` in plain torch."""
     return padded_clusters((clusters.counts - taken).log() + clusters.bias)

@@ -1,7 +1,7 @@
 """`rank_codes` in Triton: tables of products, clusters and exact keys in one launch; then the codes, read once.
 
-The products of four query heads with a part's centroid are four 16-bit integers in a word. A key's code looks one word
-up for all four, and one addition adds all four: with m parts they have 16 - log2(m) bits, so that none carries.
+The products of four query heads with a part's centroid are the bytes of a word, which a key's code looks up at once.
+They are added as 16-bit integers, two in a word.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, CodeRanks, KeyCodes, WeighedClusters
+from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
@@ -19,28 +19,31 @@ from sparsekv.kernels.common.tiles_triton import (
     dot,
     group_rows,
     power_of_two,
+    prefetch,
     share,
     tile_rows,
     wait_for_previous_kernel,
 )
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.tables.list_look_up_triton import EXACT_PROGRAMS, add_exact
-from sparsekv.kernels.tables.packed_triton import exp2
+from sparsekv.kernels.tables.packed_triton import byte_of, exp2, second_and_fourth
 from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
-HEADS_OF_WORD = 4  # 16-bit sums in 64 bits
-OCTAVES = 64  # below a part's best product that are told apart
-TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 4
-SCAN_WARPS = 16
+HEADS_OF_WORD = 4
+TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 32_768, 2, 4, 4
+SCANNED, SCAN_WARPS = 1024, 4
+PIECES_OF_FEW, PIECES_OF_MANY = 2, 4  # times as many keys of a program, with few and many tiles for each SM
+MANY_TILES = 4
 
 
 @dataclass(frozen=True)
 class _Found:
-    """tables [H, m, words, 256] int64; tops [H, G, m], each part's best product / ln 2; peaks and totals [H, G, sums]
-    of the clusters' shares, then of the exact keys."""
+    """tables [H, m, words, 256] int32; tops [H, G, m], each part's best product / ln 2; coarse, the counts of a
+    `TokenRanks`, 0; peaks and totals [H, G, sums] of the clusters' shares, then of the exact keys."""
 
     tables: torch.Tensor
     tops: torch.Tensor
+    coarse: torch.Tensor
     peaks: torch.Tensor
     totals: torch.Tensor
 
@@ -51,20 +54,22 @@ def _make_table(
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr,
 ):  # fmt: skip
-    """Products of a part of the turned queries with its centroids, as integers below the best of each."""
+    """How far the products of a part of the turned queries with its centroids are below the best of each, in bytes."""
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     of_part = (head * D + d[:, None]) * D + part * SIZE + j
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((head * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
-    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="ieee")
-    products = tl.dot(turned, book.to(tl.float32), input_precision="ieee") * (softmax_scale * LOG2_E)
+    # Numbers in half precision are exact in tf32, and turned queries need no more than a byte's precision.
+    precise: tl.constexpr = "tf32x3" if query.dtype.element_ty == tl.float32 else "tf32"
+    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision=precise)
+    products = tl.dot(turned, book.to(tl.float32), input_precision=precise) * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
-    level = LEVELS - 1 - tl.floor((top[:, None] - products) * PER_OCTAVE + 0.5).to(tl.int32)
-    # Products that are not numbers must not carry into the next head's sum either.
-    level = tl.where((g < G)[:, None], tl.minimum(tl.maximum(level, 0), LEVELS - 1), 0).to(tl.int64)
-    by_word = tl.reshape(level << (16 * (g % 4)).to(tl.int64)[:, None], [GROUP // 4, 4, CENTROIDS])
+    below = tl.floor((top[:, None] - products) * PER_OCTAVE + 0.5).to(tl.int32)
+    # Products that are not numbers must not carry into the next head's byte either.
+    below = tl.where((g < G)[:, None], tl.minimum(tl.maximum(below, 0), LEVELS), 0)
+    by_word = tl.reshape(below << (8 * (g % 4))[:, None], [GROUP // 4, 4, CENTROIDS])
     WORDS: tl.constexpr = (G + 3) // 4
     word = tl.arange(0, GROUP // 4)
     place = ((head * PARTS + part) * WORDS + word[:, None]) * CENTROIDS + c
@@ -111,16 +116,20 @@ def _weigh_clusters(
 
 @triton.jit(do_not_specialize=["exact_rows"])
 def _tables_kernel(
-    query, turn, books, centroids, counts, bias, exact_keys, exact_count, tables, tops, logits, taken, peaks, totals,
-    shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows, exact_stride, softmax_scale,
-    softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr,
-    LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    query, turn, books, centroids, counts, bias, exact_keys, exact_count, tables, tops, coarse, logits, taken, peaks,
+    totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows, exact_stride,
+    softmax_scale, softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part's table, or a share of the exact keys, or a share of the clusters."""
+    """A part's table, or a share of the exact keys, or a share of the clusters; and zeros for the counts of ranks."""
     wait_for_previous_kernel(EARLY)
     which, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if which == 0:
+        for at in range(0, bins, CENTROIDS):
+            bin = at + tl.arange(0, CENTROIDS)
+            tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
     if which < PARTS:
         _make_table(
             query, turn, books, tables, tops, head, which, softmax_scale, G, GROUP, PARTS, SIZE, BLOCK_SIZE, D,
@@ -139,54 +148,73 @@ def _tables_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _sums_of_parts(words, tables, head, word, slot, padded, PARTS: tl.constexpr, WORDS: tl.constexpr,
+                   CENTROIDS: tl.constexpr):  # fmt: skip
+    """Sums over the parts of what tables say of some keys: of the first and third query head of a word as 16-bit
+    integers in one number, and of the second and fourth."""
+    every, odd = tl.zeros(slot.shape, tl.int32), tl.zeros(slot.shape, tl.int32)
+    for part in tl.static_range(PARTS):
+        four = tl.load(words + (head * (PARTS // 4) + part // 4) * padded + slot)
+        place = tables + ((head * PARTS + part) * WORDS + word) * CENTROIDS
+        found = tl.gather(tl.load(place + tl.arange(0, CENTROIDS)), byte_of(four, part % 4), 0)
+        every += found
+        odd += second_and_fourth(found)
+    # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
+    return every - (odd << 8), odd
+
+
 @triton.jit(do_not_specialize=["keys", "least"])
 def _scan_kernel(
     words, tables, tops, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, least, softcap,
     CAPPED: tl.constexpr, G: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    SUMS: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, SLOTS: tl.constexpr,
-    FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
+    SUMS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr, FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a tile of keys in the layout of `TokenRanks`, and their counts in bins of 16 ranks."""
-    tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    """Ranks of some keys of a tile in the layout of `TokenRanks`, which are added to the tile's counts of 16 ranks."""
+    some, head, tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), padded // TILE
     i, g, s, p = tl.arange(0, SLOTS), tl.arange(0, FEW), tl.arange(0, SUMS), tl.arange(0, BLOCK_PARTS)
-    c, slot = tl.arange(0, CENTROIDS), tile * SLOTS + i
+    for quad in tl.static_range(PARTS // 4):
+        first_word = words + (head * (PARTS // 4) + quad) * padded + some * PIECES * SLOTS
+        prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
     wait_for_previous_kernel(EARLY)
     known = (g < G)[:, None] & (s < sums)
     part_peaks = tl.load(peaks + (head * G + g[:, None]) * sums + s, mask=known, other=-float("inf"))
     part_totals = tl.load(totals + (head * G + g[:, None]) * sums + s, mask=known, other=0.0)
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
     logsumexp = peak + tl.log2(tl.where(g < G, tl.sum(part_totals * tl.exp2(part_peaks - peak[:, None]), 1), 1.0))
-    if tile == 0:
+    if some == 0:
         tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
-    base = tl.sum(best, 1) - PARTS * (LEVELS - 1) / PER_OCTAVE
-    score = tl.zeros([SLOTS], tl.float32)
+    base = tl.sum(best, 1)
     WORDS: tl.constexpr = (G + 3) // 4
-    for word in tl.static_range(WORDS):
-        packed = tl.zeros([SLOTS], tl.int64)
-        for part in tl.static_range(PARTS):
-            four = tl.load(words + (head * (PARTS // 4) + part // 4) * padded + slot)
-            table = tl.load(tables + ((head * PARTS + part) * WORDS + word) * CENTROIDS + c)
-            packed += tl.gather(table, (four >> (8 * (part % 4))) & 255, 0)
-        for group in tl.static_range(word * 4, G if word * 4 + 4 > G else word * 4 + 4):
-            number = ((packed >> (16 * (group % 4))) & 0xFFFF).to(tl.int32).to(tl.float32)
-            logit = number / PER_OCTAVE + tl.sum(tl.where(g == group, base, 0.0), 0)
-            if CAPPED:
-                logit = capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E
-            score += exp2(logit - tl.sum(tl.where(g == group, logsumexp, 0.0), 0))
-    score = tl.where(slot < keys, score / G, 0.0)
-    rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
-    rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
-    by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
-    packed_ranks = tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4])
-    w = tl.arange(0, SLOTS // 4)
-    tl.store(ranks + ((head * tiles + tile) * 2 + w % 2) * (SLOTS // 8) + w // 2, packed_ranks)
-    tl.store(coarse + (head * tiles + tile) * BINS + tl.arange(0, BINS), tl.histogram(rank // BINS, BINS))
-
-
-def _levels(parts: int) -> int:
-    """Integers that a product is rounded to: a power of two of which `parts` fit in 16 bits."""
-    return 1 << (16 - (parts - 1).bit_length())
+    counts = tl.zeros([BINS], tl.int32)
+    for piece in range(PIECES):
+        first = (some * PIECES + piece) * SLOTS
+        slot = first + i
+        score = tl.zeros([SLOTS], tl.float32)
+        for word in tl.static_range(WORDS):
+            even, odd = _sums_of_parts(words, tables, head, word, slot, padded, PARTS, WORDS, CENTROIDS)
+            for group in tl.static_range(word * 4, G if word * 4 + 4 > G else word * 4 + 4):
+                sums_of_two = even if group % 2 == 0 else odd
+                below = ((sums_of_two >> (16 * (group % 4 // 2))) & 0xFFFF).to(tl.float32)
+                top, total = tl.sum(tl.where(g == group, base, 0.0), 0), tl.sum(tl.where(g == group, logsumexp, 0.0), 0)
+                if CAPPED:
+                    logit = capped((top - below / PER_OCTAVE) / LOG2_E, softcap, CAPPED) * LOG2_E - total
+                else:
+                    logit = (top - total) - below / PER_OCTAVE
+                score += exp2(logit)
+        score = tl.where(slot < keys, score / G, 0.0)
+        rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
+        rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
+        by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
+        packed = tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4])
+        w = tl.arange(0, SLOTS // 4)
+        at = (head * tiles + first // TILE) * (TILE // 4) + first % TILE // 8
+        tl.store(ranks + at + w % 2 * (TILE // 8) + w // 2, packed)
+        counts += tl.histogram(rank // BINS, BINS)
+    place = coarse + (head * tiles + some * PIECES * SLOTS // TILE) * BINS + tl.arange(0, BINS)
+    tl.atomic_add(place, counts, sem="relaxed")
 
 
 def rank_codes_triton(
@@ -201,39 +229,41 @@ def rank_codes_triton(
     """`rank_codes` on a GPU; reads the codes and the clusters' keys once."""
     (H, G, D), (_, m, _, size), device = query.shape, codes.books.shape, query.device
     C, query = clusters.counts.shape[1], query.contiguous()
-    shares, early = num_splits(H, C, PROGRAMS_PER_SM * count_sms(device)), dependent_launch(device)
-    stride, sums, levels = aligned(C), shares + EXACT_PROGRAMS, _levels(m)
-    tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int64, device=device)
+    rows, sms, early = tile_rows(D, query.dtype, TILE_BYTES), count_sms(device), dependent_launch(device)
+    # At most one program for each tile: the sums of fewer programs are merged sooner.
+    shares = num_splits(H, C, min(PROGRAMS_PER_SM, triton.cdiv(H * triton.cdiv(C, rows), sms)) * sms)
+    stride, sums = aligned(C), shares + EXACT_PROGRAMS
+    tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
     tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
     peaks, totals = torch.empty(2, H, G, sums, device=device)
     taken = torch.empty(H, C, dtype=torch.int32, device=device)
     centroids = clusters.keys.to(query.dtype)
-    found = _Found(tables, tops, peaks, totals)
-    rounding = {"CENTROIDS": CENTROIDS, "LEVELS": levels, "PER_OCTAVE": levels // OCTAVES}
+    coarse = torch.empty(H, codes.words.shape[2] // TILE_TOKENS, BINS, dtype=torch.int32, device=device)
+    found = _Found(tables, tops, coarse, peaks, totals)
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
         query, codes.turn, codes.books, centroids, clusters.counts, clusters.bias, exact.keys,
-        taken if exact.count is None else exact.count, tables, tops, logits, taken, peaks, totals,
-        shares, sums, C, stride, centroids.stride(0), clusters.counts.stride(0), clusters.bias.stride(0),
-        exact.keys.shape[1], exact.keys.stride(0), softmax_scale, softcap or 0.0,
+        taken if exact.count is None else exact.count, tables, tops, coarse, logits, taken, peaks, totals,
+        coarse.shape[1] * BINS, shares, sums, C, stride, centroids.stride(0), clusters.counts.stride(0),
+        clusters.bias.stride(0), exact.keys.shape[1], exact.keys.stride(0), softmax_scale, softcap or 0.0,
         CAPPED=softcap is not None, COUNTED=exact.count is not None, G=G, GROUP=group_rows(G), PARTS=m, SIZE=size,
         BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), EXACT_PROGRAMS=EXACT_PROGRAMS,
-        TILE=tile_rows(D, query.dtype, TILE_BYTES), STAGES=STAGES, num_warps=WARPS, **rounding, **early,
+        TILE=rows, STAGES=STAGES, CENTROIDS=CENTROIDS,
+        LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, num_warps=WARPS, **early,
     )  # fmt: skip
-    return CodeRanks(_scan(found, codes, wanted, softcap, rounding), logits, taken)
+    return CodeRanks(_scan(found, codes, wanted, softcap), logits, taken)
 
 
-def _scan(found: _Found, codes: KeyCodes, wanted: int, softcap: float | None, rounding: dict[str, int]) -> TokenRanks:
+def _scan(found: _Found, codes: KeyCodes, wanted: int, softcap: float | None) -> TokenRanks:
     (H, G, m), sums, device = found.tops.shape, found.peaks.shape[2], found.tops.device
-    padded = codes.words.shape[2]
-    tiles = padded // TILE_TOKENS
-    ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
-    coarse = torch.empty(H, tiles, BINS, dtype=torch.int32, device=device)
+    padded, coarse = codes.words.shape[2], found.coarse
+    pieces = PIECES_OF_MANY if H * coarse.shape[1] >= MANY_TILES * count_sms(device) else PIECES_OF_FEW
+    ranks = torch.empty(H, padded // TILE_TOKENS, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
-    _scan_kernel[(tiles, H)](
+    _scan_kernel[(padded // (SCANNED * pieces), H)](
         codes.words, found.tables, found.tops, found.peaks, found.totals, ranks, coarse, logsumexp,
         codes.keys, padded, sums, lowest_rank(wanted), softcap or 0.0, CAPPED=softcap is not None, G=G,
-        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=TILE_TOKENS,
-        FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, BINS=BINS, num_warps=SCAN_WARPS, **rounding,
-        **dependent_launch(device),
+        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=SCANNED,
+        PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, BINS=BINS, CENTROIDS=CENTROIDS,
+        PER_OCTAVE=PER_OCTAVE, num_warps=SCAN_WARPS, **dependent_launch(device),
     )  # fmt: skip
     return TokenRanks(ranks, coarse, logsumexp, codes.keys)

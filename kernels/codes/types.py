@@ -11,7 +11,10 @@ from sparsekv.kernels.tables.types import TokenRanks
 
 CENTROIDS = 256  # of a part: the values of a byte
 IN_WORD = 4  # codes of a word
-MOST_PARTS = 32  # with more of them, a product's integer would have fewer than eleven bits
+# A product with a centroid is rounded to a byte: how far below the part's best one it is, in steps of a tenth of an
+# octave. That is less than what the code of a key loses of it. Products further below are as if they were at the end.
+LEVELS = 255
+PER_OCTAVE = LEVELS / 24
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,18 @@ def lay_out(codes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WeighedClusters:
-    """C clusters of each of H heads, in which every key is in one: keys and values [H, C, D]; counts [H, C] int32, of
-    keys; bias [H, C] float32, added to the logarithm of a count; labels [H, M] int32, the cluster of each key."""
+    """C clusters of each of H heads, in which every key is in one: keys [H, C, D]; counts [H, C] int32, of keys; and
+    bias [H, C] float32, added to the logarithm of a count."""
 
     keys: torch.Tensor
-    values: torch.Tensor
     counts: torch.Tensor
     bias: torch.Tensor
-    labels: torch.Tensor
 
 
 @dataclass(frozen=True)
 class CodeRanks:
     """Ranks of all keys by their codes; the clusters' logits [H, G, C or more] float32, minus infinity for empty ones
-    and past the last; and taken [H, C] int32 zeros, in which `count_left` counts."""
+    and past the last; and taken [H, C] int32 zeros, for `KeyGroups`."""
 
     ranks: TokenRanks
     logits: torch.Tensor

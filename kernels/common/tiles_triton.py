@@ -55,6 +55,19 @@ def wait_for_previous_kernel(EARLY: tl.constexpr):
 
 
 @triton.jit
+def prefetch(rows, number, MOST: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr):
+    """Bring what a kernel that is launched early will read into the cache, before it waits for the kernel before it,
+    which must not be writing it: the first `number` of at most MOST elements of SIZE bytes, 128 bytes at a time."""
+    if EARLY:
+        LINE: tl.constexpr = 128 // SIZE
+        element = tl.arange(0, MOST // LINE) * LINE
+        place = (rows + tl.where(element < number, element, 0)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [place], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def capped(logits, softcap, CAPPED: tl.constexpr):
     """softcap tanh(logits / softcap) if there is a soft cap, else the logits."""
     if CAPPED:

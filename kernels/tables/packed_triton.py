@@ -80,6 +80,27 @@ def odd_bytes(word):
 
 
 @triton.jit
+def byte_of(word, at: tl.constexpr):
+    """The byte of each word from bit 8 `at` on, as an integer."""
+    if WIDEN:
+        return (word >> (8 * at)) & 255
+    bytes_taken = tl.full(word.shape, 0x4440 + at, tl.int32)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, bytes_taken], tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def second_and_fourth(word):
+    """The second and fourth byte of each word as its two 16-bit integers."""
+    if WIDEN:
+        return (word >> 8) & 0x00FF00FF
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [word], tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
 def between(word, least, most):
     """Words of two non-negative bfloat16, clamped between those of two other words."""
     if WIDEN:

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
+from sparsekv.kernels.common.tiles_triton import prefetch, wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
 from sparsekv.kernels.tables.list_ranks_triton import WARPS_OF_FEW, WARPS_OF_MANY, many
 from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
-from sparsekv.kernels.tables.types import BINS, TokenRanks
+from sparsekv.kernels.tables.types import BINS, KeyGroups, TokenRanks
 
 ROWS = 32
 COUNT_WARPS_OF_MANY = 2  # measured: one warp takes 50% longer, four take 20% longer
@@ -98,13 +98,16 @@ def _first_of(marks, number):
 
 @triton.jit(do_not_specialize=["wanted", "keys"])
 def _place_kernel(
-    ranks, coarse, fine, names, chosen, wanted, keys, NAMED: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr,
+    ranks, coarse, fine, names, labels, taken_of, chosen, wanted, keys, labels_stride, groups, NAMED: tl.constexpr,
+    GROUPED: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen keys of a tile, after those of the tiles before it."""
-    wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
+    if GROUPED and not NAMED:
+        first_key = tile * (8 * WORDS)
+        prefetch(labels + head * labels_stride + first_key, keys - first_key, 8 * WORDS, 4, EARLY)
+    wait_for_previous_kernel(EARLY)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
     every, before = _sums(coarse + head * tiles * BINS, tile, tiles, BINS, ROWS)
@@ -133,11 +136,16 @@ def _place_kernel(
         bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
         tl.store(chosen + slot, name, mask=taken != 0)
+        if GROUPED:
+            group = tl.load(labels + head * labels_stride + name, mask=taken != 0)
+            tl.atomic_add(taken_of + head * groups + group, 1, mask=taken != 0, sem="relaxed")
         taken ^= lowest
         slot += 1
 
 
-def top_ranked_triton(ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None) -> torch.Tensor:
+def top_ranked_triton(
+    ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
+) -> torch.Tensor:
     """`top_ranked` on a GPU; reads the ranks twice."""
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     fine = torch.empty(H, tiles, BINS, dtype=torch.int32, device=ranks.device)
@@ -146,8 +154,10 @@ def top_ranked_triton(ranked: TokenRanks, wanted: int, names: torch.Tensor | Non
     _count_kernel[(tiles, H)](
         ranks, ranked.coarse, fine, wanted, num_warps=COUNT_WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early
     )
+    labels, taken = (chosen, chosen) if groups is None else (groups.labels, groups.taken)
     _place_kernel[(tiles, H)](
-        ranks, ranked.coarse, fine, chosen if names is None else names, chosen, wanted, ranked.keys,
-        NAMED=names is not None, num_warps=WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early,
+        ranks, ranked.coarse, fine, chosen if names is None else names, labels, taken, chosen, wanted, ranked.keys,
+        labels.stride(0), taken.shape[1], NAMED=names is not None, GROUPED=groups is not None,
+        num_warps=WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early,
     )  # fmt: skip
     return chosen

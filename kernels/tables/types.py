@@ -23,6 +23,15 @@ class ExactKeys:
 
 
 @dataclass(frozen=True)
+class KeyGroups:
+    """Groups of keys: labels [H, M] int32, the group of each key, and taken [H, C] int32, to which how many keys of
+    each are chosen is added."""
+
+    labels: torch.Tensor
+    taken: torch.Tensor
+
+
+@dataclass(frozen=True)
 class TokenRanks:
     """Ranks, 0 to 255, of `keys` keys of each of H heads by their estimated attention probability.
 

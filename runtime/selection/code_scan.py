@@ -4,11 +4,11 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids
-from sparsekv.kernels.codes.code_ranks import count_left, rank_codes
-from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, MOST_PARTS, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.codes.code_ranks import rank_codes, weights_left
+from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, KeyCodes, WeighedClusters, lay_out
 from sparsekv.kernels.tables.row_ranks import rank_rows
 from sparsekv.kernels.tables.top_ranks import top_ranked
-from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
 from sparsekv.runtime.selection.residual import ResidualClusters
 
 FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step
@@ -26,21 +26,15 @@ class CodeScan:
         self.codes = KeyCodes(
             tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous(), lay_out(codes), codes.shape[1]
         )
-        self.clusters = WeighedClusters(
-            clusters.keys,
-            tensors["rest_values"],
-            clusters.counts.int(),
-            tensors["rest_bias"].float(),
-            clusters.labels.int(),
-        )
+        self.clusters = WeighedClusters(clusters.keys, clusters.counts.int(), tensors["rest_bias"].float())
+        self.values, self.labels = tensors["rest_values"], clusters.labels.int()
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether there are kernels for such codes, and keys enough that they pay."""
         codes, books = tensors["codes"], tensors["codebooks"]
-        parts = codes.shape[2]
-        few = parts % IN_WORD == 0 and parts <= MOST_PARTS
-        return codes.is_cuda and few and books.shape[2] == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
+        whole_words = codes.shape[2] % IN_WORD == 0
+        return codes.is_cuda and whole_words and books.shape[2] == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, candidates: int
@@ -53,9 +47,11 @@ class CodeScan:
         """
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
         found = rank_codes(query, self.codes, self.clusters, exact, candidates, scale, softcap)
-        chosen = top_ranked(found.ranks, candidates)
-        if candidates > tokens:
-            ranks = rank_rows(query, keys, chosen, found.ranks.logsumexp, tokens, scale, softcap)
-            chosen = top_ranked(ranks, tokens, chosen)
-        left = count_left(chosen, self.clusters, found.taken)
-        return chosen, ScoredCentroids(found.logits, left, self.clusters.values)
+        groups = KeyGroups(self.labels, found.taken)
+        if candidates == tokens:
+            chosen = top_ranked(found.ranks, tokens, groups=groups)
+        else:
+            listed = top_ranked(found.ranks, candidates)
+            ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, scale, softcap)
+            chosen = top_ranked(ranks, tokens, listed, groups)
+        return chosen, ScoredCentroids(found.logits, weights_left(self.clusters, found.taken), self.values)

@@ -1,5 +1,6 @@
 """Ranking keys by product codes: against the definition in float64, and plain torch."""
 
+import math
 from dataclasses import fields, replace
 from typing import TypeVar
 
@@ -10,11 +11,11 @@ from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.clusters_left_triton import count_left_triton
-from sparsekv.kernels.codes.code_ranks import code_logits, count_left_reference, rank_codes_reference
+from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference, weights_left_reference
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-from sparsekv.kernels.codes.types import CodeRanks, KeyCodes, WeighedClusters, lay_out
-from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, lowest_rank
+from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.codes.weights_left_triton import weights_left_triton
+from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3
@@ -38,9 +39,7 @@ def small_clusters(seed: int, keys: int, D: int, clusters: int = 70, heads: int 
     labels = (drawn[0] * drawn[1] * clusters).int()
     counts = torch.stack([torch.bincount(of_head, minlength=clusters) for of_head in labels])
     bias = 0.3 * normal(seed + 1, heads, clusters)
-    return WeighedClusters(
-        normal(seed, heads, clusters, D), normal(seed + 2, heads, clusters, D), counts.int(), bias, labels
-    )
+    return WeighedClusters(normal(seed, heads, clusters, D), counts.int(), bias)
 
 
 def moved(held: Held) -> Held:
@@ -70,8 +69,13 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, precision: float = 
     assert_close(found[there], expected[there].double(), precision)
 
 
+def assert_same_ranks(found: TokenRanks, expected: TokenRanks) -> None:
+    """A product that is rounded the other way moves a logit by a tenth of an octave, which has 16 ranks."""
+    assert_ranks(found, expected, most=3, usual=0.05)
+
+
 def assert_same(found: CodeRanks, expected: CodeRanks, precision: float = 1e-5) -> None:
-    assert_ranks(found.ranks, expected.ranks, usual=0.3)
+    assert_same_ranks(found.ranks, expected.ranks)
     assert_near(found.logits, expected.logits, precision)
     assert not bool(found.taken.any())
 
@@ -86,7 +90,9 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     logits = logits_of(stood_for)
-    assert_close(code_logits(query, codes, SCALE, softcap), logits, 1e-5)
+    approximate = code_logits(query, codes, SCALE, softcap)
+    rounding = codes.books.shape[1] / 2 / PER_OCTAVE * math.log(2)
+    assert float((approximate.double() - logits).abs().max()) <= rounding + 1e-4
     weights = clusters.counts.double().log() + clusters.bias.double()
     masses = (logits_of(clusters.keys) + weights[:, None]).logsumexp(-1)
     total = torch.logaddexp(masses, logits_of(keys).logsumexp(-1))
@@ -94,7 +100,8 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     assert_close(found.ranks.logsumexp, total, 1e-5)
     scores = (logits - total[..., None]).exp().mean(1).float()
     expected = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
-    assert int((found.ranks.in_order() - expected).abs().max()) <= 1
+    most = math.ceil(rounding / math.log(2) * 2**FRACTION_BITS) + 1
+    assert int((found.ranks.in_order() - expected).abs().max()) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -135,23 +142,17 @@ def test_products_far_below_the_best_do_not_carry() -> None:
     arguments = query, codes, clusters, exact, 100
     found, expected = rank(*arguments), rank_codes_reference(*arguments, SCALE)
     assert len(expected.ranks.in_order().unique()) > 50
-    assert_ranks(found.ranks, expected.ranks, usual=0.3)
+    assert_same_ranks(found.ranks, expected.ranks)
 
 
-@pytest.mark.parametrize("wanted", [1, 300, 4500])
-def test_what_is_left_of_clusters(wanted: int) -> None:
-    clusters = small_clusters(9, 4500, 16, clusters=600)
-    drawn = torch.rand(2, 4500, generator=torch.Generator().manual_seed(wanted))
-    chosen = drawn.topk(wanted, -1).indices.sort(-1).values.int()
-    expected = count_left_reference(chosen, clusters, torch.zeros_like(clusters.counts))
-    there, taken = moved(clusters), torch.zeros_like(clusters.counts).to(DEVICE)
+@pytest.mark.parametrize("clusters", [1, 600, 1030])
+def test_what_is_left_of_clusters(clusters: int) -> None:
+    """Some are empty, and of some everything is taken."""
+    some = small_clusters(9, 4500, 16, clusters)
+    taken = (some.counts * torch.rand(2, clusters, generator=torch.Generator().manual_seed(1)).round()).int()
+    expected = (some.counts - taken).double().log() + some.bias.double()
     with poisoned_memory():
-        left = count_left_triton(chosen.to(DEVICE), there, taken).cpu()
-    numbers = clusters.counts.clone()
-    for head in range(2):
-        numbers[head] -= torch.bincount(clusters.labels[head][chosen[head].long()], minlength=600)
-    by_count = numbers.double().log() + clusters.bias.double()
-    assert_near(expected[:, :600], by_count)
-    assert_near(left[:, :600], by_count)
-    assert bool((left[:, 600:] == -torch.inf).all())
-    assert bool((expected[:, 600:] == -torch.inf).all())
+        left = weights_left_triton(moved(some), taken.to(DEVICE)).cpu()
+    for found in (left, weights_left_reference(some, taken)):
+        assert_near(found[:, :clusters], expected)
+        assert bool((found[:, clusters:] == -torch.inf).all())

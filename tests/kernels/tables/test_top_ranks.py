@@ -12,7 +12,7 @@ from sparsekv.kernels.tables.list_codes import TILE_TOKENS
 from sparsekv.kernels.tables.list_ranks import laid_out
 from sparsekv.kernels.tables.top_ranks import top_ranked_reference
 from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
-from sparsekv.kernels.tables.types import RANKS, TokenRanks
+from sparsekv.kernels.tables.types import RANKS, KeyGroups, TokenRanks
 
 pytestmark = compiled_or_interpreted
 
@@ -54,3 +54,21 @@ def test_names_in_the_place_of_numbers() -> None:
         chosen = top_ranked_triton(ranks, 700, names)
     assert torch.equal(chosen, names.gather(1, top_ranked_reference(ranks, 700).long()))
     assert torch.equal(chosen, top_ranked_reference(ranks, 700, names))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_is_chosen_of_each_group(named: bool) -> None:
+    """Counted by name, where names are a third of the keys."""
+    ranks, groups = ranked(5, 2, 3000, 40), 37
+    generator = torch.Generator().manual_seed(1)
+    names = torch.arange(0, 9000, 3).expand(2, -1).int().to(DEVICE) if named else None
+    labels = torch.randint(0, groups, (2, 9000), generator=generator).int().to(DEVICE)
+    taken, expected = (torch.zeros(2, groups, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    with poisoned_memory():
+        chosen = top_ranked_triton(ranks, 700, names, KeyGroups(labels, taken))
+    again = top_ranked_reference(ranks, 700, names, KeyGroups(labels, expected))
+    assert torch.equal(chosen, again)
+    each = zip(labels, chosen.long(), strict=True)
+    counted = torch.stack([torch.bincount(label[of_head], minlength=groups) for label, of_head in each])
+    assert torch.equal(taken, counted.int())
+    assert torch.equal(expected, taken)
