@@ -8,19 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
-from sparsekv.cli.answering.batch import encode_questions, read_questions
-from sparsekv.cli.answering.compiling import compile_for
 from sparsekv.cli.answering.options import AnswersJsonOption, BatchSizeOption, CompileOption, ResumeOption
-from sparsekv.cli.answering.output import Output, identity, settings_of
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
-from sparsekv.cli.answering.session import refuse_unsavable, save_session
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
@@ -36,9 +31,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
-from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.compiled import check_mode
-from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
@@ -152,13 +145,7 @@ def generate(
             metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
         ),
     ] = None,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats",
-            help="Print times, and the share of keys and values read.",
-        ),
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print times, and the share of keys and values read.")] = False,
     gauge: Annotated[
         bool,
         typer.Option(
@@ -186,6 +173,17 @@ def generate(
     sparsekv generate --index manual.skv "How is it installed?" --save-to talk.skv
     sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
     """
+    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
+    from sparsekv.cli.answering.batch import encode_questions, read_questions
+    from sparsekv.cli.answering.compiling import compile_for
+    from sparsekv.cli.answering.output import Output, identity, settings_of
+    from sparsekv.cli.answering.session import refuse_unsavable, save_session
+    from sparsekv.cli.common.loading import load_for
+    from sparsekv.runtime.decoding.asker import Asker
+    from sparsekv.runtime.decoding.generate import Answer, Sampling
+
+    refuse_little_room()
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if schedule is not None:
         if budget is not None or parameters.get("step") is not None:

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from sparsekv.cli.answering.options import AT_ONCE
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 
-AT_ONCE = {"cpu": 16, "cuda": 64}
-"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
 QUESTION_ROWS = 256  # a guess of how many tokens a question has, with its chat template
 SHARE_OF_FREE = 0.25
 """Of a GPU's free memory: what auto gives to the questions' own rows, whose buffers double as they grow."""

@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.answering.answers import AT_ONCE
 from sparsekv.runtime.decoding.compiled import WORTH_IT
+
+AT_ONCE = {"cpu": 16, "cuda": 64}
+"""How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
 
 BatchSizeOption = Annotated[
     str,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.attention.types import ScoredCentroids
@@ -179,6 +178,9 @@ def causal_attention(
         # The first query sees furthest back: nothing before its window is read.
         keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
     if softcap is None and sink_logits is None:
+        # Here, because it brings torch's compiler, 0.7 s, and `--help` imports this file.
+        from torch.nn.attention.bias import causal_lower_right
+
         # A tensor as mask rules out torch's flash kernels on a GPU; `causal_lower_right` does not.
         mask = causal_mask(Q, keys.shape[1], window, query.device) if window else causal_lower_right(Q, keys.shape[1])
         return scaled_dot_product_attention(

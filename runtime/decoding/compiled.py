@@ -7,14 +7,16 @@ it compiles a layer and not a model.
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.user_cache import cache_root
+
+if TYPE_CHECKING:  # the options of `generate` are read from here, and its --help needs no transformers
+    from transformers import PreTrainedModel
 
 MODES = ("auto", "on", "off")
 WORTH_IT = 4096
@@ -33,7 +35,7 @@ def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
-def compile_layers(model: PreTrainedModel, backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
+def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
     """From now on compile the model's layers where it gets so many `tokens` a row; with others they run as they are.
 
     The first such step compiles. What was compiled is kept in the user's cache, for other processes.
@@ -59,7 +61,7 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor", *, tokens:
     return model.register_forward_pre_hook(choose, with_kwargs=True)
 
 
-def compile_steps(model: PreTrainedModel, step: Callable[[], None], *, tokens: int = 1) -> float:
+def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens: int = 1) -> float:
     """Compile decode steps of so many `tokens` a row, by taking one; returns the seconds.
 
     Raises:
