@@ -28,7 +28,7 @@ def load_and_open(
         dtype: `auto` is the index's.
         progress: called with one line at the start of each step that takes a while.
         loaded_in: called with the seconds that the model took, before the index is opened.
-        hold: keep the keys and values that the checks read to a GPU, for the cache that is made next.
+        hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
 
     Raises:
         SparsekvError: no model is given, and the user has never named the one that the index names.

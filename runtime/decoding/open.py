@@ -126,16 +126,17 @@ class OpenIndex:
         rows = self._rows(self.take_rows(layer), slice(first, tokens))
         return DenseLayer(*rows, out_of_sight=first, window=window)
 
-    def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None) -> DenseLayer:
-        """A dense layer that reads its rows when it attends; or `ahead` does, and holds them for the next cache."""
+    def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None, *, hold: bool) -> DenseLayer:
+        """A dense layer that reads its rows when it attends, or `ahead` does; with `hold` the next cache gets them."""
         first, rows = self._first_seen(layer, tokens), LayerRows(self.artifact, layer)
-        held = None
-        if ahead and not first:
-            self._held[layer], held = rows, ahead.submit(rows.on, self.model.device)
+        early = None
+        if hold and not first:
+            self._held[layer] = rows
+            early = ahead.submit(rows.on, self.model.device) if ahead else None
 
         def read() -> Pair:
-            if held:
-                held.result()
+            if early:
+                early.result()
             pair = self._rows(rows, slice(first, tokens))
             if layer not in self._held:
                 rows.release()
@@ -160,7 +161,7 @@ class OpenIndex:
         """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
 
         Args:
-            hold: keep the rows that it reads on a GPU, for the cache that is made next.
+            hold: keep the rows that it reads, on a GPU or mapped, for the cache that is made next.
 
         Raises:
             IdentityError: they differ beyond rounding, so the index was built with another model.
@@ -168,8 +169,10 @@ class OpenIndex:
         probe = self.artifact.manifest.probe
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(1) as thread, route_attention(self.model, lambda call: cache.attend(call)):
-            ahead = thread if hold else None
-            cache = IndexCache([self._probed_layer(layer, self.split.tokens - 1, ahead) for layer in layers])
+            # A mapping has nothing to read ahead: its pages come as they are accessed.
+            ahead = thread if hold and self.model.device.type == "cuda" else None
+            tokens = self.split.tokens - 1
+            cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
             last = self.input_ids[None, -1:].to(self.model.device)
             logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
         stored = torch.tensor(probe.logits)
@@ -277,7 +280,7 @@ def open_index(
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
-        hold: keep the keys and values that the probe reads to a GPU, for the cache that is made next.
+        hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
 
     Raises:
         IdentityError: names the field that differs, both values and the remedy.
@@ -285,5 +288,5 @@ def open_index(
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
     index = OpenIndex(artifact, model, tokenizer)
-    index.check_probe(hold=hold and model.device.type == "cuda")
+    index.check_probe(hold=hold)
     return index
