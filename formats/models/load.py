@@ -4,17 +4,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.causal_model import causal_model
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
+
+if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]
@@ -27,8 +28,8 @@ class LoadedModel:
     `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit.
     """
 
-    model: PreTrainedModel
-    tokenizer: Tokenizer
+    model: "PreTrainedModel"
+    tokenizer: "Tokenizer"
     name: str
     revision: str | None
 
@@ -99,6 +100,8 @@ def load_model(
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
     """
+    from sparsekv.formats.models.causal_model import causal_model
+
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
     if dtype not in ("auto", *DTYPES):
@@ -114,7 +117,7 @@ def load_model(
     return LoadedModel(model, tokenizer, name, revision)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str) -> "Tokenizer":
     """Only the tokenizer of a model that is on this machine; nothing is downloaded.
 
     Raises:
@@ -150,7 +153,7 @@ def choose_device(text: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _auto_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
     own = config.dtype or config.get_text_config().dtype
@@ -182,7 +185,10 @@ def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path
     return path, str(path.resolve()), None
 
 
-def _config(folder: Path, name: str) -> PreTrainedConfig:
+def _config(folder: Path, name: str) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -197,7 +203,10 @@ def _config(folder: Path, name: str) -> PreTrainedConfig:
     return config
 
 
-def _tokenizer(folder: Path, name: str) -> Tokenizer:
+def _tokenizer(folder: Path, name: str) -> "Tokenizer":
+    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError):

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any, Self
 
 from sparsekv.formats.errors import UsageError
+
+if TYPE_CHECKING:  # as in load.py
+    from transformers import PreTrainedConfig
 
 
 def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
@@ -42,7 +43,7 @@ class RopeScaling:
             raise UsageError(f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1")
         return cls(kind, factor)
 
-    def stretch(self, config: PreTrainedConfig) -> None:
+    def stretch(self, config: "PreTrainedConfig") -> None:
         """Change a config in place, before its model is made.
 
         Where layer types have parameters of their own (Gemma 3), those of full attention are changed.
@@ -61,7 +62,7 @@ class RopeScaling:
         rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         rope["rope_theta"] *= (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
 
-    def _plain_rope(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def _plain_rope(self, config: "PreTrainedConfig") -> dict[str, Any]:
         rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         if any(isinstance(entry, dict) for entry in rope.values()):
             rope = rope.get("full_attention") or {}
