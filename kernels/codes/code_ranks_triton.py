@@ -61,10 +61,8 @@ def _make_table(
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((head * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
-    # Numbers in half precision are exact in tf32, and turned queries need no more than a byte's precision.
-    precise: tl.constexpr = "tf32x3" if query.dtype.element_ty == tl.float32 else "tf32"
-    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision=precise)
-    products = tl.dot(turned, book.to(tl.float32), input_precision=precise) * (softmax_scale * LOG2_E)
+    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
+    products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
     below = tl.floor((top[:, None] - products) * PER_OCTAVE + 0.5).to(tl.int32)
     # Products that are not numbers must not carry into the next head's byte either.

@@ -1,4 +1,4 @@
-"""Codes, online: the best clusters say whose codes are read, codes whose keys, and keys which tokens are attended.
+"""Codes, online: a code of every key, or of those in the best clusters, says which tokens are attended.
 
 The clusters' centroids, with fitted masses and values, stand for all tokens that are not. One softmax has both.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
+from torch.nn.functional import embedding_bag
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -35,15 +36,11 @@ class Codes(Method):
     needs_index: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
     rerank: float = field(
-        default=1.5,
+        default=1.0,
         metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},
     )
     scan: float = field(
-        default=0.5,
-        metadata={
-            "help": "Share of the tokens whose codes are read: those of the best clusters; 1: all. "
-            "Kernels on a GPU read all."
-        },
+        default=1.0, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
     )
     replace: bool = field(
         default=True, metadata={"help": "Attend to centroids in the place of the tokens that are not selected."}
@@ -64,8 +61,8 @@ class Codes(Method):
         return {"": cls(), "without replacement": cls(replace=False)}
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Allocates codebooks in float32 and each token's cluster, and on a GPU the codes once more; a selection what
-        it scans' logits, a few times, or with kernels a byte a token."""
+        """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32; a
+        selection the logits of what it scans, a few times, or with kernels a byte a token."""
         return CodesSelector(context, self)
 
 
@@ -83,7 +80,9 @@ class CodesSelector(Selector):
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
-        self.all_at_once = CodeScan(tensors, self.clusters, self.facts) if CodeScan.serves(tensors) else None
+        everything, on_cpu = method.scan == 1, self.codes.device.type == "cpu"
+        self.kernels = CodeScan(tensors, self.clusters, self.facts) if everything and CodeScan.serves(tensors) else None
+        self.places = self._places() if everything and on_cpu else None
 
     def replace_by_own(self) -> bool:
         self.replace = True
@@ -93,15 +92,19 @@ class CodesSelector(Selector):
         """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
         tokens = budget.tokens(self.middle)
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
-        if self.all_at_once is not None and queries.in_place is not None:
-            return self._by_kernels(self.all_at_once, queries, queries.in_place.exact, tokens, candidates)
+        if self.kernels is not None and queries.in_place is not None:
+            return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         masses = (logits + self.counts.log()[:, None, None] + self.bias[:, None, None]).logsumexp(-1)
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
-        found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
-        scores = _probability(self.estimates(query, found), beside, joint=queries.joint)
-        best = found.gather(-1, scores.topk(candidates, -1).indices)
+        if self.places is not None:
+            scores = _probability(self._estimates_of_all(query, self.places), beside, joint=queries.joint)
+            best = scores.contiguous().topk(candidates, -1).indices
+        else:
+            found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
+            scores = _probability(self.estimates(query, found), beside, joint=queries.joint)
+            best = found.gather(-1, scores.topk(candidates, -1).indices)
         if candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
             best = best.gather(-1, exact.topk(tokens, -1).indices)
@@ -129,15 +132,31 @@ class CodesSelector(Selector):
 
     def estimates(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
-        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
-        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
         codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
         codes = codes.view(*tokens.shape, -1)[:, None]
         logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
-        for part, book in enumerate(self.codebooks.unbind(1)):
-            table = torch.einsum("hgqd,hcd->hgqc", parts[..., part, :], book)
+        for part, table in enumerate(self._tables(query).unbind(3)):
             logits += table.gather(-1, codes[..., part].long().expand_as(logits))
         return self._capped(logits)
+
+    def _estimates_of_all(self, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The same of all tokens, [Hk, G, Q, M]: sums over rows of tables, for which torch has a fast operation."""
+        Hk, G, Q, _ = query.shape
+        rows = self._tables(query).permute(0, 3, 4, 1, 2).reshape(-1, G * Q)
+        sums = embedding_bag(places, rows, mode="sum").view(Hk, self.middle, G, Q)
+        return self._capped(sums.permute(0, 2, 3, 1))
+
+    def _places(self) -> torch.Tensor:
+        """[Hk * M, m] int32: the rows of each token's codes among all heads' and parts' tables."""
+        (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
+        tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)
+        return (self.codes + tables).flatten(0, 1)
+
+    def _tables(self, query: torch.Tensor) -> torch.Tensor:
+        """Products [Hk, G, Q, m, C] of each part of the turned queries with its centroids."""
+        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
+        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
+        return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
 
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return attention_logits(query, keys, self.facts.softmax_scale, self.facts.softcap)
