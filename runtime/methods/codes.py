@@ -91,6 +91,11 @@ class CodesSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
         tokens = budget.tokens(self.middle)
+        if queries.joint:
+            # Read once for all of a question's tokens, which one by one would have read as many.
+            tokens = min(self.middle, tokens * queries.query.shape[2])
+            if tokens == self.middle:
+                return self._everything()
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
         if self.kernels is not None and queries.in_place is not None:
             return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
@@ -113,6 +118,10 @@ class CodesSelector(Selector):
             Cost(self._read(scanned, candidates - tokens)),
             Rest(lambda: self._rest(best), attended=self.replace),
         )
+
+    def _everything(self) -> Selection:
+        rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), 1, -1)
+        return Selection(single_rows(rows), Cost(0.0), Rest(lambda: self._rest(rows), attended=self.replace))
 
     def _by_kernels(
         self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
