@@ -96,6 +96,22 @@ def _first_of(marks, number):
     return kept
 
 
+@triton.jit
+def _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
+    """Write the keys whose bits are set from each word's slot on, one of each word at a time; count their groups."""
+    for _ in range(tl.max(number, 0)):
+        lowest = taken & -taken
+        # The exponent of a power of two is the index of its bit.
+        bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
+        tl.store(chosen + slot, name, mask=taken != 0)
+        if GROUPED:
+            group = tl.load(labels + name, mask=taken != 0)
+            tl.atomic_add(counts + group, 1, mask=taken != 0, sem="relaxed")
+        taken ^= lowest
+        slot += 1
+
+
 @triton.jit(do_not_specialize=["wanted", "keys"])
 def _place_kernel(
     ranks, coarse, fine, names, labels, taken_of, chosen, wanted, keys, labels_stride, groups, NAMED: tl.constexpr,
@@ -130,17 +146,8 @@ def _place_kernel(
     slot = tl.cumsum(number, 0) - number
     token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)
     names, chosen = names + head * keys, chosen + head * wanted + first
-    for _ in range(tl.max(number, 0)):
-        lowest = taken & -taken
-        # The exponent of a power of two is the index of its bit.
-        bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
-        tl.store(chosen + slot, name, mask=taken != 0)
-        if GROUPED:
-            group = tl.load(labels + head * labels_stride + name, mask=taken != 0)
-            tl.atomic_add(taken_of + head * groups + group, 1, mask=taken != 0, sem="relaxed")
-        taken ^= lowest
-        slot += 1
+    labels, counts = labels + head * labels_stride, taken_of + head * groups
+    _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAMED, GROUPED)
 
 
 def top_ranked_triton(

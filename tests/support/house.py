@@ -30,6 +30,7 @@ ROOMS = (
     "kernels/kmeans",
     "kernels/clusters",
     "kernels/tables",
+    "kernels/codes",
     "kernels/attention",
     "indexing/indexers",
     "indexing/prefill",
