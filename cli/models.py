@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, show
+from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.options import JsonOption, QuietOption
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.load import known_models
@@ -50,4 +51,7 @@ def pull(
     \b
     sparsekv models pull
     """
+    import transformers  # noqa: F401  # as listing models does not need it; what it takes is counted by the check
+
+    refuse_little_room()
     say(str(fetch(name, lambda text: note(text, quiet=quiet))))

@@ -19,7 +19,8 @@ def rank_codes(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> CodeRanks:
-    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0.
+    """Ranks of all keys by estimated attention probability, mean over the group; below 1 / (65536 wanted) they are 0,
+    and from about 1 / wanted on they are equal.
 
     A logit is the sum over the parts of the products with the centroids that the key's code names, each rounded to a
     byte. Probabilities are relative to the exponentials of the exact keys and what the clusters weigh: an estimate that

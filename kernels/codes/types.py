@@ -19,7 +19,7 @@ PER_OCTAVE = LEVELS / 24
 
 @dataclass(frozen=True)
 class KeyCodes:
-    """Codes of `keys` keys of each of H heads.
+    """Codes of `keys` keys of each of H heads; all contiguous.
 
     turn [H, D, D], by which queries are multiplied; books [H, m, 256, D / m], the centroids of m parts of the turned
     channels. words [H, m / 4, tiles of 4,096] int32: byte b of a key's word p is its code in part 4 p + b.
@@ -47,7 +47,7 @@ def lay_out(codes: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class WeighedClusters:
     """C clusters of each of H heads, in which every key is in one: keys [H, C, D]; counts [H, C] int32, of keys; and
-    bias [H, C] float32, added to the logarithm of a count."""
+    bias [H, C] float32, added to the logarithm of a count. A head's rows are contiguous, heads need not be."""
 
     keys: torch.Tensor
     counts: torch.Tensor

@@ -47,7 +47,7 @@ def share(part, parts, rows):
 def wait_for_previous_kernel(EARLY: tl.constexpr):
     """Wait for the previous kernel if this one was launched early, then let the next one launch.
 
-    Must come before a program reads what another kernel writes.
+    Must come before a program reads what another kernel writes. What is read or fetched before it, nothing writes.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

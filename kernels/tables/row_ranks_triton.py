@@ -42,7 +42,8 @@ def _row_logits_kernel(
         inside = at + t < stop
         row = tl.load(rows + head * slots + at + t, mask=inside, other=0)
         place = keys + head * head_stride + row[:, None] * row_stride + d
-        k = tl.load(place, mask=inside[:, None] & (d < D), other=0.0)
+        # An index may hold keys in another precision than the model's queries.
+        k = tl.load(place, mask=inside[:, None] & (d < D), other=0.0).to(q.dtype)
         some = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED) * LOG2_E
         tl.store(logits + (head * G + g[:, None]) * stride + at + t, some, mask=of_group[:, None] & inside)
         some = tl.where(inside, some, -float("inf"))

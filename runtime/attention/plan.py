@@ -8,13 +8,13 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.runtime.attention.append import Appender
 from sparsekv.runtime.attention.executors import Executor, FusedExecutor, GatherExecutor, InPlaceExecutor
 from sparsekv.runtime.attention.guard import MissedMeter
-from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, Policy, Prefetching
+from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, PiecewisePrefill, Policy, Prefetching
 from sparsekv.runtime.attention.prefetch import Prefetcher
 from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.read_rows import ReadRows
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.capabilities import Appendable, GraphState
+from sparsekv.runtime.selection.capabilities import Appendable, GraphState, SharesByToken
 from sparsekv.runtime.selection.interface import Selector
 
 
@@ -160,4 +160,7 @@ def _prefill(shared: _Shared) -> Policy:
         return ChunkedPrefill(shared.options.question, shared.gather, shared.middle, shared.read)
     if shared.options.meter is not None:
         return shared.measured(shared.options.meter)
+    if isinstance(shared.selector, SharesByToken):
+        piece = shared.selector.question_piece
+        return PiecewisePrefill(shared.gather, piece, shared.budget, shared.middle, shared.read)
     return shared.direct(shared.gather)

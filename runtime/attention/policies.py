@@ -48,6 +48,21 @@ class Direct(Policy):
         return attended.output
 
 
+class PiecewisePrefill(Policy):
+    """Selects and attends for some of a question's tokens at a time, at the budget of a token times their number."""
+
+    def __init__(self, executor: Executor, piece: int, budget: Budget, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.executor, self.piece, self.budget = executor, piece, budget
+
+    def attend(self, step: Step) -> torch.Tensor:
+        middle, parts = self.middle.used, []
+        for some in step.pieces(self.piece):
+            tokens = min(middle, self.budget.tokens(middle) * some.query.shape[2])
+            parts.append(self.executor.attend(some, Budget(tokens)).output)
+        return torch.cat(parts, 2)
+
+
 class Prefetching(Policy):
     """Attends to the rows found with the previous step's query, while it searches with this one's for the next step."""
 

@@ -5,6 +5,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -25,13 +26,14 @@ from sparsekv.runtime.selection.residual import residual_clusters
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
 from sparsekv.runtime.selection.token_choice import token_logits
 
+PIECE = 32  # tokens of a question that share a choice
 MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
 
 
 @methods.register("codes")
 @dataclass(frozen=True)
 class Codes(Method):
-    """Ranks keys by their codes within the best clusters, and again exactly; centroids replace all others."""
+    """Ranks keys by their codes, all or those of the best clusters; centroids replace what is not chosen."""
 
     needs_index: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
@@ -61,13 +63,16 @@ class Codes(Method):
         return {"": cls(), "without replacement": cls(replace=False)}
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32; a
-        selection the logits of what it scans, a few times, or with kernels a byte a token."""
+        """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32,
+        for kernels with the clusters as int32; a selection the logits of what it scans, a few times, or with kernels a
+        byte a token."""
         return CodesSelector(context, self)
 
 
 class CodesSelector(Selector):
     """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; one selection for all query heads of a KV head."""
+
+    question_piece = PIECE
 
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
@@ -80,31 +85,34 @@ class CodesSelector(Selector):
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
+        self.context = context
         everything, on_cpu = method.scan == 1, self.codes.device.type == "cpu"
-        self.kernels = CodeScan(tensors, self.clusters, self.facts) if everything and CodeScan.serves(tensors) else None
+        self.by_kernels = everything and CodeScan.serves(tensors)
         self.places = self._places() if everything and on_cpu else None
+
+    @cached_property
+    def kernels(self) -> CodeScan:
+        """Made by the first step that can use it, which is none where rows lie elsewhere."""
+        return CodeScan(self.context.tensors, self.clusters, self.facts)
 
     def replace_by_own(self) -> bool:
         self.replace = True
         return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """The tokens of highest probability, exact among the candidates; reads all clusters, and the codes of some."""
+        """The tokens of highest estimated probability, of the candidates of highest exact one; reads all clusters."""
         tokens = budget.tokens(self.middle)
-        if queries.joint:
-            # Read once for all of a question's tokens, which one by one would have read as many.
-            tokens = min(self.middle, tokens * queries.query.shape[2])
-            if tokens == self.middle:
-                return self._everything()
+        if tokens == self.middle:
+            return self._everything(1 if queries.joint else queries.query.shape[2])
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
-        if self.kernels is not None and queries.in_place is not None:
+        if self.by_kernels and queries.in_place is not None:
             return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         masses = (logits + self.counts.log()[:, None, None] + self.bias[:, None, None]).logsumexp(-1)
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
-        if self.places is not None:
-            scores = _probability(self._estimates_of_all(query, self.places), beside, joint=queries.joint)
+        if scanned == self.middle:
+            scores = _probability(self._estimates_of_all(query), beside, joint=queries.joint)
             best = scores.contiguous().topk(candidates, -1).indices
         else:
             found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
@@ -119,8 +127,9 @@ class CodesSelector(Selector):
             Rest(lambda: self._rest(best), attended=self.replace),
         )
 
-    def _everything(self) -> Selection:
-        rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), 1, -1)
+    def _everything(self, queries: int) -> Selection:
+        """All tokens, for which nothing is read to choose."""
+        rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
         return Selection(single_rows(rows), Cost(0.0), Rest(lambda: self._rest(rows), attended=self.replace))
 
     def _by_kernels(
@@ -148,11 +157,13 @@ class CodesSelector(Selector):
             logits += table.gather(-1, codes[..., part].long().expand_as(logits))
         return self._capped(logits)
 
-    def _estimates_of_all(self, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The same of all tokens, [Hk, G, Q, M]: sums over rows of tables, for which torch has a fast operation."""
+    def _estimates_of_all(self, query: torch.Tensor) -> torch.Tensor:
+        """The same of all tokens [Hk, G, Q, M], on a CPU as sums of tables' rows, for which torch has an operation."""
         Hk, G, Q, _ = query.shape
+        if self.places is None:
+            return self.estimates(query, torch.arange(self.middle, device=query.device).expand(Hk, 1, -1))
         rows = self._tables(query).permute(0, 3, 4, 1, 2).reshape(-1, G * Q)
-        sums = embedding_bag(places, rows, mode="sum").view(Hk, self.middle, G, Q)
+        sums = embedding_bag(self.places, rows, mode="sum").view(Hk, self.middle, G, Q)
         return self._capped(sums.permute(0, 2, 3, 1))
 
     def _places(self) -> torch.Tensor:

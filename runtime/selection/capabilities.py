@@ -52,6 +52,15 @@ class Appendable(Protocol):
 
 
 @runtime_checkable
+class SharesByToken(Protocol):
+    """Chooses for a question's tokens with the budget of all of them together, which read together what is chosen."""
+
+    @property
+    def question_piece(self) -> int:
+        """How many tokens share a choice at most."""
+
+
+@runtime_checkable
 class FusedAttention(Protocol):
     """Selects and attends in one kernel, on a CPU."""
 

@@ -11,6 +11,7 @@ from sparsekv.kernels.tables.top_ranks import top_ranked
 from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
 from sparsekv.runtime.selection.residual import ResidualClusters
 
+MOST_PARTS, MOST_CHANNELS = 64, 64  # that kernels serve
 FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step
 
 
@@ -23,18 +24,19 @@ class CodeScan:
 
     def __init__(self, tensors: dict[str, torch.Tensor], clusters: ResidualClusters, facts: LayerFacts):
         codes, self.facts = tensors["codes"], facts
-        self.codes = KeyCodes(
-            tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous(), lay_out(codes), codes.shape[1]
-        )
-        self.clusters = WeighedClusters(clusters.keys, clusters.counts.int(), tensors["rest_bias"].float())
-        self.values, self.labels = tensors["rest_values"], clusters.labels.int()
+        turn, books = tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous()
+        self.codes = KeyCodes(turn, books, lay_out(codes), codes.shape[1])
+        counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
+        self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
+        self.values, self.labels = tensors["rest_values"], clusters.labels.int().contiguous()
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether there are kernels for such codes, and keys enough that they pay."""
-        codes, books = tensors["codes"], tensors["codebooks"]
-        whole_words = codes.shape[2] % IN_WORD == 0
-        return codes.is_cuda and whole_words and books.shape[2] == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
+        codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
+        # Look-ups are unrolled over the parts, and a part of the turn is in shared memory.
+        fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
+        return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, candidates: int

@@ -12,6 +12,7 @@ from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -89,3 +90,23 @@ def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex
 def test_a_chunk_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="--chunk-size 0: give at least 1"):
         QuestionPrefill("dense", None, Budget(1.0), 0)
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.04])
+def test_a_question_reads_together_what_its_tokens_would_one_by_one(every_method: OpenIndex, budget: float) -> None:
+    """A piece of 32 tokens at 4% has everything, and what is left of 40 tokens has not; nor has either at 2%."""
+    tokens = random_ids(42)
+    plain = plain_logits(every_method.model, torch.cat([every_method.input_ids, tokens]))[-42:]
+    cache = every_method.sparse_cache("codes", Codes(), Budget(budget))
+    logits = stepped_logits(every_method, cache, tokens, question=40)
+    exact = torch.isclose(logits, plain, rtol=1e-3, atol=1e-3).all(-1)
+    assert bool(exact[:32].all()) == (budget == 0.04)
+    assert not bool(exact[32:].any())
+
+
+def test_a_prefill_of_its_own_budget_is_the_chunks() -> None:
+    """Whatever the method's tokens would read one by one."""
+    layer, context = coded_layer(300)
+    selector = Codes().prepare(context)
+    search = QuestionSearch(QuestionPrefill("codes", Codes(), Budget(7)), selector, torch.device("cpu"), None, 300)
+    assert search.select(as_queries(layer.queries, joint=True)).rows.capacity == 7

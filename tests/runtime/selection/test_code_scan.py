@@ -1,0 +1,100 @@
+"""A step's choice by kernels that read all codes: what torch chooses, but for scores too near to tell apart."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.kernel_runs import DEVICE
+from support.random_tensors import normal
+from support.small_layer import SINKS, SmallLayer, as_queries, small_layer
+
+from sparsekv.formats.schema import Split
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.methods.codes import CodesIndexer
+from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.runtime.methods.codes import Codes, CodesSelector
+from sparsekv.runtime.selection import code_scan
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.context import MiddleContext
+from sparsekv.runtime.selection.queries import InPlace, Queries
+from sparsekv.runtime.selection.selection import Selection
+
+EXACT = 20
+
+
+def coded_layer(middle: int, dtype: torch.dtype = torch.float32) -> tuple[SmallLayer, MiddleContext]:
+    """A layer with codes of 4 bytes, in which keys are of `dtype`."""
+    layer = small_layer(3, middle=middle)
+    keys, values = layer.context.keys, layer.context.load_values()
+    indexer = CodesIndexer(levels=(0.02,), iterations=3, code_bytes=4)
+    queries = normal(17, layer.queries.shape[0] * layer.queries.shape[1], 24, keys.shape[2])
+    given = LayerInput(keys, values, layer.context.facts, Split(sinks=SINKS, middle=middle, tail=16), queries)
+    tensors = indexer.build_layer(given)
+    tensors["token_order"] = tensors["token_order"] - SINKS
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return layer, replace(layer.context, tensors=tensors, load_keys=lambda: keys.to(DEVICE, dtype))
+
+
+def by_kernels(monkeypatch: pytest.MonkeyPatch, method: Codes, context: MiddleContext) -> CodesSelector:
+    """A selector that takes its kernels, or on a CPU what they are compared with."""
+    monkeypatch.setattr(code_scan.CodeScan, "serves", staticmethod(lambda tensors: True))
+    return method.prepare(context)
+
+
+def one_step(layer: SmallLayer, dtype: torch.dtype = torch.float32) -> tuple[Queries, Queries]:
+    """A decode step's query, for torch and for kernels."""
+    query, exact = layer.queries[:, :, :1].to(DEVICE, dtype), normal(1, 2, EXACT, 16).to(DEVICE, dtype)
+    beside = (query.double() @ exact.double().transpose(1, 2)[:, None] * 0.25).logsumexp(-1).float()
+    plain = replace(as_queries(query), exact_logsumexp=lambda: beside)
+    counter = torch.zeros(len(query), dtype=torch.int64, device=DEVICE)
+    return plain, replace(plain, in_place=InPlace(counter, ExactKeys(exact)))
+
+
+def rows_of(selection: Selection) -> torch.Tensor:
+    return selection.rows.starts[:, 0].long().sort(-1).values.cpu()
+
+
+def overlap(found: Selection, expected: Selection) -> float:
+    pairs = zip(rows_of(found), rows_of(expected), strict=True)
+    return min(float(torch.isin(one, other).float().mean()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("rerank", [1.0, 2.0])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_as_torch_chooses(rerank: float, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, context = coded_layer(5000)
+    method, (plain, in_place) = Codes(rerank=rerank, replace=replaced), one_step(layer)
+    expected = method.prepare(context).select(plain, Budget(300))
+    found = by_kernels(monkeypatch, method, context).select(in_place, Budget(300))
+    assert overlap(found, expected) >= 0.9
+    assert found.cost == expected.cost
+    assert found.rest is not None
+    assert (found.rest.in_place is not None) == replaced
+    (left,) = found.rest.segments()
+    weights = (
+        left.log_counts.exp().sum() if found.rest.in_place is None else found.rest.in_place[0].log_counts.exp().sum()
+    )
+    assert float(weights) == pytest.approx(float(left.log_counts.exp().sum()), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rerank", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("keys", "query"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_a_step_on_a_gpu_waits_for_nothing(
+    keys: torch.dtype, query: torch.dtype, rerank: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives the same again."""
+    layer, context = coded_layer(5000, keys)
+    selector = by_kernels(monkeypatch, Codes(rerank=rerank), context)
+    _, step = one_step(layer, query)
+    selector.select(step, Budget(300))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, again = selector.select(step, Budget(300)), selector.select(step, Budget(300))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.rows.starts, again.rows.starts)
