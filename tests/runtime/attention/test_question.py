@@ -1,10 +1,14 @@
 """A question prefilled by another method than its answer: what it attends to, and what the answer then does."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.choices import recorded_choices
+from support.coded_layer import coded_layer
+from support.kernel_runs import DEVICE
 from support.reference import assert_close
-from support.small_index import plain_logits, random_ids, stepped_logits
+from support.small_index import INDEXERS, build_small, plain_logits, random_ids, stepped_logits
 from support.small_layer import as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
@@ -93,12 +97,11 @@ def test_a_chunk_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.02, 0.04])
-def test_a_question_reads_together_what_its_tokens_would_one_by_one(every_method: OpenIndex, budget: float) -> None:
+def test_a_question_reads_together_what_its_tokens_would_one_by_one(tmp_path: Path, budget: float) -> None:
     """A piece of 32 tokens at 4% has everything, and what is left of 40 tokens has not; nor has either at 2%."""
-    tokens = random_ids(42)
-    plain = plain_logits(every_method.model, torch.cat([every_method.input_ids, tokens]))[-42:]
-    cache = every_method.sparse_cache("codes", Codes(), Budget(budget))
-    logits = stepped_logits(every_method, cache, tokens, question=40)
+    index, tokens = build_small(tmp_path / "small.skv", methods={"codes": INDEXERS["codes"]}), random_ids(42)
+    plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-42:]
+    logits = stepped_logits(index, index.sparse_cache("codes", Codes(), Budget(budget)), tokens, question=40)
     exact = torch.isclose(logits, plain, rtol=1e-3, atol=1e-3).all(-1)
     assert bool(exact[:32].all()) == (budget == 0.04)
     assert not bool(exact[32:].any())
@@ -108,5 +111,5 @@ def test_a_prefill_of_its_own_budget_is_the_chunks() -> None:
     """Whatever the method's tokens would read one by one."""
     layer, context = coded_layer(300)
     selector = Codes().prepare(context)
-    search = QuestionSearch(QuestionPrefill("codes", Codes(), Budget(7)), selector, torch.device("cpu"), None, 300)
-    assert search.select(as_queries(layer.queries, joint=True)).rows.capacity == 7
+    search = QuestionSearch(QuestionPrefill("codes", Codes(), Budget(7)), selector, DEVICE, None, 300)
+    assert search.select(as_queries(layer.queries.to(DEVICE), joint=True)).rows.capacity == 7

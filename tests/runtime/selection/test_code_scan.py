@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.coded_layer import coded_layer
 from support.kernel_runs import DEVICE
 from support.random_tensors import normal
-from support.small_layer import SINKS, SmallLayer, as_queries, small_layer
+from support.small_layer import SmallLayer, as_queries
 
-from sparsekv.formats.schema import Split
-from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.selection import code_scan
@@ -20,19 +18,6 @@ from sparsekv.runtime.selection.queries import InPlace, Queries
 from sparsekv.runtime.selection.selection import Selection
 
 EXACT = 20
-
-
-def coded_layer(middle: int, dtype: torch.dtype = torch.float32) -> tuple[SmallLayer, MiddleContext]:
-    """A layer with codes of 4 bytes, in which keys are of `dtype`."""
-    layer = small_layer(3, middle=middle)
-    keys, values = layer.context.keys, layer.context.load_values()
-    indexer = CodesIndexer(levels=(0.02,), iterations=3, code_bytes=4)
-    queries = normal(17, layer.queries.shape[0] * layer.queries.shape[1], 24, keys.shape[2])
-    given = LayerInput(keys, values, layer.context.facts, Split(sinks=SINKS, middle=middle, tail=16), queries)
-    tensors = indexer.build_layer(given)
-    tensors["token_order"] = tensors["token_order"] - SINKS
-    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    return layer, replace(layer.context, tensors=tensors, load_keys=lambda: keys.to(DEVICE, dtype))
 
 
 def by_kernels(monkeypatch: pytest.MonkeyPatch, method: Codes, context: MiddleContext) -> CodesSelector:
