@@ -4,7 +4,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
@@ -13,6 +13,7 @@ from torch.nn.functional import embedding_bag
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
@@ -82,6 +83,7 @@ class CodesSelector(Selector):
         self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
         self.values, self.starts = tensors["rest_values"], tensors["token_offsets"].long()[:, :-1]
         self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
+        self.masses = self.counts.log() + self.bias
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
@@ -109,7 +111,7 @@ class CodesSelector(Selector):
             return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
-        masses = (logits + self.counts.log()[:, None, None] + self.bias[:, None, None]).logsumexp(-1)
+        masses = (logits + self.masses[:, None, None]).logsumexp(-1)
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
         if scanned == self.middle:
             scores = _probability(self._estimates_of_all(query), beside, joint=queries.joint)
@@ -124,7 +126,7 @@ class CodesSelector(Selector):
         return Selection(
             single_rows(best),
             Cost(self._read(scanned, candidates - tokens)),
-            Rest(lambda: self._rest(best), attended=self.replace),
+            Rest(lambda: self._rest(best, logits), attended=self.replace),
         )
 
     def _everything(self, queries: int) -> Selection:
@@ -194,16 +196,20 @@ class CodesSelector(Selector):
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
         left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])
-        return Rest(lambda: self._stand_ins(left), attended=True)
+        return Rest(lambda: (self._stand_ins(left),), attended=True)
 
-    def _rest(self, chosen: torch.Tensor) -> tuple[CentroidSegment, ...]:
-        """Of the tokens beside those chosen [Hk, Q or 1, K]."""
+    def _rest(self, chosen: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[CentroidSegment, ...]:
+        """Of the tokens beside those chosen [Hk, Q or 1, K], with the clusters' logits [Hk, G, Q, C], if there are any,
+        for one query."""
         labels = self.clusters.labels[:, None].expand(-1, chosen.shape[1], -1)
-        return self._stand_ins(self.clusters.left(labels.gather(-1, chosen)))
+        part = self._stand_ins(self.clusters.left(labels.gather(-1, chosen)))
+        if logits is not None and logits.shape[2] == 1:
+            part = replace(part, scored=ScoredCentroids(logits[:, :, 0], part.log_counts[:, 0], part.values))
+        return (part,)
 
-    def _stand_ins(self, left: torch.Tensor) -> tuple[CentroidSegment, ...]:
+    def _stand_ins(self, left: torch.Tensor) -> CentroidSegment:
         """For so many tokens of each cluster [Hk, Q or 1, C]."""
-        return (CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values),)
+        return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)
 
 
 def _probability(logits: torch.Tensor, beside: torch.Tensor, *, joint: bool) -> torch.Tensor:
