@@ -25,7 +25,7 @@ from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.residual import residual_clusters
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
-from sparsekv.runtime.selection.token_choice import token_logits
+from sparsekv.runtime.selection.token_choice import best_tokens, token_logits
 
 PIECE = 32  # tokens of a question that share a choice
 MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
@@ -115,14 +115,14 @@ class CodesSelector(Selector):
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
         if scanned == self.middle:
             scores = _probability(self._estimates_of_all(query), beside, joint=queries.joint)
-            best = scores.contiguous().topk(candidates, -1).indices
+            best = best_tokens(scores, candidates)
         else:
             found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
             scores = _probability(self.estimates(query, found), beside, joint=queries.joint)
-            best = found.gather(-1, scores.topk(candidates, -1).indices)
+            best = found.gather(-1, best_tokens(scores, candidates))
         if candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
-            best = best.gather(-1, exact.topk(tokens, -1).indices)
+            best = best.gather(-1, best_tokens(exact, tokens))
         return Selection(
             single_rows(best),
             Cost(self._read(scanned, candidates - tokens)),

@@ -19,7 +19,7 @@ from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
-from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
+from sparsekv.runtime.selection.token_choice import best_tokens, group_probability, token_logits, top_tokens
 
 
 @methods.register("pqcache")
@@ -75,9 +75,9 @@ class PQSelector(Selector):
         candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))
         if candidates == tokens:
             return top_tokens(scores, tokens, self.index_rows)
-        best = scores.topk(candidates, -1).indices
+        best = best_tokens(scores, candidates)
         exact = token_logits(queries.query, self.keys, best, self.facts)
         seen = logits.scatter(-1, best[:, None].expand_as(exact), exact)
         again = group_probability(seen, queries).gather(-1, best)
-        starts = best.gather(-1, again.topk(tokens, -1).indices)
+        starts = best.gather(-1, best_tokens(again, tokens))
         return Selection(single_rows(starts), Cost(self.index_rows + candidates - tokens))

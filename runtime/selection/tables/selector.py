@@ -16,7 +16,7 @@ from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
-from sparsekv.runtime.selection.token_choice import token_logits
+from sparsekv.runtime.selection.token_choice import best_tokens, token_logits
 
 ENTRY_BYTES = 6  # int32 position, float16 score
 CENTROID_BYTES = 2  # per channel, float16
@@ -228,4 +228,4 @@ class TableSelector(Selector):
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices [..., count], ascending, of the highest scores [..., M]."""
-    return scores.topk(count, -1, sorted=False).indices.sort(-1).values
+    return best_tokens(scores, count).sort(-1).values
