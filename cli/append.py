@@ -53,9 +53,9 @@ def append(
 
     Only the new tokens are prefilled. The old index stays in place until the longer one is complete, and an
     interrupted run continues where it stopped when the same command runs again. A text that was appended before (same
-    sha256) is not appended again, so repeating a command is safe. multipole, csattention and pqcache can append new
-    tokens to what they have built; if the index has another method, the command stops before any work unless --rebuild
-    is given.
+    sha256) is not appended again, so repeating a command is safe. squeezed and h2o
+    cannot append new tokens to what they have built, as all other methods can: if the index has one of them, the
+    command stops before any work unless --rebuild is given.
 
     \b
     sparsekv append --index manual.skv --rebuild chapter2.txt

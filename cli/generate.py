@@ -210,7 +210,8 @@ def generate(
     questions = read_questions(prompt, prompt_file, batch_file)
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
-    settings = settings_of(setting, sampling, artifact)
+    encoding = {"raw": raw, "special_tokens": special_tokens}
+    settings = settings_of(setting, sampling, artifact, asking, guard=guard, ahead=ahead, **encoding)
     resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
     done = [] if resumed is None else resumed.begin()
     note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)
@@ -228,7 +229,7 @@ def generate(
     left = sum(bool(one.strip()) for one in questions[len(done) :])
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
     compile_for(asker, together, compiled, left * max_new_tokens, quiet=quiet or not stats)
-    batch = encode_questions(opened, questions, batch_file, raw=raw, special_tokens=special_tokens)[len(done) :]
+    batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
     told = (stats and not quiet, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
     for line in done:
@@ -244,4 +245,4 @@ def generate(
     output.total()
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
-        save_session(opened, save_to, batch[0], result.ids, raw=raw, special_tokens=special_tokens, quiet=quiet)
+        save_session(opened, save_to, batch[0], result.ids, **encoding, quiet=quiet)

@@ -9,6 +9,7 @@ from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.stats import print_stats
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.setting import Setting
 
@@ -69,12 +70,16 @@ def identity(setting: Setting) -> dict[str, Any]:
     return {"method": setting.form.name, "budget": setting.budget.value}
 
 
-def settings_of(setting: Setting, sampling: Sampling, artifact: Artifact) -> dict[str, Any]:
-    """What else decides an answer, as a file to resume holds it."""
-    parameters = {name: str(value) for name, value in asdict(setting.form.method).items()}
+def settings_of(
+    setting: Setting, sampling: Sampling, artifact: Artifact, asking: QuestionPrefill | None, **more: Any
+) -> dict[str, Any]:
+    """What else decides an answer, as a file to resume holds it; `more` are options by name."""
+    prefill = asking and f"{asking.name}, {asking.budget} of {asking.chunk_size}"
     return {
         "index": artifact.manifest.uuid,
         "residual": setting.form.residual,
         **asdict(sampling),
-        "parameters": parameters,
+        "parameters": {name: str(value) for name, value in asdict(setting.form.method).items()},
+        "prefill": prefill,
+        **more,
     }

@@ -106,6 +106,10 @@ def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
         (("--temperature", "0.9"), "line 1 was answered with temperature 0.0, not 0.9"),
         (("--residual",), "line 1 was answered with residual False, not True"),
         (("--seed", "5"), "line 1 was answered with seed 0, not 5"),
+        (("--prefill", "dense"), "line 1 was answered with prefill None, not dense"),
+        (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with prefill None, not quoka, 7 of "),
+        (("--guard", "0.5", "--batch-size", "1"), "line 1 was answered with guard None, not 0.5"),
+        (("--raw",), "line 1 was answered with raw False, not True"),
     ],
 )
 def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: str) -> None:
