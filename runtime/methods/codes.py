@@ -18,6 +18,7 @@ from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.code_scan import CodeScan
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -62,6 +63,10 @@ class Codes(Method):
     def variants(cls, record: MethodRecord | None) -> dict[str, Self]:
         """With the replacement, and without it."""
         return {"": cls(), "without replacement": cls(replace=False)}
+
+    @classmethod
+    def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:
+        return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32,

@@ -176,3 +176,12 @@ def test_fewer_keys_than_the_budget_are_refused(rerank: float) -> None:
 def test_a_scan_that_is_no_share_is_refused(scan: float) -> None:
     with pytest.raises(UsageError, match=f"--scan {scan:g}: give a share above 0 and at most 1"):
         Codes(scan=scan)
+
+
+def test_clusters_are_described() -> None:
+    layer, context = _layer(0)
+    found = Codes.describe_clusters(context, layer.context.load_values(), 2)
+    (level,) = found.levels
+    assert level.clusters == 60
+    assert level.value_spread is not None
+    assert found.counts.sum(-1).tolist() == [300, 300]
