@@ -10,7 +10,6 @@ import typer
 from sparsekv.cli.common.console import note, progress, say, say_csv
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     DeviceOption,
@@ -158,8 +157,12 @@ def recall_report(
     asked = MeasuredQueries(artifact)
     if queries is not None:
         questions = read_questions(queries, "--queries")
+        # Here, because they import transformers, which takes as long as all else: the tail's queries need no model.
+        from sparsekv.cli.common.loading import load_for
+        from sparsekv.runtime.reporting.questions import question_queries
+
         opened = load_for(artifact, model, device, dtype, quiet=quiet)
-        asked = MeasuredQueries(artifact, opened, questions, special_tokens=special_tokens, last=shared != [1])
+        asked = question_queries(opened, questions, special_tokens=special_tokens, last=shared != [1])
     if max(shared) > len(asked):
         of_what = "the tail has" if queries is None else "--queries has"
         raise UsageError(f"--together {together}: {of_what} {len(asked)} queries to measure on; give at most that")

@@ -22,7 +22,7 @@ from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import choose_setting
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
@@ -93,7 +93,7 @@ class Index:
             artifact,
             list(chosen),
             [Budget.parse(str(budget)) for budget in budgets],
-            MeasuredQueries(artifact, self.opened, list(questions)) if questions else MeasuredQueries(artifact),
+            question_queries(self.opened, questions),
             residual=residual,
             configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
             device=self.opened.model.device,

@@ -1,15 +1,19 @@
 """What `sparsekv generate --stats` prints about an answer and about each layer."""
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, tell
-from sparsekv.runtime.cache.index_cache import LayerStats
-from sparsekv.runtime.decoding.generate import Answer
+
+if TYPE_CHECKING:  # they import transformers, which a report does not need
+    from sparsekv.runtime.cache.index_cache import LayerStats
+    from sparsekv.runtime.decoding.generate import Answer
 
 MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
 
 
-def print_stats(answer: Answer) -> None:
+def print_stats(answer: "Answer") -> None:
     """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass."""
     note(_summary(answer), quiet=False)
     if answer.kv_fraction > 1:
@@ -18,7 +22,7 @@ def print_stats(answer: Answer) -> None:
         _print_layers(answer.layers)
 
 
-def _summary(answer: Answer) -> str:
+def _summary(answer: "Answer") -> str:
     return (
         f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "
         f"{answer.generated_tokens} tokens at {answer.tokens_per_second:.1f} a second, "
@@ -26,7 +30,7 @@ def _summary(answer: Answer) -> str:
     )
 
 
-def _print_layers(layers: list[LayerStats]) -> None:
+def _print_layers(layers: "list[LayerStats]") -> None:
     table = Table(title="attention left to centroids or dropped, by estimate", title_justify="left", title_style="")
     for name in ("layer", "left", "heads given more", "heads given all"):
         table.add_column(name, justify="right")

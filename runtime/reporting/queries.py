@@ -1,15 +1,12 @@
 """The queries that a report measures on: those of the held-out tail, or of the user's own questions."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
-from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.generate import question_ids
-from sparsekv.runtime.decoding.open import OpenIndex
 
 
 @dataclass(frozen=True)
@@ -64,70 +61,18 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
     )
 
 
-@dataclass
-class _QuestionRecorder:
-    """Runs questions with dense attention and records each layer's queries and new keys and values; or of each question
-    its last query alone."""
-
-    index: OpenIndex
-    last: bool = False
-    blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
-
-    def record(self, question: torch.Tensor) -> None:
-        cache = self.index.dense_cache()
-
-        def attention(call: AttentionCall) -> torch.Tensor:
-            visible = self.index.split.tail + torch.arange(len(question)) + 1
-            sinks = None if call.sink_logits is None else call.sink_logits.detach().cpu()
-            block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
-            if self.last:
-                nothing = block.keys[:, :0], block.values[:, :0]
-                # As many as it would see, for its position, though the rows of its own are left out.
-                block = QueryBlock(block.queries[:, -1:], *nothing, visible[-1:], sinks)
-            self.blocks.setdefault(call.layer, []).append(block)
-            return cache.attend(call)
-
-        with torch.inference_mode(), route_attention(self.index.model, attention):
-            self.index.model(
-                input_ids=question[None].to(self.index.model.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-
-
 class MeasuredQueries:
-    """The queries of a report: of `questions` if there are any, else of the tail. `blocks(layer)` are one layer's.
+    """The queries of a report: of the tail, or those given, of some questions. `blocks(layer)` are one layer's.
 
     Args:
-        last: of each question the last query alone, without the rows of its own tokens: queries that are all in one
-            block and can share what they select.
+        given: each layer's queries of each question.
     """
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        index: OpenIndex | None = None,
-        questions: list[str] | None = None,
-        *,
-        special_tokens: bool = False,
-        last: bool = False,
-    ):
-        self.artifact, self._recorder = artifact, None
-        if index is not None and questions:
-            self._recorder = _QuestionRecorder(index, last)
-            for question in questions:
-                self._recorder.record(question_ids(index, question, special_tokens=special_tokens))
+    def __init__(self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None):
+        self.artifact, self._given = artifact, given
 
-    def blocks(self, layer: int) -> Iterator[QueryBlock]:
-        if self._recorder is None:
-            yield tail_block(self.artifact, layer)
-        elif not self._recorder.last:
-            yield from self._recorder.blocks[layer]
-        else:
-            each = self._recorder.blocks[layer]
-            joined = torch.cat([one.queries for one in each], 1), torch.cat([one.visible for one in each])
-            yield replace(each[0], queries=joined[0], visible=joined[1])
+    def blocks(self, layer: int) -> Sequence[QueryBlock]:
+        return [tail_block(self.artifact, layer)] if self._given is None else self._given[layer]
 
     def __len__(self) -> int:
         return sum(block.queries.shape[1] for block in self.blocks(self.artifact.manifest.indexed_layers[0]))

@@ -1,7 +1,7 @@
 """The recall report: every method, variant and budget on all layers, as rows with stable keys."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.reporting.checked_rows import checked_rows
 from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block
 from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
@@ -150,8 +149,8 @@ def recall_report(
     layers = manifest.indexed_layers
     rows: list[RecallRow] = []
     states: SharedStates = {}
-    ahead = read_ahead(layers, lambda layer: _checked_rows(artifact, names, layer, device), 1)
-    for done, (layer, stored) in enumerate(zip(layers, ahead, strict=True), 1):
+    for done, stored in enumerate(checked_rows(artifact, names, layers, device), 1):
+        layer = stored.layer
         seen = _recall_seen(stored, measured, device)
         for one, measures in measure_layer(stored, measured, queries.blocks(layer), states, device).items():
             means = measures.means()
@@ -194,20 +193,6 @@ def _measured(compared: list[Form], budgets: list[Budget], guard: Guard | None) 
             ]
         measured += [Measured(form, budget, by) for form, by in guarded for budget in budgets]
     return measured
-
-
-def _checked_rows(artifact: Artifact, names: Iterable[str], layer: int, device: torch.device) -> LayerRows:
-    """One layer's keys and values on a device, after a check of the checksums of all that is read for it."""
-    artifact.check_sums(measured_files(artifact, names, [layer]))
-    rows = LayerRows(artifact, layer)
-    rows.on(device)
-    return rows
-
-
-def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[int]) -> list[str]:
-    """Names of the files that are read to measure methods on some layers."""
-    folders = ["context", "queries", *(name for name in names if name in artifact.manifest.methods)]
-    return [layer_file(folder, layer) for folder in folders for layer in layers]
 
 
 def _recall_seen(rows: LayerRows, measured: list[Measured], device: torch.device) -> dict[Measured, torch.Tensor]:

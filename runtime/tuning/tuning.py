@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.runtime.reporting.report import measured_files
+from sparsekv.runtime.reporting.checked_rows import measured_files
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.allocation import Option, allocate
 from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded

@@ -35,7 +35,7 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
@@ -168,7 +168,7 @@ def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
         on_gpu.artifact,
         choose_methods([], list(INDEXERS)),
         [Budget(0.1)],
-        MeasuredQueries(on_gpu.artifact, on_gpu, ["What next?"]),
+        question_queries(on_gpu, ["What next?"]),
         residual=True,
     )
     assert all(0 <= row.recall <= 1 for row in report.by())

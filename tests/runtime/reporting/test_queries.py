@@ -1,6 +1,5 @@
 """The queries of a report: the held-out half of the tail, or a person's questions as the model asks them."""
 
-import pytest
 import torch
 from support.reference import assert_close, reference_attention
 from support.small_index import attention_outputs
@@ -8,6 +7,7 @@ from support.small_index import attention_outputs
 from sparsekv.runtime.decoding.generate import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock, tail_block
+from sparsekv.runtime.reporting.questions import question_queries
 
 QUESTIONS = ["What is an atom?", "Which statements are simple, and which are compound statements?"]
 
@@ -35,7 +35,7 @@ def _attention(index: OpenIndex, layer: int, block: QueryBlock) -> torch.Tensor:
 
 
 def test_questions_attend_as_the_model_does_when_it_is_asked(family_index: OpenIndex) -> None:
-    queries = MeasuredQueries(family_index.artifact, family_index, QUESTIONS)
+    queries = question_queries(family_index, QUESTIONS)
     for number, question in enumerate(QUESTIONS):
         ids = question_ids(family_index, question)
         outputs = attention_outputs(family_index.model, torch.cat([family_index.input_ids, ids]))
@@ -54,8 +54,7 @@ def test_the_tails_second_half_attends_as_the_model_does(family_index: OpenIndex
     assert len(MeasuredQueries(family_index.artifact)) == half
 
 
-@pytest.mark.parametrize("questions", [None, []], ids=["none", "no"])
-def test_without_questions_the_tail_is_measured_on(index: OpenIndex, questions: list[str] | None) -> None:
-    blocks = list(MeasuredQueries(index.artifact, index, questions).blocks(0))
+def test_without_questions_the_tail_is_measured_on(index: OpenIndex) -> None:
+    blocks = question_queries(index, []).blocks(0)
     assert len(blocks) == 1
     assert torch.equal(blocks[0].queries, tail_block(index.artifact, 0).queries)
