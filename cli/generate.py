@@ -32,6 +32,7 @@ from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.compiled import check_mode
+from sparsekv.runtime.decoding.early import read_early
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
@@ -173,7 +174,18 @@ def generate(
     sparsekv generate --index manual.skv "How is it installed?" --save-to talk.skv
     sparsekv generate --index manual.skv --batch-file questions.txt --json > answers.jsonl
     """
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    refuse_little_room()
+    if schedule is not None:
+        if budget is not None or parameters.get("step") is not None:
+            raise UsageError("--schedule is --budget and --step in one; leave these out")
+        budget, parameters["step"] = parse_schedule(schedule)
+    artifact = open_artifact(index)
+    prefilling = prefill_method(artifact, prefill)
+    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
+    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+    if placement == "device":
+        read_early(artifact, setting.form.name, device)
+    # Here, because they import transformers, which takes as long as all else: --help does not wait for it, nor a GPU.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions
     from sparsekv.cli.answering.compiling import compile_for
@@ -183,16 +195,7 @@ def generate(
     from sparsekv.runtime.decoding.asker import Asker
     from sparsekv.runtime.decoding.generate import Answer, Sampling
 
-    refuse_little_room()
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
-    if schedule is not None:
-        if budget is not None or parameters.get("step") is not None:
-            raise UsageError("--schedule is --budget and --step in one; leave these out")
-        budget, parameters["step"] = parse_schedule(schedule)
-    artifact = open_artifact(index)
-    prefilling = prefill_method(artifact, prefill)
-    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
-    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if save_to is not None and batch_file is not None:
         raise UsageError("--save-to keeps one question and its answer; leave --batch-file out")
     if save_to is not None:

@@ -148,8 +148,8 @@ class FusedExecutor(Executor):
         self.fused = selector if isinstance(selector, FusedAttention) else None
 
     def attend(self, step: Step, budget: Budget) -> Attended:
-        query, exact, rows = step.query.squeeze(2), (step.keys, step.values), self.middle.in_place()
-        if self.fused is not None and rows is not None:
+        query, exact = step.query.squeeze(2), (step.keys, step.values)
+        if self.fused is not None and (rows := self.middle.in_place()) is not None:
             done = self.fused.attend_fused(query, rows, exact, budget, step.how[2])
             if done is not None:
                 return Attended(done[0].unsqueeze(2), done[1])

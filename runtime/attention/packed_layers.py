@@ -61,15 +61,15 @@ class PackedSparse(PackedLayer):
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.asked: dict[int, Selector] = {}
         # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
-        self.in_place = layer.exact[0].is_cuda and layer.plan.middle.in_place() is not None
+        self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         plan, keys = self.plan, self.exact[0]
         own, how = self.own.of_tokens(step, step.single), _how(call, len(keys))
         grouped = call.query.unflatten(0, (len(keys), -1))
         queries = self._queries(grouped, own, how).to(plan.gather.search_device)
-        each, middle, rows = self._select(queries, step), plan.middle.used, plan.middle.in_place()
-        if self.in_place and rows is not None:
+        each, middle = self._select(queries, step), plan.middle.used
+        if self.in_place and (rows := plan.middle.in_place()) is not None:
             chosen = unite(each, plan.selector, middle, middle)
             plan.read.add(chosen.rows_read(), middle)
             runs = in_place_runs(rows, chosen.rows)
@@ -138,7 +138,7 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
     """A layer of several sequences over what another has stored."""
     if isinstance(layer, SparseLayer):
         plan, selector = layer.plan, layer.plan.selector
-        in_place = layer.exact[0].is_cuda and plan.middle.in_place() is not None and plan.own_prefill
+        in_place = layer.exact[0].is_cuda and plan.middle.reachable and plan.own_prefill
         if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
             return PackedInPlace(layer, slots)
         return PackedSparse(layer, slots)

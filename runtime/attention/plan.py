@@ -111,7 +111,7 @@ def plan_layer(
         prefetcher=prefetcher,
         meter=options.meter,
         own_prefill=options.question is None,
-        steps_alike=plain and middle.in_place() is not None and appender is None,
+        steps_alike=plain and middle.reachable and appender is None,
         graph=selector if isinstance(selector, GraphState) else None,
     )
 
@@ -149,7 +149,7 @@ def _captured(shared: _Shared) -> Policy:
         return shared.measured(shared.options.meter)
     if shared.prefetcher is not None:
         return Prefetching(shared.prefetcher, shared.middle, shared.read)
-    if shared.middle.in_place() is None:
+    if not shared.middle.reachable:
         return shared.direct(shared.gather)
     return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
 

@@ -27,6 +27,8 @@ class MiddleRows(ABC):
     """Keys and values of one layer's middle: `used` rows per head, in a selector's layout."""
 
     used: int
+    reachable: bool
+    """Whether `in_place` gives buffers: only those on the model's device can be read by its kernels."""
 
     @abstractmethod
     def gather(self, rows: torch.Tensor) -> Pair:
@@ -66,6 +68,7 @@ class MemoryRows(MiddleRows):
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor | None, device: torch.device):
         self.device = device
         self.pinned = keys.device != device
+        self.reachable = not self.pinned
         self.keys, self.values = (GrowingRows(self._lay_out(rows, order)) for rows in (keys, values))
         self.heads = torch.arange(len(keys), device=keys.device)[:, None]
 
@@ -117,6 +120,7 @@ class DiskRows(MiddleRows):
         self, artifact: Artifact, layer: int, order: torch.Tensor | None, device: torch.device, dtype: torch.dtype
     ):
         self.artifact, self.layer, self.device, self.dtype = artifact, layer, device, dtype
+        self.reachable = False
         self.split = artifact.manifest.split
         shape = artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
         self.heads = torch.arange(shape[0])[:, None]

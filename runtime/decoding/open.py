@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
-from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
@@ -23,13 +22,12 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
+from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
-
-# Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass
@@ -156,7 +154,6 @@ class OpenIndex:
         device, dtype = self.model.device, self.model.dtype
         return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
 
-    @torch.inference_mode()
     def check_probe(self, *, hold: bool = False) -> None:
         """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
 
@@ -166,26 +163,13 @@ class OpenIndex:
         Raises:
             IdentityError: they differ beyond rounding, so the index was built with another model.
         """
-        probe = self.artifact.manifest.probe
         layers = range(len(self.artifact.manifest.layers))
-        with ThreadPoolExecutor(1) as thread, route_attention(self.model, lambda call: cache.attend(call)):
+        with ThreadPoolExecutor(1) as thread:
             # A mapping has nothing to read ahead: its pages come as they are accessed.
             ahead = thread if hold and self.model.device.type == "cuda" else None
             tokens = self.split.tokens - 1
             cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
-            last = self.input_ids[None, -1:].to(self.model.device)
-            logits = self.model(input_ids=last, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
-        stored = torch.tensor(probe.logits)
-        difference = float((logits[probe.token_ids] - stored).abs().max() / stored.abs().max())
-        tolerance = max(PROBE_TOLERANCE[self.model.dtype], PROBE_TOLERANCE[_dtype(self.artifact.manifest.dtype)])
-        if not difference <= tolerance:
-            raise IdentityError(
-                "the probe (logits of the last prompt token over the stored context)",
-                f"{probe.logits[0]:.4f} at its top",
-                f"{logits[probe.token_ids[0]]:.4f}, {difference:.1%} away",
-                "these are other weights: use the model it was built with "
-                f"(--model {self.artifact.manifest.model.id}) or build the index again for this one",
-            )
+            compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)
 
 
 @dataclass
@@ -254,6 +238,9 @@ class _SparseLayers:
         model, layout, where = self.index.model, prepared.selector.layout, self._placed()
         if self.placement == "disk":
             return DiskRows(rows.artifact, rows.layer, layout, model.device, model.dtype)
+        if model.device.type == "cpu":
+            middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
+            return MappedRows(rows.on(CPU), middle, layout, model.dtype)
         if layout is None and where == self._search_device(self.method):
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:
@@ -261,12 +248,6 @@ class _SparseLayers:
             keys, values = (one[:, middle] for one in rows.on(where))
         order = None if layout is None else layout.to(where)
         return MemoryRows(keys.to(model.dtype), values.to(model.dtype), order, model.device)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def open_index(

@@ -1,0 +1,46 @@
+"""The probe: whether a model computes over an index what the model computed that built it."""
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache
+
+# Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@torch.inference_mode()
+def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: IndexCache) -> None:
+    """Compute the logits after the last prompt token and compare them with those that the index stores.
+
+    Args:
+        last: the token's id.
+        cache: the stored context before it.
+
+    Raises:
+        IdentityError: they differ beyond rounding, so the index was built with another model.
+    """
+    probe = artifact.manifest.probe
+    with route_attention(model, cache.attend):
+        ids = torch.tensor([[last]], device=model.device)
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+    stored = torch.tensor(probe.logits)
+    difference = float((logits[probe.token_ids] - stored).abs().max() / stored.abs().max())
+    tolerance = max(PROBE_TOLERANCE[model.dtype], PROBE_TOLERANCE[_dtype(artifact.manifest.dtype)])
+    if not difference <= tolerance:
+        raise IdentityError(
+            "the probe (logits of the last prompt token over the stored context)",
+            f"{probe.logits[0]:.4f} at its top",
+            f"{logits[probe.token_ids[0]]:.4f}, {difference:.1%} away",
+            "these are other weights: use the model it was built with "
+            f"(--model {artifact.manifest.model.id}) or build the index again for this one",
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
