@@ -62,7 +62,7 @@ def generate(
         str | None,
         typer.Option(
             help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "0.1.",
+            "0.1, for codes 0.05.",
             show_default=False,
             rich_help_panel="What is attended to",
         ),
@@ -176,9 +176,7 @@ def generate(
     """
     refuse_little_room()
     if schedule is not None:
-        if budget is not None or parameters.get("step") is not None:
-            raise UsageError("--schedule is --budget and --step in one; leave these out")
-        budget, parameters["step"] = parse_schedule(schedule)
+        budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
     artifact = open_artifact(index)
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)

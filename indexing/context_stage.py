@@ -169,7 +169,7 @@ def _context_bytes(job: BuildJob, sampled: int) -> int:
     `sampled` positions, and what methods with larger files state themselves."""
     model = job.plan.loaded.model
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = job.plan.head_dim
     row = head_dim * model.dtype.itemsize
     context = 2.2 * row * config.num_key_value_heads * job.split.tokens
     samples = row * config.num_attention_heads * sampled

@@ -61,6 +61,8 @@ class BuildPlan:
             raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
         if self.chunk_size < 1:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        for indexer in self.methods.values():
+            indexer.check_channels(self.head_dim)
         parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None)
         if not self.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
@@ -88,6 +90,12 @@ class BuildPlan:
     @property
     def num_hidden_layers(self) -> int:
         return int(self.loaded.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, by the model's config."""
+        config = self.loaded.model.config.get_text_config()
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def split(self) -> Split:
         """Sinks, middle and tail of the prompt.

@@ -4,7 +4,7 @@
 
     index = api.open_index("manual.skv")
     print(index.ask("How is it installed?").text)
-    rows = index.recall_report(["multipole", "quest"], budgets=["5%", "10%"])
+    rows = index.recall_report(["codes", "quest"], budgets=["5%", "10%"])
     pandas.DataFrame(rows)
 
 The commands `generate` and `recall-report` run the same code. Everything raises `SparsekvError` with one line for the

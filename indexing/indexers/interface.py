@@ -65,6 +65,10 @@ class Indexer(ABC):
         """How many of the prompt's queries, per KV head, the method builds from; 0: none."""
         return 0
 
+    def check_channels(self, head_dim: int) -> None:
+        """Raise UsageError if the method cannot be built for heads of so many channels; asked before the prefill."""
+        return
+
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of its files per middle token and KV head, if they are large compared with keys and values; else 0."""
         return 0.0

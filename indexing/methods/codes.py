@@ -25,9 +25,12 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 class CodesIndexer(MultipoleIndexer):
     """Builds codes of all middle keys, and a cluster per 64 tokens with what its remainder weighs."""
 
-    by_default: ClassVar[bool] = False
+    by_default: ClassVar[bool] = True
     levels: tuple[float, ...] = field(
         default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
+    )
+    iterations: int = field(
+        default=4, metadata={"help": ClusterIndexer.__dataclass_fields__["iterations"].metadata["help"]}
     )
     code_bytes: int = field(default=8, metadata={"help": "Bytes per key's code, a divisor of the head's channels."})
     query_sample: int = field(default=1536, metadata={"help": "Queries of the document per KV head to build from."})
@@ -44,14 +47,14 @@ class CodesIndexer(MultipoleIndexer):
     def queries_wanted(self) -> int:
         return self.query_sample
 
+    def check_channels(self, head_dim: int) -> None:
+        check_parts("--code-bytes", self.code_bytes, head_dim)
+
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """The clusters' tensors; query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16; codes [Hk, M, m] uint8;
         rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys three times in float32.
 
-        Raises:
-            UsageError: the head's channels do not divide into `code_bytes` parts.
         """
-        check_parts("--code-bytes", self.code_bytes, layer.keys.shape[2])
         clusters = super().build_layer(layer)
         return clusters | self._coded(layer) | _rest(layer, clusters)
 

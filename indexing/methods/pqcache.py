@@ -33,15 +33,14 @@ class PQCacheIndexer(Indexer):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
 
+    def check_channels(self, head_dim: int) -> None:
+        check_parts("--pq-bytes", self.pq_bytes, head_dim)
+
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """codebooks [Hk, m, C, D / m] float16, and codes [Hk, M, m] uint8, the nearest centroids in that float16 form.
 
         Allocates the keys once more in float32.
-
-        Raises:
-            UsageError: the head's channels do not divide into `pq_bytes` subspaces.
         """
-        check_parts("--pq-bytes", self.pq_bytes, layer.keys.shape[2])
         codebooks = train_codebooks(layer.keys, self.pq_bytes, self.iterations, self.seed)
         return {"codebooks": codebooks, "codes": encode(layer.keys, codebooks)}
 

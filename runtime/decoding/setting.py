@@ -52,8 +52,10 @@ def choose_setting(
         return _default(artifact, defaults)
     indexed = list(artifact.manifest.methods)
     name = choose_methods([method] if method else indexed, indexed)[0]
-    refuse_unused({name: methods()[name]} | dict(prefilling), parameters)
-    return Setting(Form(name, "", configure(methods()[name], parameters), residual), wanted or Budget(0.1))
+    kind = methods()[name]
+    refuse_unused({name: kind} | dict(prefilling), parameters)
+    form = Form(name, "", configure(kind, parameters), residual)
+    return Setting(form, wanted or Budget(kind.default_budget))
 
 
 def _default(artifact: Artifact, defaults: Defaults) -> Setting:

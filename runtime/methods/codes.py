@@ -39,6 +39,7 @@ class Codes(Method):
 
     needs_index: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
+    default_budget: ClassVar[float] = 0.05
     rerank: float = field(
         default=1.0,
         metadata={"help": "Read so many times the budget's keys, and attend to the best by exact logits; 1: off."},

@@ -29,6 +29,8 @@ class Method(ABC):
     """One method's online half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
+    default_budget: ClassVar[float] = 0.1
+    """The share of the middle that answers attend to where a person names no budget."""
     estimates_missed: ClassVar[bool] = False
     """Whether its selections have centroids of the rest, from which the missed share is estimated."""
     learns_queries: ClassVar[bool] = False

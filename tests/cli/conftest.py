@@ -12,11 +12,12 @@ DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model/`, `doc.txt` and `doc.skv`, to be copied, never changed."""
+    """`model/`, `doc.txt` and `doc.skv` with two methods that choose clusters, to be copied, never changed."""
     folder = tmp_path_factory.mktemp("built")
     save_tiny(folder / "model")
     (folder / "doc.txt").write_text(DOCUMENT)
-    outcome = run_here("build-index", folder / "doc.txt", "--model", folder / "model", "-q")
+    methods = ("--method", "multipole", "--method", "squeezed")
+    outcome = run_here("build-index", folder / "doc.txt", "--model", folder / "model", *methods, "-q")
     assert (outcome.code, outcome.stdout) == (0, f"{folder / 'doc.skv'}\n"), outcome.stderr
     return folder
 

@@ -43,7 +43,7 @@ def test_an_edited_document_keeps_its_methods_and_says_what_it_loses(place: Path
     assert rebuilt.code == 0, rebuilt.stderr
     assert "run `sparsekv tune` again" in rebuilt.stderr
     methods = read_manifest(place / "doc.skv").methods
-    assert set(methods) == {"multipole", "pqcache", "squeezed"}
+    assert set(methods) == {"codes", "multipole", "pqcache", "squeezed"}
     assert methods["pqcache"].parameters["pq_bytes"] == 4
 
 

@@ -9,6 +9,8 @@ from support.python_help import DOCUMENT
 
 from sparsekv.formats.reader import Artifact
 
+CLUSTERED = ("--method", "multipole", "--method", "squeezed")
+
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
@@ -42,11 +44,11 @@ def _build(document: Path, name: str, tokens: int, *options: str) -> Artifact:
 
 @pytest.fixture(scope="session")
 def index(embedded_folder: Path, document: Path) -> Artifact:
-    """The first 1,024 tokens."""
-    return _build(document, "short.skv", 1024)
+    """The first 1,024 tokens, for methods that choose clusters."""
+    return _build(document, "short.skv", 1024, *CLUSTERED)
 
 
 @pytest.fixture(scope="session")
 def long_index(embedded_folder: Path, document: Path) -> Artifact:
     """The first 6,144 tokens, in blocks short enough that there are several; everything else by default."""
-    return _build(document, "long.skv", 6144, "--block", "2048")
+    return _build(document, "long.skv", 6144, *CLUSTERED, "--block", "2048")

@@ -20,7 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("api")
     save_tiny(folder / "model")
     (folder / "doc.txt").write_text("A word and another. " * 40)
-    built = run_here("build-index", folder / "doc.txt", "--model", folder / "model", "-q")
+    methods = ("--method", "multipole", "--method", "squeezed")
+    built = run_here("build-index", folder / "doc.txt", "--model", folder / "model", *methods, "-q")
     assert built.code == 0, built.stderr
     return folder
 

@@ -35,7 +35,7 @@ def test_json_keeps_everything_and_escapes_what_steers() -> None:
 def hostile(place: Path) -> Path:
     """An index with a model's name and a text that would steer a terminal, and be taken for markup."""
     (place / "doc.txt").write_text((place / "doc.txt").read_text() + "[bold] word\x1b[31m \x9b2J :smile: end. " * 40)
-    built = run_here("build-index", "doc.txt", "--model", "model", "--force", "-q")
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "--force", "-q")
     assert built.code == 0, built.stderr
     manifest = read_manifest(place / "doc.skv")
     model = manifest.model.model_copy(update={"id": f"[red]m[/red]{TITLE}"})

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
+from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
@@ -148,9 +149,8 @@ def test_the_same_seed_gives_the_same_index() -> None:
     assert all(torch.equal(one, again[name]) for name, one in first.items())
 
 
-def test_it_is_built_when_it_is_asked_for() -> None:
-    assert "codes" not in choose_indexers([])
-    assert choose_indexers(["codes"]) == ["codes"]
+def test_it_is_what_is_built_by_default() -> None:
+    assert choose_indexers([]) == ["codes"]
 
 
 def test_parameters_that_cannot_be_are_refused() -> None:
@@ -161,4 +161,4 @@ def test_parameters_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--levels 0\.1,0\.02: codes has one level; give one share"):
         CodesIndexer(levels=(0.1, 0.02))
     with pytest.raises(UsageError, match="--code-bytes 5: the model's heads have 16 channels; give a divisor"):
-        CodesIndexer(code_bytes=5).build_layer(layer_input())
+        small_plan(methods={"codes": CodesIndexer(code_bytes=5)})

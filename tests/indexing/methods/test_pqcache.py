@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
+from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
@@ -118,4 +119,4 @@ def test_codes_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="--iterations 0: give a number from 1 to 10000"):
         PQCacheIndexer(iterations=0)
     with pytest.raises(UsageError, match="--pq-bytes 5: the model's heads have 16 channels; give a divisor"):
-        PQCacheIndexer(pq_bytes=5).build_layer(layer_input())
+        small_plan(methods={"pqcache": PQCacheIndexer(pq_bytes=5)})
