@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from sparsekv.cli.common.plots import MARKERS, save
+from sparsekv.cli.common.plot_styles import form_numbers, style_of
+from sparsekv.cli.common.plots import save
 from sparsekv.runtime.benchmark.rows import Row
 from sparsekv.runtime.selection.budget import Budget
 
@@ -24,16 +25,16 @@ def plot_steps(rows: Sequence[Row], copy_bandwidth: float, title: str, path: Pat
         SparsekvError: the picture cannot be written.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), layout="constrained")
-    lines: dict[str, list[Row]] = {}
+    lines: dict[tuple[str, str], list[Row]] = {}
     size, other = (_questions, _tokens) if shared else (_tokens, _questions)
     several = len({other(row) for row in rows}) > 1
     for row in sorted(rows, key=size):
         budget = "" if row.budget is None else f" {Budget(row.budget)}"
         beside = "" if not several else f", {_in_k(row.context)} tokens" if shared else f", batch {row.batch}"
-        lines.setdefault(row.name + budget + beside, []).append(row)
-    colours = plt.get_cmap("tab20")
-    for number, (label, some) in enumerate(lines.items()):
-        look = {"marker": MARKERS[number % len(MARKERS)], "color": colours(number % 20), "alpha": 0.85}
+        lines.setdefault((row.method, row.name + budget + beside), []).append(row)
+    forms = form_numbers(lines)
+    for (method, label), some in lines.items():
+        look = style_of(method, forms[method, label])
         left.plot([size(row) for row in some], [row.speedup for row in some], label=label, **look)
         right.plot([row.bytes for row in some], [row.median_ms for row in some], **look)
     left.axhline(1, color="black", linestyle="--", linewidth=1)

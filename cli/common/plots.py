@@ -12,8 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
+from sparsekv.cli.common.plot_styles import form_numbers, in_percent, style_of
 from sparsekv.cli.common.printable import printable
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
@@ -23,7 +24,6 @@ from sparsekv.runtime.selection.registry import methods
 matplotlib.rcParams["text.parse_math"] = False  # a `$` in a name is a dollar
 
 SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this
-MARKERS = "osD^vPX*<>"
 
 
 def plot_recall(report: RecallReport, path: Path) -> None:
@@ -35,7 +35,9 @@ def plot_recall(report: RecallReport, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), layout="constrained", width_ratios=(1, 1, 0.8))
     _lines(axes[0], report, "recall", "recall of the oracle's tokens")
     _lines(axes[1], report, "output_error", "relative error of the attention output")
-    _log_scale(axes[1])
+    axes[1].set_yscale("log")
+    in_percent(axes[0].yaxis)
+    in_percent(axes[1].yaxis, logarithmic=True)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     _heat_map(figure, axes[2], report)
@@ -66,21 +68,23 @@ def _log_scale(axis: Axes) -> None:
 
 
 def _lines(axis: Axes, report: RecallReport, measure: str, label: str) -> None:
-    lines: dict[str, list[RecallRow]] = {}
+    lines: dict[tuple[str, str], list[RecallRow]] = {}
     averaged = report.by()
     sharing = len({row.together for row in averaged}) > 1
     for row in averaged:
-        lines.setdefault(_form_and_budget(row) if sharing else row.name, []).append(row)
-    colours = plt.get_cmap("tab10")
-    for number, (name, rows) in enumerate(lines.items()):
+        lines.setdefault((row.method, _form_and_budget(row) if sharing else row.name), []).append(row)
+    forms = form_numbers(lines)
+    for line, rows in lines.items():
+        method, name = line
         rows = sorted(rows, key=lambda row: row.kv_fraction)
         x, y = [row.kv_fraction for row in rows], [getattr(row, measure) for row in rows]
-        axis.plot(x, y, marker=MARKERS[number % len(MARKERS)], color=colours(number % 10), label=name, alpha=0.85)
+        axis.plot(x, y, label=name, **style_of(method, forms[line]))
         for row, place in zip(rows, zip(x, y, strict=True), strict=True) if sharing else ():
             axis.annotate(str(row.together), place, xytext=(4, 4), textcoords="offset points", fontsize="small")
     whose = "\nonce for the number of queries beside each point" if sharing else ""
     axis.set_xlabel(f"keys and values read, as a share of dense attention's{whose}")
     axis.set_ylabel(label)
+    in_percent(axis.xaxis)
     axis.grid(alpha=0.3)
 
 
@@ -95,20 +99,20 @@ def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
         assert row.layer is not None
         assert row.kv_head is not None
         recall[layers.index(row.layer), heads.index(row.kv_head)] = row.recall
-    _by_layer(figure, axis, recall, layers)
+    _by_layer(figure, axis, recall, layers, "recall")
     axis.set_xticks(range(len(heads)), [str(head) for head in heads])
     axis.set_xlabel("KV head")
     one = ", one query alone" if any(row.together > 1 for row in report.rows) and shown.together == 1 else ""
     axis.set_title(f"recall of {shown.name} at {shown.budget_tokens:,} tokens{one}", fontsize="medium")
 
 
-def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int]) -> None:
-    """Draw values [layers, columns] as an image with a row per layer."""
+def _by_layer(figure: Figure, axis: Axes, values: np.ndarray, layers: list[int], what: str) -> None:
+    """Draw values [layers, columns] as an image with a row per layer, and a bar that says what they are."""
     image = axis.imshow(values, aspect="auto", cmap="viridis")
     step = max(1, len(layers) // 15)
     axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axis.set_ylabel("layer")
-    figure.colorbar(image, ax=axis)
+    figure.colorbar(image, ax=axis, label=what, format=PercentFormatter(1, decimals=0))
 
 
 def _form_and_budget(row: RecallRow) -> str:
@@ -177,7 +181,7 @@ def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
     left.set_ylabel("share of the logits' deviation over keys")
     left.legend()
     left.grid(alpha=0.3)
-    _by_layer(figure, right, np.array([one.subspace_shares for one in lists.values()]), list(lists))
+    _by_layer(figure, right, np.array([one.subspace_shares for one in lists.values()]), list(lists), "share")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlabel("subspace")
     right.set_title("share of each subspace", fontsize="medium")

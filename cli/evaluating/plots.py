@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sparsekv.cli.common.plots import MARKERS, save
+from sparsekv.cli.common.plot_styles import form_numbers, in_percent, style_of
+from sparsekv.cli.common.plots import save
 from sparsekv.runtime.evaluation.table import Cell, Row
 from sparsekv.runtime.selection.budget import Budget
 
@@ -49,8 +50,8 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
     for row in rows:
         lines.setdefault((row.prefill, row.method, row.variant), []).append(row)
     several = len({row.prefill for row in rows}) > 1
-    colours = plt.get_cmap("tab20")
-    for number, ((prefill, method, variant), some) in enumerate(lines.items()):
+    forms = form_numbers((method, f"{variant} {prefill}") for prefill, method, variant in lines)
+    for (prefill, method, variant), some in lines.items():
         ordered = sorted(some, key=lambda row: row.kv_fraction)
         score = np.array([row.score for row in ordered])
         ends = np.array([[row.score_low for row in ordered], [row.score_high for row in ordered]])
@@ -58,11 +59,9 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
             [row.kv_fraction for row in ordered],
             score,
             yerr=np.abs(ends - score),
-            marker=MARKERS[number % len(MARKERS)],
-            color=colours(number % 20),
             label=" ".join(part for part in (method, variant, prefill if several else "") if part),
-            alpha=0.85,
             capsize=2,
+            **style_of(method, forms[method, f"{variant} {prefill}"]),
         )
     dense = next((row for row in rows if row.difference is None), None)
     if dense is not None:
@@ -73,6 +72,7 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
     axis.set_xlabel("keys and values read, as a share of dense attention's")
     axis.set_ylabel(f"{first.metric} {first.unit}".strip())
     axis.set_xlim(0, 1.05)
+    in_percent(axis.xaxis)
     if first.unit == "%":
         axis.set_ylim(-2, 102)
     axis.grid(alpha=0.3)
