@@ -32,7 +32,6 @@ from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.compiled import check_mode
-from sparsekv.runtime.decoding.early import read_early
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
@@ -181,9 +180,7 @@ def generate(
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
-    if placement == "device":
-        read_early(artifact, setting.form.name, device)
-    # Here, because they import transformers, which takes as long as all else: --help does not wait for it, nor a GPU.
+    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions
     from sparsekv.cli.answering.compiling import compile_for

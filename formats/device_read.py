@@ -8,7 +8,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
@@ -29,26 +29,6 @@ class _Buffer:
     stream: torch.cuda.Stream
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Tensors on a GPU whose file is being read, and for each piece of it the end of its copy to the GPU."""
-
-    tensors: dict[str, torch.Tensor]
-    copies: list[Future[torch.cuda.Event]]
-    device: torch.device
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """The tensors, once all of the file is read; the current stream waits for the copies to the GPU.
-
-        Raises:
-            OSError: the file ends early or cannot be read.
-        """
-        stream = torch.cuda.current_stream(self.device)
-        for copied in [job.result() for job in self.copies]:
-            stream.wait_event(copied)
-        return self.tensors
-
-
 class DeviceReader:
     """Reads files to one GPU. Holds 128 MiB of page-locked memory and `THREADS` threads for the life of the process."""
 
@@ -62,15 +42,15 @@ class DeviceReader:
                 self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
 
     def read(self, descriptor: int, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of an open safetensors file: `begin`, and then `finish`, which raises OSError."""
-        return self.begin(descriptor, like).finish()
+        """Tensors of an open safetensors file that the safetensors library has accepted.
 
-    def begin(self, descriptor: int, like: Mapping[str, torch.Tensor]) -> Reading:
-        """Start to read an open safetensors file that the safetensors library has accepted.
+        Returns once all of the file is read; the current stream waits for the copies to the GPU.
 
         Args:
-            descriptor: open until the reading is finished.
             like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
+
+        Raises:
+            OSError: the file ends early or cannot be read.
         """
         starts = _starts(descriptor)
         found = {name: torch.empty_like(tensor, device=self.device) for name, tensor in like.items()}
@@ -81,7 +61,10 @@ class DeviceReader:
             for first in range(0, len(flat), PIECE):
                 target = flat[first : first + PIECE]
                 jobs.append(self._threads.submit(self._copy, descriptor, starts[name] + first, target, ready))
-        return Reading(found, jobs, self.device)
+        copied = [job.result() for job in jobs]
+        for event in copied:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return found
 
     def _copy(self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Read bytes from `start` on to a target [n] uint8; returns an event at the end of the copy to the GPU."""

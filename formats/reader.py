@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
-from sparsekv.formats.device_read import Reading, device_reader
+from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.layout import check_layout
 from sparsekv.formats.manifest import REBUILD
@@ -38,17 +38,12 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
 
 
 def on_device(
-    mapped: dict[str, torch.Tensor],
-    descriptor: int,
-    what: str,
-    device: torch.device,
-    begun: Future[Reading | None] | None = None,
+    mapped: dict[str, torch.Tensor], descriptor: int, what: str, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
 
     Args:
         what: the file's name in error messages.
-        begun: a reading of the file that was asked for earlier; taken if it has begun.
 
     Raises:
         ArtifactError: it ends early or cannot be read.
@@ -56,8 +51,7 @@ def on_device(
     if device.type == "cpu":
         return mapped
     try:
-        reading = None if begun is None or begun.cancel() else begun.result()
-        return device_reader(device).read(descriptor, mapped) if reading is None else reading.finish()
+        return device_reader(device).read(descriptor, mapped)
     except OSError as error:
         raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
 
@@ -83,7 +77,6 @@ class Artifact:
         self.manifest: Manifest = self._snapshot.manifest
         check_layout(self.manifest, folder)
         self._checked, self._summed = set[str](), set[str]()
-        self._begun: dict[str, Future[Reading | None]] = {}
 
     @property
     def manifest_data(self) -> bytes:
@@ -106,29 +99,11 @@ class Artifact:
         tensors = map_tensors(self.descriptor(name), what)
         if first:
             self._check(name, self.manifest.files[name], tensors)
-        begun = None if device.type == "cpu" else self._begun.pop(name, None)
-        tensors = on_device(tensors, self.descriptor(name), what, device, begun)
+        tensors = on_device(tensors, self.descriptor(name), what, device)
         if first and self.thorough and (wrong := not_finite(tensors)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
         return tensors
-
-    def read_early(self, names: Iterable[str], device: torch.device) -> None:
-        """Start to read files to a GPU for which `tensors` will be called, in this order, while the caller goes on.
-
-        Each takes its memory when its turn comes, and is left for `tensors` to read where less than half of the GPU's
-        memory is free by then: a model is to be loaded too.
-        """
-        thread = ThreadPoolExecutor(1)
-        self._begun = {name: thread.submit(self._begin, name, device) for name in names}
-        thread.shutdown(wait=False)
-
-    def _begin(self, name: str, device: torch.device) -> Reading | None:
-        free, whole = torch.cuda.mem_get_info(device)
-        if free < whole // 2:
-            return None
-        descriptor = self.descriptor(name)
-        return device_reader(device).begin(descriptor, map_tensors(descriptor, f"{name} of {self.folder}"))
 
     def input_ids(self) -> torch.Tensor:
         """Token ids of the fixed prompt, [N] int64."""

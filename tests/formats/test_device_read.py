@@ -9,9 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsekv.formats.device_read import PIECE, device_reader
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.reader import Artifact, map_tensors
-from sparsekv.formats.schema import layer_file
+from sparsekv.formats.reader import map_tensors
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -68,22 +66,3 @@ def test_a_file_that_ends_early_is_refused(stored: Path) -> None:
     with pytest.raises(OSError, match="shorter than it was"):
         device_reader(GPU).read(descriptor, mapped)
     os.close(descriptor)
-
-
-def test_files_that_are_read_early_hold_the_same(index: Path) -> None:
-    artifact = Artifact(index)
-    names = list(artifact.manifest.files)
-    artifact.read_early(names[1:], GPU)
-    for name in reversed(names):  # some have not begun when they are asked for
-        read, mapped = artifact.tensors(name, GPU), artifact.tensors(name)
-        assert read.keys() == mapped.keys()
-        assert all(torch.equal(tensor.cpu(), mapped[key]) for key, tensor in read.items()), name
-
-
-def test_a_file_that_ended_while_it_was_read_early_is_refused(index: Path) -> None:
-    artifact, name = Artifact(index), layer_file("context", 0)
-    with open(index / artifact.manifest.files[name].path, "r+b") as file:
-        file.truncate(2000)
-    artifact.read_early([name], GPU)
-    with pytest.raises(ArtifactError, match="context/layer"):
-        artifact.tensors(name, GPU)
