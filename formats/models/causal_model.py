@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.models.weights import weights_on
+from sparsekv.formats.pages import map_pages
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
 """Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
@@ -53,6 +55,9 @@ def causal_model(
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
     model.eval()
+    if device.type == "cpu":
+        # Beside what comes next: whoever reads the weights first, the fingerprint or a step, finds their pages mapped.
+        Thread(target=map_pages, args=[list(model.parameters())], daemon=True).start()
     return model
 
 
