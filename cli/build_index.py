@@ -1,14 +1,15 @@
 """`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.common.console import note, note_plain, progress, say
+from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.several import index_several
+from sparsekv.cli.building.targets import choose_targets
+from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
@@ -18,28 +19,30 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.formats.documents.document import open_document
-from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.ours import check_output
-from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.configure import configure, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-_LONGEST_NAME = 255  # bytes of a file's name
-
 
 @app.command(cls=GroupedCommand)
 @with_method_options(indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
 def build_index(
-    document: Annotated[str, typer.Argument(metavar="DOC", help="A text file, or - for standard input.")],
+    documents: Annotated[
+        list[str] | None, typer.Argument(metavar="DOC", help="Text files, or - for standard input.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the index. Default: DOC with the ending .skv.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the index; of several documents the folder that their indices go to. Default: each DOC "
+            "with the ending .skv.",
+        ),
+    ] = None,
+    from_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Index the documents that a file names, one a line; - for stdin.")
     ] = None,
     model: ModelOption = None,
     method: Annotated[
@@ -79,63 +82,44 @@ def build_index(
     quiet: QuietOption = False,
     **parameters: Any,
 ) -> None:
-    """Prefill DOC once, index it, and print the index's path.
+    """Prefill each DOC once, index it, and print the index's path.
 
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. An index of another document, or for another model, is left alone unless --force is
     given.
 
+    Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
+    reported at the end, with exit code 1, and the others are built all the same.
+
     \b
     sparsekv build-index manual.txt
+    sparsekv build-index chapters/*.txt -o indices
     sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
     way = choose_prefill(prefill)
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
-    methods = {name: configure(indexer, parameters) for name, indexer in chosen.items()}
-    if document == "-" and output is None:
-        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
-    with open_document(document, whole=max_tokens is None) as text:
-        folder = output or _folder_of(document)
-        check_output(folder)
-        loaded = load(model, device, dtype, rope_scaling, quiet=quiet)
-        prompt = encode_prompt(loaded.tokenizer, text, raw=raw, max_tokens=max_tokens, special_tokens=special_tokens)
-    note_plain("the document", prompt.plain, quiet=quiet)
-    if prompt.cut:
-        note(f"the first {max_tokens:,} of more tokens are indexed: the document goes on", quiet=quiet)
-    prefilling = configure(way, parameters)
-    plan = BuildPlan(
-        loaded=loaded,
-        prompt=prompt,
-        methods=methods,
+    targets = choose_targets(documents or [], from_file, output)
+    recipe = Recipe(
+        methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
+        prefill=configure(way, parameters),
+        model=model,
+        device=device,
+        dtype=dtype,
+        rope_scaling=rope_scaling,
+        max_tokens=max_tokens,
         sinks=sinks,
         tail=tail,
-        chunk_size=choose_chunk_size(chunk_size, loaded.model.device, prefilling),
-        prefill=prefilling,
-        rope_scaling=rope_scaling,
+        chunk_size=chunk_size,
+        raw=raw,
+        special_tokens=special_tokens,
         force=force,
+        quiet=quiet,
     )
-    note(f"indexing {plan.split().tokens:,} tokens with {loaded.name}", quiet=quiet)
-    tuned = _tuned(folder)
+    if len(targets) > 1 or from_file is not None:
+        return index_several(recipe, targets)
     with progress(quiet=quiet) as show:
-        manifest = build(plan, folder, show)
-    if tuned and manifest.defaults is None:
-        note("what `tune` found was for the index before: run `sparsekv tune` again", quiet=quiet)
-    say(str(folder))
-
-
-def _folder_of(document: str) -> Path:
-    folder = Path(document).with_suffix(".skv")
-    if len(os.fsencode(folder.name)) > _LONGEST_NAME:
-        raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
-    return folder
-
-
-def _tuned(folder: Path) -> bool:
-    """Whether a folder holds an index with a default setting that `tune` wrote."""
-    try:
-        return read_manifest(folder).defaults is not None
-    except ArtifactError:
-        return False
+        recipe.index(targets[0], recipe.load, show)
+    say(str(targets[0].folder))

@@ -90,7 +90,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     def show(stage: str, done: int, of: int) -> None:
         if stage not in tasks:
             tasks[stage] = bars.add_task(printable(stage), total=of)
-        bars.update(tasks[stage], completed=done)
+        bars.update(tasks[stage], completed=done, total=of)
 
     with bars:
         yield show

@@ -50,6 +50,7 @@ ROOMS = (
     "runtime/benchmark",
     "runtime",
     "cli/common",
+    "cli/building",
     "cli/answering",
     "cli/reporting",
     "cli/inspecting",

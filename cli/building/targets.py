@@ -1,0 +1,83 @@
+"""Which documents are indexed, and the folder of each one's index."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsekv.formats.documents.text_source import read_bytes
+from sparsekv.formats.errors import UsageError
+
+_LONGEST_NAME = 255  # bytes of a file's name
+_LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
+ENDING = ".skv"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A document, as it was named, and the folder that its index goes to."""
+
+    document: str
+    folder: Path
+
+
+def choose_targets(documents: Sequence[str], from_file: str | None, output: Path | None) -> list[Target]:
+    """The documents that were named, once each, with the folders of their indices.
+
+    Args:
+        from_file: a file with the names of more documents, one a line; `-` for standard input.
+        output: the folder of the index, or, where several documents may be named, the folder that their indices go to.
+
+    Raises:
+        UsageError: no document; two whose indices have one name; a document without a name, or with one too long; or
+            `output` cannot hold several indices.
+        SparsekvError: `from_file` cannot be read.
+    """
+    listed = [] if from_file is None else _names(from_file)
+    named = list(dict.fromkeys([*documents, *listed]))
+    if not named:
+        what = "name a text file" if from_file is None else f"--from-file {from_file} names none"
+        raise UsageError(f"no document to index: {what}, or - for standard input")
+    if len(named) == 1 and from_file is None:
+        return [Target(named[0], output or folder_of(named[0]))]
+    if from_file == "-" and "-" in named:
+        raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
+    _check_holds_several(output)
+    return _apart([Target(one, folder_of(one, output)) for one in named])
+
+
+def folder_of(document: str, parent: Path | None = None) -> Path:
+    """The folder of a document's index: its name with the ending .skv, beside it or in `parent`.
+
+    Raises:
+        UsageError: it has no name, or one that is too long with that ending.
+    """
+    if document == "-":
+        raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
+    beside = Path(document).with_suffix(ENDING)
+    if len(os.fsencode(beside.name)) > _LONGEST_NAME:
+        raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
+    return beside if parent is None else parent / beside.name
+
+
+def _names(from_file: str) -> list[str]:
+    # File names may be any bytes.
+    lines = os.fsdecode(read_bytes(from_file, most=_LONGEST_LIST, option="--from-file")).split("\n")
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _check_holds_several(output: Path | None) -> None:
+    if output is not None and (output.suffix == ENDING or (output.exists() and not output.is_dir())):
+        raise UsageError(f"--output {output}: of several documents it is the folder that their indices go to; name one")
+
+
+def _apart(targets: list[Target]) -> list[Target]:
+    """The targets unchanged, if no two go to one folder."""
+    taken: dict[Path, str] = {}
+    for one in targets:
+        if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
+            raise UsageError(
+                f"{other} and {one.document} would both be indexed in {one.folder}; build one of them by itself, with "
+                "--output NAME.skv"
+            )
+    return targets

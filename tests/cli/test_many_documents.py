@@ -1,0 +1,123 @@
+"""`build-index` of several documents: an index each, one model, and what fails costs no other document."""
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.command import fails, run_here, start
+
+from sparsekv.cli.building import recipe
+from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.reader import Artifact
+
+TAIL = ("--model", "model", "--method", "squeezed", "--tail", "32")
+LETTERS = ("a", "b", "c")
+
+
+@pytest.fixture
+def documents(place: Path) -> Path:
+    """`a.txt`, `b.txt` and `c.txt` beside the model."""
+    for number, name in enumerate(LETTERS):
+        (place / f"{name}.txt").write_text(f"Document {name} says {number}. " * 20)
+    return place
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {str(path): hash_bytes(path.read_bytes()) for path in sorted(folder.rglob("*.safetensors"))}
+
+
+def test_each_document_has_the_index_that_it_has_by_itself(documents: Path) -> None:
+    built = run_here("build-index", "a.txt", "b.txt", *TAIL, "-o", "out", "-q")
+    assert (built.code, built.stdout, built.stderr) == (0, "out/a.skv\nout/b.skv\n", "")
+    assert run_here("build-index", "b.txt", *TAIL, "-q").stdout == "b.skv\n"
+    together, alone = (read_manifest(documents / folder) for folder in ("out/b.skv", "b.skv"))
+    assert {name: one.sha256 for name, one in together.files.items()} == {
+        name: one.sha256 for name, one in alone.files.items()
+    }
+    for _ in Artifact(documents / "out" / "a.skv").verify():
+        pass
+
+
+def test_the_model_is_loaded_once(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, real = [], recipe.load
+    monkeypatch.setattr(recipe, "load", lambda *args, **how: (loads.append(args), real(*args, **how))[1])
+    assert run_here("build-index", "a.txt", "b.txt", "c.txt", *TAIL, "-q").code == 0
+    assert len(loads) == 1
+
+
+def test_a_document_that_fails_is_told_at_the_end_and_the_others_are_built(documents: Path) -> None:
+    (documents / "b.txt").write_bytes(b"text\0")
+    built = run_here("build-index", "a.txt", "b.txt", "none.txt", "c.txt", *TAIL, "-q")
+    assert (built.code, built.stdout) == (1, "a.skv\nc.skv\n")
+    assert built.stderr.splitlines() == [
+        "b.txt is not text: it contains zero bytes; convert it to plain text first",
+        "none.txt: no such file: none.txt",
+        "sparsekv: error: 2 of 4 documents are not indexed, for the reasons above; the same command tries these again, "
+        "and leaves the others as they are",
+    ]
+    assert not (documents / "b.skv").exists()
+
+
+def test_what_is_whole_is_not_built_again(documents: Path) -> None:
+    (documents / "b.txt").write_bytes(b"text\0")
+    assert run_here("build-index", "a.txt", "b.txt", *TAIL, "-q").code == 1
+    uuid, files = read_manifest(documents / "a.skv").uuid, _hashes(documents / "a.skv")
+    (documents / "b.txt").write_text("Mended text of document b. " * 20)
+    assert run_here("build-index", "a.txt", "b.txt", *TAIL, "-q").stdout == "a.skv\nb.skv\n"
+    assert read_manifest(documents / "a.skv").uuid == uuid
+    assert _hashes(documents / "a.skv") == files
+
+
+def test_after_a_kill_the_same_command_builds_what_is_missing(documents: Path) -> None:
+    command = ("build-index", "a.txt", "b.txt", "c.txt", *TAIL, "-q")
+    running = start(*command, cwd=documents)
+    while not (documents / "a.skv" / "manifest.json").exists() and running.stop():
+        os.kill(running.pid, signal.SIGCONT)
+    os.kill(running.pid, signal.SIGKILL)
+    assert running.wait().code == -signal.SIGKILL
+    uuid = read_manifest(documents / "a.skv").uuid
+    assert run_here(*command).stdout == "a.skv\nb.skv\nc.skv\n"
+    assert read_manifest(documents / "a.skv").uuid == uuid
+
+
+@pytest.mark.parametrize("listed", ["list.txt", "-"])
+def test_a_file_can_name_the_documents(documents: Path, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "a.txt\n\n  b.txt  \na.txt\n"
+    (documents / "list.txt").write_text(names)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(names.encode())))
+    assert run_here("build-index", "--from-file", listed, *TAIL, "-q").stdout == "a.skv\nb.skv\n"
+
+
+def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) -> None:
+    (documents / "list.txt").write_text("a.txt\n")
+    assert run_here("build-index", "--from-file", "list.txt", *TAIL, "-o", "out", "-q").stdout == "out/a.skv\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), ("no document to index: name a text file",)),
+        (("--from-file", "empty.txt"), ("--from-file empty.txt names none",)),
+        (("--from-file", "none.txt"), ("no such file: --from-file none.txt",)),
+        (("a.txt", "sub/a.md"), ("a.txt and sub/a.md would both be indexed in out/a.skv", "--output NAME.skv")),
+        (("a.txt", "-"), ("standard input has no name", "--output NAME.skv")),
+        (("--from-file", "-", "-"), ("standard input has the list of documents",)),
+    ],
+    ids=["none", "empty list", "no list", "one name twice", "no name", "standard input twice"],
+)
+def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
+    documents: Path, arguments: tuple[str, ...], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a.txt\n")))
+    (documents / "empty.txt").write_text(" \n")
+    fails(2, "build-index", *arguments, *TAIL, "-o", "out", says=says)
+    assert not (documents / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt"])
+def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=(f"--output {output}: of several documents",))
