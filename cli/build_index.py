@@ -1,12 +1,14 @@
 """`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.building.ray_cluster import RayCluster, index_by_ray
 from sparsekv.cli.building.recipe import Recipe
-from sparsekv.cli.building.several import index_several
+from sparsekv.cli.building.several import index_here, index_several
 from sparsekv.cli.building.targets import choose_targets
 from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -19,6 +21,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.configure import configure, refuse_unused
@@ -77,6 +80,23 @@ def build_index(
     force: Annotated[
         bool, typer.Option("--force", help="Build from scratch, and replace whatever index is in the folder.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|auto|HOST:PORT",
+            help="Index the documents by workers of a Ray cluster, each with a model of its own: one started on this "
+            "machine (local), the one that this machine belongs to (auto), or by its address. Needs Ray.",
+            rich_help_panel="Many documents",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Workers of --ray. Default: one a GPU, or without GPUs one for four CPUs.",
+            rich_help_panel="Many documents",
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     quiet: QuietOption = False,
@@ -101,6 +121,8 @@ def build_index(
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
     way = choose_prefill(prefill)
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
+    if workers is not None and ray is None:
+        raise UsageError(f"--workers {workers}: is for --ray; leave it out")
     targets = choose_targets(documents or [], from_file, output)
     recipe = Recipe(
         methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
@@ -118,8 +140,11 @@ def build_index(
         force=force,
         quiet=quiet,
     )
+    if ray is not None:
+        cluster = RayCluster(recipe, ray, workers)
+        return index_several(targets, lambda show, done: index_by_ray(cluster, targets, done), quiet=quiet)
     if len(targets) > 1 or from_file is not None:
-        return index_several(recipe, targets)
+        return index_several(targets, partial(index_here, recipe, targets), quiet=quiet)
     with progress(quiet=quiet) as show:
         recipe.index(targets[0], recipe.load, show)
     say(str(targets[0].folder))

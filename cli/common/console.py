@@ -7,7 +7,7 @@ import csv
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,10 +36,15 @@ def show(*things: RenderableType, width: int = 120) -> None:
         console.print(thing)
 
 
-def say(text: str, *, end: str = "\n") -> None:
-    """Print a result to stdout: control characters are escaped on a terminal, and unchanged elsewhere."""
-    sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
-    sys.stdout.flush()
+def say(text: str, *, end: str = "\n", to: TextIO | None = None) -> None:
+    """Print a result to stdout: control characters are escaped on a terminal, and unchanged elsewhere.
+
+    Args:
+        to: stdout as it was before something else was put into its place.
+    """
+    stdout = to or sys.stdout
+    stdout.write((printable(text) if stdout.isatty() else text) + end)
+    stdout.flush()
 
 
 def say_csv(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
