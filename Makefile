@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cli indexing runtime kernels formats
-SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py"))
+SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py" -o -path "*/assets/*"))
 
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
