@@ -19,8 +19,8 @@ const list = passageList(trace, (passage) => pickPassage(passage, true));
 const search = searchBox(trace, find);
 const dialog = keyDialog();
 const position = element("output", { class: "small faint number", id: "position" });
-const [previous, next] = [["previous", "\u2191", -1], ["next", "\u2193", 1]].map(([id, arrow, by]) =>
-  element("button", { type: "button", class: "plain", id, onclick: () => jump(by) }, arrow));
+const jumps = [["Previous", "\u2191", -1], ["Next", "\u2193", 1]].map(([name, arrow, by]) =>
+  element("button", { type: "button", class: "plain", "aria-label": `${name} lit passage`, onclick: () => jump(by) }, arrow));
 
 function select(change) {
   Object.assign(state.selection, change);
@@ -59,17 +59,20 @@ function litPassages(shares, kinds) {
   return { passages: new Map(found.map((one) => [one.passage, one])), ordered, order, brightest: ordered[0]?.sum ?? 0, elsewhere: shares.elsewhere };
 }
 
+/** Outline a passage and show it in full, or none for null; `scroll` to it, or to what is told of it. */
 function pickPassage(passage, scroll) {
   state.passage = passage;
   pane.choose(passage);
   list.pick(passage, state.shares.passages.get(passage));
-  if (scroll && passage !== null) pane.scrollTo(passage);
-  showPosition();
+  if (passage === null) return showPosition();
+  if (scroll) pane.scrollTo(passage);
+  else list.reveal();
+  return showPosition();
 }
 
-/** To the next or previous lit passage, from the one that is picked or else from what is seen. */
-function jump(by) {
-  const { order } = state.lit;
+/** To the next or previous lit passage (or one that is missed most), from the one that is picked or else from what is seen. */
+function jump(by, missed = false) {
+  const order = missed ? state.lit.order.filter((passage) => state.lit.passages.get(passage).kind === "missed") : state.lit.order;
   if (!order.length) return;
   const from = state.passage ?? trace.prompt.passageOfToken(Math.floor(pane.seen()[0] * trace.n_context)) - (by > 0 ? 1 : 0);
   const after = by > 0 ? order.find((passage) => passage > from) : order.findLast((passage) => passage < from);
@@ -79,10 +82,7 @@ function jump(by) {
 function showPosition() {
   const { order } = state.lit;
   const at = order.indexOf(state.passage);
-  const what = state.kinds.missed && !state.kinds.chosen && !state.kinds.stood_for ? "missed" : "lit";
-  position.value = at < 0 ? `${count(order.length)} ${what}` : `${count(at + 1)} of ${count(order.length)} ${what}`;
-  next.setAttribute("aria-label", `Next ${what} passage`);
-  previous.setAttribute("aria-label", `Previous ${what} passage`);
+  position.value = at < 0 ? `${count(order.length)} lit` : `${count(at + 1)} of ${count(order.length)} lit`;
 }
 
 function find(matches, current) {
@@ -105,7 +105,7 @@ function mark() {
 function header() {
   const facts = [trace.index, trace.model, `${trace.method}${trace.residual ? " with residual" : ""} at ${fixed(100 * trace.budget, 1).replace(".0", "")}%`, `${count(trace.n_context)} tokens`];
   return element("header", {}, element("p", { class: "small faint facts" }, facts.map((fact) => quoted(fact))),
-    element("div", { class: "row no-print" }, search.box, element("span", { class: "row jump" }, position, previous, next),
+    element("div", { class: "row no-print" }, search.box, element("span", { class: "row jump" }, position, jumps),
       themeButton(() => map.draw({ colours: null })),
       element("button", { type: "button", class: "plain", id: "help", "aria-label": "Keys", onclick: () => dialog.showModal() }, "?")));
 }
@@ -124,6 +124,8 @@ listenToKeys({
   ArrowRight: (event) => answer.move(1, event.shiftKey),
   n: () => jump(1),
   p: () => jump(-1),
+  N: () => jump(1, true),
+  P: () => jump(-1, true),
   c: () => switchKind("chosen"),
   s: () => switchKind("stood_for"),
   m: () => switchKind("missed"),

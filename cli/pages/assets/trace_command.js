@@ -1,7 +1,7 @@
 // The command that asks the same question without a passage, quoted so that a shell takes every text as text.
 
 // What a terminal would act on while it is pasted: control characters, bidi overrides, invisible characters.
-const UNPASTABLE = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\u{e0000}-\u{e007f}]/gu;
+const UNPASTABLE = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 
 /** One word of a command: bare, in single quotes, or as $'...' where characters cannot be pasted. */
 function shellWord(text) {
@@ -17,7 +17,7 @@ function shellWord(text) {
 
 /** The command without a passage; null where a text has a character that no command can have. */
 function withoutCommand({ index, question }, passage) {
-  const text = passage.trim();
+  const text = passage.replace(/^[ \t\r\n]+|[ \t\r\n]+$/g, "");
   if (/[\u0000\ud800-\udfff]/u.test(index + question + text)) return null;
   const options = `--without ${shellWord(text)} -o without.html`;
   const start = `sparsekv trace --index ${shellWord(index)}`;

@@ -3,7 +3,7 @@
 const MOST_IN_BLOCK = 4000; // characters, where a text has no paragraphs
 const LEAST_LIGHT = 0.05;
 
-/** The document: {pane, light, mark, choose, scrollTo, window}; `onpick` gets the passage that is clicked. */
+/** The document: {pane, light, choose, mark, scrollTo, scrollToShare, seen}; `onpick` gets the passage that is clicked. */
 function documentPane(trace, onpick) {
   const { prompt } = trace;
   const spans = Array.from({ length: prompt.passages }, (_, passage) =>
@@ -106,12 +106,8 @@ function markedNodes(prompt, passage, ranges) {
 
 function scrolling(prompt, spans, blocks, pane) {
   const firsts = blocks.map((block) => block.first);
-  const smooth = () => (matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
-  /** Bring a passage to the middle; blocks on the way are laid out only where they are passed slowly. */
-  const scrollTo = (passage, far = true) => {
-    const span = spans[passage];
-    span.scrollIntoView({ block: "center", behavior: far ? "auto" : smooth() });
-  };
+  /** Bring a passage to the middle. */
+  const scrollTo = (passage) => spans[passage].scrollIntoView({ block: "center" });
   /** Scroll to a place, as a share of the prompt's tokens from 0 to 1. */
   const scrollToShare = (share) => {
     const passage = prompt.passageOfToken(Math.floor(share * (prompt.tokenAt.length - 1)));

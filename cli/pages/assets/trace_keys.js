@@ -5,6 +5,7 @@ const KEY_LIST = [
   ["Shift \u2190 \u2192", "select a span of them"],
   ["Esc", "leave the search; select the whole answer"],
   ["n p", "next, previous lit passage"],
+  ["N P", "next, previous passage that is missed most"],
   ["c s m", "show or hide chosen, stood for, missed"],
   ["/", "search in the document; Enter, Shift Enter: next, previous"],
   ["?", "this list"],

@@ -2,7 +2,7 @@
 
 const FIRST_ROWS = 8;
 
-/** The list: {box, show, pick}; `onpick` gets the passage whose row is clicked. */
+/** The list: {box, show, pick, reveal}; `onpick` gets the passage whose row is clicked. */
 function passageList(trace, onpick) {
   const rows = element("ol", { class: "passages" });
   const elsewhere = element("output", { class: "number", id: "elsewhere" });
@@ -20,10 +20,11 @@ function passageList(trace, onpick) {
     elsewhere.value = percent(KINDS.reduce((sum, kind) => sum + (kinds[kind] && lit.elsewhere[kind] > 0 ? lit.elsewhere[kind] : 0), 0));
   };
   const pick = (passage, shares) => detail.replaceChildren(...(passage === null ? [] : passageDetail(trace, passage, shares)));
+  const reveal = () => detail.scrollIntoView({ block: "nearest" });
   const box = element("section", { class: "list", "aria-labelledby": "list-title" },
     element("h2", { id: "list-title" }, "Where it looks"), detail, rows, more,
     element("div", { class: "share elsewhere" }, element("span", {}, "Elsewhere, in passages that are not listed"), elsewhere));
-  return { box, show, pick };
+  return { box, show, pick, reveal };
 }
 
 function passageRow(trace, { passage, sum, kind }, brightest, onpick) {
