@@ -30,7 +30,7 @@ SCROLL = """async () => {
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
 RUNS = 5
 SLOW = 50
-"""Milliseconds from which on Chromium itself calls a frame long: its work alone, without waiting for other processes."""
+"""Milliseconds from which on Chromium calls a frame long, of its work without waiting for other processes."""
 
 
 def test_a_page_of_128k_tokens(browser: "Browser", tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ function numbersBox(trace, onswitch) {
     showBar(bar, shares);
     const values = measuresOf(trace, selection);
     for (const [name, , digits] of MEASURES) measures[name].textContent = fixed(values[name], digits);
-    scope.textContent = selection.tokens ? "Measured over the whole answer, not the selected tokens alone." : "";
+    scope.textContent = !shares.rows ? "The trace has nothing recorded of this." : selection.tokens ? "Measured over the whole answer, not the selected tokens alone." : "";
   };
   return { box, show };
 }
