@@ -51,6 +51,7 @@ ROOMS = (
     "runtime",
     "cli/common",
     "cli/building",
+    "cli/pages",
     "cli/answering",
     "cli/reporting",
     "cli/inspecting",
