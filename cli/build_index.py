@@ -21,8 +21,10 @@ from sparsekv.cli.common.options import (
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.ours import check_output
+from sparsekv.formats.schema import Defaults
 from sparsekv.indexing.build import build_index as build
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
@@ -118,11 +120,12 @@ def build_index(
         force=force,
     )
     note(f"indexing {plan.split().tokens:,} tokens with {loaded.name}", quiet=quiet)
-    tuned = _tuned(folder)
+    before = _tuned(folder)
     with progress(quiet=quiet) as show:
         manifest = build(plan, folder, show)
-    if tuned and manifest.defaults is None:
-        note("what `tune` found was for the index before: run `sparsekv tune` again", quiet=quiet)
+    if before is not None and manifest.defaults is None:
+        again = tune_hint(folder, before.target)
+        note(f"what tune found was for the index before: run {again} again", quiet=quiet)
     say(str(folder))
 
 
@@ -133,9 +136,9 @@ def _folder_of(document: str) -> Path:
     return folder
 
 
-def _tuned(folder: Path) -> bool:
-    """Whether a folder holds an index with a default setting that `tune` wrote."""
+def _tuned(folder: Path) -> Defaults | None:
+    """The default setting that `tune` wrote into the index in a folder, if there is one."""
     try:
-        return read_manifest(folder).defaults is not None
+        return read_manifest(folder).defaults
     except ArtifactError:
-        return False
+        return None
