@@ -2,20 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := cli indexing runtime kernels formats
-SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py"))
+SOURCES := $(sort $(shell find $(PACKAGES) -name "*.py" -o -path "*/assets/*"))
 
 # The embedded model comes from the Python package index; nothing here needs the model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test lint style types tests format docs clean FORCE
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+.PHONY: help demo test test-browser chromium lint style types tests format docs clean FORCE
 
 help:
-	@echo "make demo    build an index of a long text with the embedded model, ask it, and report recall"
-	@echo "make test    linting, types and tests"
-	@echo "make lint    linting and types alone"
-	@echo "make format  reformat the code"
-	@echo "make docs    write the command reference anew"
-	@echo "make clean   remove .venv, the demo, build folders and caches"
+	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
+	@echo "make test          linting, types and tests"
+	@echo "make test-browser  tests of HTML pages, in Chromium"
+	@echo "make lint          linting and types alone"
+	@echo "make format        reformat the code"
+	@echo "make docs          write the command reference anew"
+	@echo "make clean         remove .venv, the demo, build folders and caches"
 
 # Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
 .venv/sources: FORCE
@@ -66,6 +69,18 @@ tests: .venv/installed
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
+
+.venv/browser: .venv/installed
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,browser]' --config-settings editable_mode=strict
+	@touch $@
+
+chromium:
+	@test -x "$(CHROMIUM)" || { \
+		echo "test-browser needs Chromium: install it (Debian: apt-get install chromium), or name it: make test-browser CHROMIUM=/path/to/chromium" >&2; \
+		exit 1; }
+
+test-browser: chromium .venv/browser
+	CHROMIUM="$(CHROMIUM)" $(BIN)/pytest -s -m browser tests/browser
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

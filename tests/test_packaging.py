@@ -41,7 +41,11 @@ def test_the_wheel_holds_the_packages_and_nothing_beside_them(wheel: Path) -> No
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path.relative_to(ROOT) for package in TOP for path in (ROOT / package).rglob("*.py")}
-    assert names == {f"sparsekv/{path}" for path in files} | {f"sparsekv/{package}/py.typed" for package in TOP}
+    assets = {path.relative_to(ROOT) for path in (ROOT / "cli/pages/assets").iterdir()}
+    assert names == {f"sparsekv/{path}" for path in files | assets} | {
+        f"sparsekv/{package}/py.typed" for package in TOP
+    }
+    assert {path.suffix for path in assets} == {".css", ".js"}
     assert {path.parent / "__init__.py" for path in files} <= files
 
 

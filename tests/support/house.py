@@ -50,6 +50,7 @@ ROOMS = (
     "runtime/benchmark",
     "runtime",
     "cli/common",
+    "cli/pages",
     "cli/answering",
     "cli/reporting",
     "cli/inspecting",

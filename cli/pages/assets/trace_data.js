@@ -1,0 +1,40 @@
+// A trace as the page uses it: what `packed_trace.py` packed, in typed arrays.
+
+const KINDS = ["chosen", "stood_for", "missed"];
+const KIND_NAMES = { chosen: "Chosen", stood_for: "Stood for", missed: "Missed" };
+
+function readTrace(packed) {
+  return {
+    ...packed.facts,
+    prompt: readPrompt(packed.prompt),
+    byToken: readGroup(packed.by_token),
+    byHead: readGroup(packed.by_head),
+    records: readGroup(packed.records),
+  };
+}
+
+/** The prompt's text; where each passage begins, in tokens; where each token begins, in the text. */
+function readPrompt({ text, lengths, start, tokens }) {
+  const tokenAt = startsOf(readColumn(lengths));
+  const counts = readColumn(tokens);
+  const starts = startsOf(counts);
+  const prompt = { text, tokenAt, starts, first: readColumn(start), passages: counts.length };
+  prompt.from = (passage) => tokenAt[starts[passage]];
+  prompt.textOf = (passage) => text.slice(prompt.from(passage), prompt.from(passage + 1));
+  prompt.passageOfToken = (token) => Math.min(runOf(starts, token), counts.length - 1);
+  prompt.passageOfText = (at) => prompt.passageOfToken(runOf(tokenAt, at));
+  return prompt;
+}
+
+/** Rows of shares: a column each, and lists of passages and tokens with where each row's begins. */
+function readGroup(packed) {
+  const group = {};
+  for (const [name, value] of Object.entries(packed)) group[name] = value.counts ? readList(value) : readColumn(value);
+  group.rows = group.exact.length;
+  return group;
+}
+
+function readList({ counts, ...columns }) {
+  const list = Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, readColumn(column)]));
+  return { starts: startsOf(readColumn(counts)), ...list };
+}

@@ -1,0 +1,136 @@
+"""Write a self-contained HTML page: its data, style and script are in the one file, and it may load nothing else."""
+
+import base64
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from sparsekv.cli.common.printable import json_text, printable
+from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.sync import sync_path
+
+ASSETS = Path(__file__).parent / "assets"
+START = "<!DOCTYPE html>\n<!-- a page of sparsekv -->\n"
+"""What every page begins with, by which one that may be overwritten is known."""
+STYLES = ("common.css",)
+SCRIPTS = ("dom.js", "numbers.js", "table.js", "theme.js")
+"""What every page has, before what is its own."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its script reads the data with `pageData()` and builds what is seen."""
+
+    title: str
+    data: Any
+    """Anything that JSON can say."""
+    styles: tuple[str, ...]
+    """Names of files in `assets/`, in order, behind `STYLES`."""
+    scripts: tuple[str, ...]
+    """Names of files in `assets/`, in order, behind `SCRIPTS`; they share one scope."""
+
+
+def page_html(page: Page) -> str:
+    """The whole HTML of a page; its policy lets nothing run or load but its own script and style.
+
+    Text of the data cannot end its element: every `<` in it is escaped.
+    """
+    style, script = (
+        _joined(STYLES + page.styles),
+        f'"use strict";\n(() => {{\n{_joined(SCRIPTS + page.scripts)}}})();\n',
+    )
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    return (
+        f'{START}<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="referrer" content="no-referrer">\n<title>{_title(page.title)}</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n"
+        "<noscript>This page shows its data with JavaScript, which is switched off here.</noscript>\n"
+        f'<script type="application/json" id="data">{_embedded(page.data)}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def write_page(page: Page, path: Path, option: str) -> int:
+    """Write a page and give its size in bytes; a file is there whole or not at all.
+
+    `option` is named by errors, as in `--html`.
+
+    Raises:
+        UsageError: the name is not possible, or its folder missing.
+        SparsekvError: the file is there and no page of ours, or cannot be written.
+    """
+    refuse_unwritable_page(path, option)
+    text = page_html(page).encode()
+    try:
+        _replace(path.resolve(), text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"cannot write the page {path}: {reason}; give {option} another name") from None
+    return len(text)
+
+
+def refuse_unwritable_page(path: Path | None, option: str) -> None:
+    """Check, before anything is measured, that a page can be written there; what it raises is as for `write_page`."""
+    if path is None:
+        return
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(f"{option} {path}: its folder does not exist; make it first")
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
+    if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
+        raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
+    if os.path.lexists(path) and not _is_ours(path):
+        raise SparsekvError(f"{path} is there and no page of sparsekv; give {option} another name")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(START)) in (START.encode(), b"")
+    except OSError:
+        return False
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """A hidden file beside it, with the permissions of a new file, takes its place."""
+    temporary = path.parent / f".sparsekv-{token_hex(8)}.html"
+    try:
+        with temporary.open("xb") as file:
+            file.write(text)
+        sync_path(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_path(path.parent)
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    """A source expression of a content-security-policy: the element with exactly this text."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _title(text: str) -> str:
+    return escape(printable(" ".join(text.split())))
+
+
+def _embedded(data: Any) -> str:
+    """JSON without `<`, so that neither an end tag nor a comment begins in it."""
+    return json_text(data).replace("<", "\\u003c")
