@@ -23,7 +23,7 @@ def _argument(part: str | Path) -> str:
 
 def build_hint(folder: Path) -> str:
     """How to build a missing index: from the text beside it that has its name (manual.txt for manual.skv)."""
-    for text in _texts(folder.parent.glob(f"{escape(folder.stem)}.*")):
+    for text in _texts(path for path in folder.parent.glob(f"{escape(folder.stem)}.*") if path != folder):
         return f"build it with {command('build-index', text, '-o', folder)}"
     return f"name one that is there, or build it: {command('build-index', '--help')} says how"
 
