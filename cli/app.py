@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import with_checked_values
+from sparsekv.formats.errors import UsageError
 
 COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
@@ -30,6 +31,7 @@ class _LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
+            _refuse_unknown(cmd_name)
             return None
         refuse_small_limit()
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
@@ -39,6 +41,14 @@ class _LazyGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+def _refuse_unknown(name: str) -> None:
+    """Raise UsageError for a name that is no command and no option."""
+    if not name.startswith("-"):
+        from sparsekv.formats.suggestions import suggestion
+
+        raise UsageError(f"no command '{name}'{suggestion(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
 
 
 app = typer.Typer(cls=_LazyGroup, rich_markup_mode=None, add_completion=False)
@@ -63,8 +73,9 @@ def main(
     """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
 
     Results go to stdout, notes and errors to stderr. The exit code is 0 when done, 1 after a failure, 2 after wrong
-    usage and 130 after Ctrl-C. When the reader of stdout closes the pipe (`| head -1`), the command ends silently and
-    the shell reports 141, except that `generate --save-to` still saves.
+    usage, such as the name of a file or an index that is not there, and 130 after Ctrl-C. When the reader of stdout
+    closes the pipe (`| head -1`), the command ends silently and the shell reports 141, except that `generate --save-to`
+    still saves.
 
     \b
     sparsekv build-index manual.txt

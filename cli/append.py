@@ -18,6 +18,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
@@ -85,7 +86,8 @@ def append(
         build_index(plan, artifact.folder, show)
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
-        note("the default that `tune` found was for the shorter text: run `sparsekv tune` again", quiet=quiet)
+        again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
+        note(f"the default that tune found was for the shorter text: run {again_with} again", quiet=quiet)
     say(str(artifact.folder))
 
 

@@ -33,7 +33,7 @@ from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
 from sparsekv.runtime.decoding.compiled import check_mode
 from sparsekv.runtime.decoding.prepare import residual_source
-from sparsekv.runtime.decoding.setting import choose_setting
+from sparsekv.runtime.decoding.setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -54,7 +54,8 @@ def generate(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first."
+            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
+            "what `tune` found, or the index's first."
         ),
     ] = None,
     budget: Annotated[
@@ -200,9 +201,12 @@ def generate(
     check_mode(compiled)
     guarded, stats = None if guard is None else Guard(guard), stats or gauge
     measured, option = gauge or guarded is not None, "--gauge" if guarded is None else "--guard"
-    if measured:
-        check_estimates_missed(option, setting.form.name, setting.form.method, residual=setting.form.residual)
-    if setting.form.residual:
+    if setting.method is None:
+        beside = {"--guard": guard, "--gauge": gauge, "--ahead": ahead, "--prefill": prefilling and prefill}
+        refuse_beside_dense(beside | {"--placement": placement != "device" and placement})
+    elif measured:
+        check_estimates_missed(option, setting.name, setting.method, residual=setting.residual)
+    if setting.residual:
         residual_source(artifact)
     wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
     questions = read_questions(prompt, prompt_file, batch_file)

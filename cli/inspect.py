@@ -21,7 +21,7 @@ from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
-from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.selection.registry import methods_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -36,6 +36,10 @@ def inspect(
         int | None, typer.Option(help="Layer whose biggest clusters are shown. Default: the middle one.")
     ] = None,
     clusters: Annotated[int, typer.Option(min=0, help="How many of the biggest clusters to show.")] = 8,
+    by: Annotated[
+        str | None,
+        typer.Option(metavar="layer", help="Show clusters and posting lists layer by layer, not as a summary."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Recompute and check every file's sha256.")] = False,
     plot: Annotated[
         Path | None,
@@ -57,14 +61,19 @@ def inspect(
     Of posting lists (csattention): the share of keys that are in at least one list (keys listed), the share of the
     lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
 
+    Clusters and lists are those of all layers together; --by layer has a row for each layer, as --json always has.
+
     --plot draws the first method that has clusters or posting lists.
 
     \b
     sparsekv inspect --index manual.skv
+    sparsekv inspect --index manual.skv --by layer
     sparsekv inspect --index manual.skv --verify
     sparsekv inspect --index manual.skv --method csattention --plot shares.png
     sparsekv inspect --index manual.skv --json | python -m json.tool
     """
+    if by not in (None, "layer"):
+        raise UsageError(f"--by {by}: give layer")
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index, thorough=True)
     shown, names = _shown_layer(artifact, layer), _shown_methods(artifact, method or [])
@@ -82,7 +91,7 @@ def inspect(
     if as_json:
         say(json.dumps(inspection, indent=1))
     else:
-        print_inspection(inspection)
+        print_inspection(inspection, by_layer=by is not None)
 
 
 Described = list[LayerDescription]
@@ -100,7 +109,7 @@ def _shown_layer(artifact: Artifact, layer: int | None) -> int:
 def _shown_methods(artifact: Artifact, names: list[str]) -> list[str]:
     """Names of the methods to show, in the index's order; UsageError for a method that the index does not contain."""
     held = list(artifact.manifest.methods)
-    chosen = choose_methods(names, held)
+    chosen = methods_of(artifact, names)
     for name in names:
         if name not in held and name != "all":
             raise UsageError(f"--method {name}: an index holds nothing of it; this one has: {', '.join(held)}")

@@ -1,13 +1,11 @@
 """`sparsekv recall-report`: measure how much of dense attention each method keeps on a document, and what it reads."""
 
-import json
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.common.console import note, progress, say, say_csv
+from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import with_method_options
@@ -23,18 +21,16 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
-from sparsekv.cli.reporting.output import best_line, print_table
+from sparsekv.cli.reporting.output import print_csv, print_report, report_json
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import choose_device
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
-from sparsekv.runtime.reporting.report import RecallRow
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import methods, methods_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -75,7 +71,7 @@ def recall_report(
     within: Annotated[
         float,
         typer.Option(
-            help="Below the table, name the method of lowest error among those whose KV read is at most this."
+            help="Below the table, name the method of lowest error among those whose kv_fraction is at most this."
         ),
     ] = 0.12,
     together: Annotated[
@@ -107,28 +103,35 @@ def recall_report(
     the tokens of highest exact attention at the same budget.
 
     \b
-    tokens    Tokens that the method selected.
-    recall    Share of the oracle's tokens that the method selected.
-    mass      Share of the attention on the document that falls on the
-              selected tokens.
-    error     Relative error of the attention output.
-    KV read   What the method reads of the document's keys and values, its
-              index included, as a share of all of them.
-    left      Share of all attention, sinks and tail included, that falls on
-              tokens that were not selected.
-    estimate  What a decode step can estimate of `left` without reading those
-              tokens. Blank for methods that have no estimate.
-    seen      Recall on queries of the document from which the index was
-              built. Blank for indices that are not built from queries.
-    listed    Share of the oracle's tokens that are in a posting list that
-              the method read. Blank for methods without posting lists.
-    more      Share of heads whose budget the --guard raised.
-    all       Share of heads that read everything under the --guard.
+    selected_tokens   Tokens that the method selected.
+    recall            Share of the oracle's tokens that the method selected.
+    attention_mass    Share of the attention on the document that falls on
+                      the selected tokens.
+    output_error      Relative error of the attention output.
+    kv_fraction       What the method reads of the document's keys and
+                      values, its index included, as a share of all of them.
+    missed_mass       Share of all attention, sinks and tail included, that
+                      falls on tokens that were not selected.
+    missed_estimate   What a decode step can estimate of missed_mass without
+                      reading those tokens. Blank for methods that have no
+                      estimate.
+    recall_seen       Recall on queries of the document from which the index
+                      was built. Blank for indices not built from queries.
+    list_coverage     Share of the oracle's tokens that are in a posting list
+                      that the method read. Blank for methods without lists.
+    raised            Share of heads whose budget the --guard raised.
+    dense             Share of heads that read everything under the --guard.
+    *, front          On the Pareto front: no other method or budget reads
+                      less and errs less. The oracle is not compared.
+
+    Rows are in the order of their budgets, within a budget of their errors. The names above are those of the columns of
+    the table, of --csv and of --json. With --by, --csv has a row for each layer or head alone; --json also has the rows
+    over all of them, whose layer and kv_head are null.
 
     By default a method is measured in several forms, such as with and without re-ranking. Options of a method, such as
     --rerank 4, replace these by the one form that they describe.
 
-    With --together, `tokens` and `KV read` are those of all queries that share a choice, which read it once.
+    With --together, selected_tokens and kv_fraction are those of all queries that share a choice, which read it once.
 
     \b
     sparsekv recall-report --index manual.skv
@@ -147,7 +150,7 @@ def recall_report(
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     refuse_unwritable_plot(plot)
     artifact = open_artifact(index, thorough=True)
-    names = choose_methods(method or [], list(artifact.manifest.methods))
+    names = methods_of(artifact, method or [])
     chosen = {name: methods()[name] for name in names}
     refuse_unused(chosen, parameters)
     configured = {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
@@ -181,31 +184,17 @@ def recall_report(
             device=where,
         )
     if plot is not None:
-        from sparsekv.cli.common.plots import plot_recall
+        from sparsekv.cli.reporting.plots import plot_recall
 
         plot_recall(report, plot)
         note(f"plot: {plot}", quiet=quiet)
-    rows, best = report.by() + (report.by(*groups) if groups else []), report.best_within(within)
+    rows = report.by(*groups)
     if as_json:
-        say(
-            json.dumps(
-                {
-                    **asdict(report),
-                    "within": within,
-                    "best": None if best is None else asdict(best),
-                    "rows": [asdict(row) for row in rows],
-                },
-                indent=1,
-            )
-        )
+        say(report_json(report, report.by() + (rows if groups else []), within))
     elif as_csv:
-        say_csv([field.name for field in fields(RecallRow)], (asdict(row) for row in rows))
+        print_csv(rows)
     else:
-        print_table(report, report.by(*groups), groups)
-        say(best_line(best, within))
-        if most := [row for row in rows if row.kv_fraction > 1]:
-            named = dict.fromkeys(row.name for row in most)
-            say(f"KV read above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+        print_report(artifact, report, groups, within)
 
 
 def _refuse_model_options(model: str | None, dtype: str) -> None:

@@ -13,14 +13,22 @@ from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
+from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import choose_device
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
+from sparsekv.formats.suggestions import choose_one
+from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.setting_times import SettingTimes
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
 from sparsekv.runtime.tuning.tuned import Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
+
+CHEAPEST = ("rows", "time")
+RUNS = 20
+"""How often a step is timed."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -52,6 +60,14 @@ def tune(
     method: Annotated[
         list[str] | None, typer.Option(help="Method to tune; repeatable. Default: all that can run.")
     ] = None,
+    cheapest: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(CHEAPEST),
+            help="What is least: the keys and values that a step reads (rows), or its time, measured on this machine "
+            "over the index's middle layer (time).",
+        ),
+    ] = CHEAPEST[0],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False,
     model: ModelOption = None,
     as_json: JsonOption = False,
@@ -61,13 +77,16 @@ def tune(
 ) -> None:
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
-    The cheapest setting is the one that reads the fewest keys and values. Settings are searched on one half of the
-    document's tail and verified on the other; if the other half misses the target, the search is repeated for a tighter
-    one. `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model
-    and --dtype are for --target-perplexity, which alone runs the model.
+    The cheapest setting is the one that reads the fewest keys and values. That is no time, which depends on the
+    machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes the
+    fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the document's tail
+    and verified on the other; if the other half misses the target, the search is repeated for a tighter one. `generate`
+    uses the default when it is given no --method, --budget, --residual or option of a method. --model and --dtype are
+    for --target-perplexity, which alone runs the model.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
+    sparsekv tune --index manual.skv --target-recall 0.8 --cheapest time
     sparsekv tune --index manual.skv --target-error 0.05 --method squeezed --method quest --dry-run
     sparsekv tune --index manual.skv --target-perplexity 1.02 --method squeezed
     """
@@ -75,6 +94,8 @@ def tune(
         raise UsageError("give one target: --target-recall 0.9, --target-error 0.05 or --target-perplexity 1.02")
     if model is not None and target_perplexity is None:
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
+    if cheapest not in CHEAPEST:
+        raise UsageError(f"--cheapest {cheapest}: {choose_one(cheapest, CHEAPEST)}")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")
     artifact = open_artifact(index, thorough=True)
     if not dry_run:
@@ -87,14 +108,18 @@ def tune(
     elif target_perplexity is not None:
         open_model = partial(load_for, artifact, model, device, dtype, quiet=quiet)
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
+    where = choose_device(device)
+    times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
     with progress(quiet=quiet) as tell:
-        tuned = find(artifact, goal, method or [], tell, choose_device(device))
+        tuned = find(artifact, goal, method or [], tell, where, None if times is None else times.sparse)
+    dense_ms = None if times is None else times.dense()
     best = tuned[0]
     defaults = _defaults(best, goal) if best.holds else None
     if as_json:
-        say(json.dumps(_record(artifact, goal, tuned, defaults), indent=1))
+        say(json.dumps({**_record(artifact, goal, tuned, defaults), "dense_step_ms": dense_ms}, indent=1))
     else:
-        _print_table(artifact, goal, tuned)
+        _print_table(artifact, goal, tuned, dense_ms)
+        say(f"{_what_is_cheap(dense_ms)} Right answers are measured with {_eval_hint(artifact, best)}.")
     if defaults is None:
         raise SparsekvError(
             f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
@@ -145,14 +170,27 @@ def _budget(one: Tuned) -> str:
     return f"{100 * one.budget:.3g}%" + (" by layer" if one.layer_budgets else "")
 
 
-def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
+def _what_is_cheap(dense_ms: float | None) -> str:
+    if dense_ms is None:
+        return "Cheapest: the fewest keys and values read, which is no time (--cheapest time)."
+    return f"Cheapest: the least time of a step of one layer, here; dense attention takes {dense_ms:.3f} ms."
+
+
+def _eval_hint(artifact: Artifact, best: Tuned) -> str:
+    budget = f"{100 * best.budget:.3g}%"
+    return eval_hint(artifact.folder, artifact.manifest, "--method", best.form.name, "--budget", budget)
+
+
+def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned], dense_ms: float | None) -> None:
+    """The settings, with the time of a step where they were compared by it, beside that of dense attention."""
     table = Table(
         title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
         title_justify="left",
         title_style="",
     )
     table.add_column("method")
-    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", ""):
+    timed = [] if dense_ms is None else ["ms a layer's step"]
+    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", *timed, ""):
         table.add_column(name, justify="right", no_wrap=True)
     for one in tuned:
         table.add_row(
@@ -162,6 +200,7 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned]) -> None:
             f"{one.held_out:.4f}",
             f"{getattr(one, goal.beside):.4f}",
             f"{one.kv_fraction:.3f}",
+            *(["" if one.step_ms is None else f"{one.step_ms:.3f}"] if timed else []),
             _said(one, goal, one is tuned[0]),
         )
     show(table)

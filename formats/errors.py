@@ -17,6 +17,12 @@ class ArtifactError(SparsekvError):
     """An index is unfinished, damaged, newer than this version, or not writable."""
 
 
+class MissingIndexError(ArtifactError):
+    """There is no index at the path that was named: wrong usage, as with any file that is not there. Exit code 2."""
+
+    exit_code = 2
+
+
 class IdentityError(SparsekvError):
     """An index does not belong to this model, tokenizer or chat template."""
 

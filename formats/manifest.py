@@ -6,14 +6,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.errors import ArtifactError, MissingIndexError
 from sparsekv.formats.folder import Folder
+from sparsekv.formats.hints import build_hint, first_build_hint
 from sparsekv.formats.journal import read_journal
 from sparsekv.formats.marker import is_marked
 from sparsekv.formats.schema import MANIFEST, SCHEMA_VERSION, Manifest
 
 MOST_BYTES = 256 << 20
-REBUILD = "build the index again from its document with `sparsekv build-index --force`"
+REBUILD = "build the index again from its document, with --force"
 
 
 def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:
@@ -26,12 +27,13 @@ def open_folder(path: Path) -> Folder:
     """Open the folder of an index.
 
     Raises:
-        ArtifactError: there is no such folder, or it cannot be read.
+        MissingIndexError: there is no such folder.
+        ArtifactError: it cannot be read.
     """
     try:
         return Folder(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(f"no index at {path}; build one with `sparsekv build-index DOC -o {path}`") from None
+        raise MissingIndexError(f"no index at {path}; {build_hint(path)}") from None
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {_reason(error)}; name an index that you may read") from None
 
@@ -59,12 +61,10 @@ def manifest_data(folder: Folder) -> bytes:
     except FileNotFoundError:
         if is_marked(folder) or read_journal(folder) is not None:
             raise ArtifactError(
-                f"{folder.path} is unfinished: {MANIFEST} is missing; run the same `sparsekv build-index` again "
-                "to resume"
+                f"{folder.path} is unfinished: {MANIFEST} is missing; run the same build-index command again to resume"
             ) from None
-        raise ArtifactError(
-            f"{folder.path} is a folder, but no index: {MANIFEST} is missing; name an index, or build one with "
-            "`sparsekv build-index DOC`"
+        raise MissingIndexError(
+            f"{folder.path} is a folder, but no index: {MANIFEST} is missing; name an index, or {first_build_hint()}"
         ) from None
     except PermissionError as error:
         raise ArtifactError(f"cannot read {path}: {_reason(error)}; get permission to read it") from None
@@ -105,10 +105,10 @@ def is_index(folder: Folder) -> bool:
 
 
 def _remedy(folder: Folder) -> str:
-    """What to do about a bad manifest: a folder without marker may be another program's, which `--force` refuses."""
+    """What to do about a bad manifest: a folder without marker may be another program's, which --force refuses."""
     if is_marked(folder):
         return REBUILD
-    return "if it is an index, build it again with `sparsekv build-index -o ANOTHER_NAME`"
+    return "if it is an index, build it again under another name (--output)"
 
 
 def _reason(error: OSError) -> str:

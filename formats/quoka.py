@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.suggestions import choose_one
 
 CHOICES = {
     "quoka_subset": ("far", "random", "all"),
@@ -40,7 +41,7 @@ class QuokaOptions:
         check_prefill_queries(self.prefill_queries)
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: choose one of {', '.join(known)}")
+                raise UsageError(f"--{name.replace('_', '-')} {value}: {choose_one(str(value), known)}")
 
 
 def check_prefill_queries(count: int) -> None:

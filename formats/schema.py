@@ -74,6 +74,7 @@ class Prompt(Record):
     tokens: Size
     chat: ChatFrame | None
     special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
+    max_tokens: Size | None = Field(default=None, description="of the text, where it goes on; null where all are in")
 
 
 class Split(Record):

@@ -72,7 +72,7 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
         if revisions.get(name) != record.revision:
             raise ArtifactError(
                 f"method {name} was built by another version of sparsekv ({manifest.writer_version}): nothing can be "
-                "added to it; build the index again with `sparsekv build-index --force`"
+                f"added to it; {REBUILD}"
             )
         parameters = {
             key: tuple(value) if isinstance(value, list) else value for key, value in record.parameters.items()

@@ -131,6 +131,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
             tokens=len(ids),
             chat=plan.prompt.chat,
             special_tokens=plan.prompt.special_tokens,
+            max_tokens=plan.prompt.cut,
         ),
         split=job.split,
         dtype=plan.dtype,

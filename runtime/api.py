@@ -26,7 +26,7 @@ from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import methods, methods_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Index:
     @property
     def methods(self) -> list[str]:
         """Names of the methods that can run on this index."""
-        return choose_methods(["all"], list(self.opened.artifact.manifest.methods))
+        return methods_of(self.opened.artifact)
 
     def asker(
         self,
@@ -54,7 +54,7 @@ class Index:
         Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
 
         Args:
-            method: by name; by default what `sparsekv tune` found for the index, or its first method.
+            method: by name, or `dense`; by default what `sparsekv tune` found for the index, or its first method.
             budget: tokens of the document that a step attends to, as on the command line: "5%", 0.05 or 512.
             residual: centroids represent the tokens that the method does not choose.
             parameters: of the method, named as its options: `rerank=4`.
@@ -87,7 +87,7 @@ class Index:
             parameters: of the methods; one that has any is measured so, in place of its usual forms.
         """
         artifact = self.opened.artifact
-        chosen = {name: methods()[name] for name in choose_methods(list(names), list(artifact.manifest.methods))}
+        chosen = {name: methods()[name] for name in methods_of(artifact, names)}
         refuse_unused(chosen, parameters)
         report = recall_report(
             artifact,

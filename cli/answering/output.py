@@ -67,7 +67,7 @@ class Output:
 
 def identity(setting: Setting) -> dict[str, Any]:
     """What a record says of the setting."""
-    return {"method": setting.form.name, "budget": setting.budget.value}
+    return {"method": setting.name, "budget": setting.budget.value}
 
 
 def settings_of(
@@ -75,11 +75,12 @@ def settings_of(
 ) -> dict[str, Any]:
     """What else decides an answer, as a file to resume holds it; `more` are options by name."""
     prefill = asking and f"{asking.name}, {asking.budget} of {asking.chunk_size}"
+    parameters = {} if setting.method is None else asdict(setting.method)
     return {
         "index": artifact.manifest.uuid,
-        "residual": setting.form.residual,
+        "residual": setting.residual,
         **asdict(sampling),
-        "parameters": {name: str(value) for name, value in asdict(setting.form.method).items()},
+        "parameters": {name: str(value) for name, value in parameters.items()},
         "prefill": prefill,
         **more,
     }

@@ -9,14 +9,14 @@ from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET, Question
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import methods, methods_of
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
     """The method that `--prefill` names, under the name that errors use; empty without one or for `dense`."""
     if name is None or name == DENSE:
         return {}
-    chosen = choose_methods([name], list(artifact.manifest.methods))[0]
+    chosen = methods_of(artifact, [name])[0]
     return {f"--prefill {chosen}": methods()[chosen]}
 
 

@@ -10,9 +10,11 @@ from sparsekv.cli.common.loading import load
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
+from sparsekv.formats.schema import Defaults
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
@@ -80,15 +82,16 @@ class Recipe:
             force=self.force,
         )
         note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
-        tuned = _tuned(target.folder)
+        before = _tuned(target.folder)
         manifest = build_index(plan, target.folder, show)
-        if tuned and manifest.defaults is None:
-            note("what `tune` found was for the index before: run `sparsekv tune` again", quiet=self.quiet)
+        if before is not None and manifest.defaults is None:
+            again = tune_hint(target.folder, before.target)
+            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
 
 
-def _tuned(folder: Path) -> bool:
-    """Whether a folder holds an index with a default setting that `tune` wrote."""
+def _tuned(folder: Path) -> Defaults | None:
+    """The default setting that `tune` wrote into the index in a folder, if there is one."""
     try:
-        return read_manifest(folder).defaults is not None
+        return read_manifest(folder).defaults
     except ArtifactError:
-        return False
+        return None

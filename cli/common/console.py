@@ -1,4 +1,4 @@
-"""All output of the commands: results and tables on stdout, notes and progress on stderr, bars only on a terminal.
+"""All output of the commands: results and tables on stdout, notes and progress on stderr, bars on a terminal alone.
 
 Names and words of documents are never interpreted as rich markup, emoji codes or terminal control sequences.
 """
@@ -7,6 +7,7 @@ import csv
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from sparsekv.cli.common.printable import printable
+from sparsekv.cli.common.progress_lines import ProgressLines
 
 
 class _PlainConsole(Console):
@@ -81,14 +83,19 @@ def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function of (stage, done, of) that draws a bar per stage, and nothing without a terminal."""
+    """Yields a function of (stage, done, of) that draws a bar per stage; without a terminal a line tells from time to
+    time how far it is."""
+    if not quiet and not stderr.is_terminal:
+        with ProgressLines(partial(note, quiet=False)) as lines:
+            yield lines.show
+        return
     bars = Progress(
         TextColumn("{task.description:14}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=stderr,
-        disable=quiet or not stderr.is_terminal,
+        disable=quiet,
     )
     tasks = {}
 

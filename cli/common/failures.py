@@ -4,6 +4,7 @@ Imports nothing heavy: it must work when an import itself has failed.
 """
 
 import errno
+import shlex
 import sys
 from collections.abc import Iterator
 
@@ -73,8 +74,8 @@ def describe(error: BaseException, command: str) -> str:
         return f"faiss, which makes clusters, failed: {text}; try another --seed or fewer clusters, or report it"
     if isinstance(error, ImportError):
         return f"a part of the installation cannot be loaded: {text}; install sparsekv again"
-    again = f"sparsekv --debug {command}".rstrip()
-    return f"internal error: {type(error).__name__}: {text}; run it again as `{again} ...` to see where, and report it"
+    again = shlex.join(["sparsekv", "--debug", *sys.argv[1:]])
+    return f"internal error: {type(error).__name__}: {text}; run it again as `{again}` to see where, and report it"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import command, first_build_hint, is_text
 from sparsekv.formats.reader import Artifact
 
 
@@ -16,6 +17,7 @@ def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
 
     Raises:
         UsageError: none was named and the folder has none or several, or what was named is no folder.
+        MissingIndexError: what was named is not there, or is a folder that is no index.
         ArtifactError: it is unfinished, damaged or newer than this version.
     """
     if given is not None:
@@ -23,7 +25,7 @@ def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
         return Artifact(given, thorough=thorough)
     found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
     if not found:
-        raise UsageError("no index in this folder: name one with --index, or make one with `sparsekv build-index DOC`")
+        raise UsageError(f"no index in this folder: name one with --index, or {first_build_hint()}")
     if len(found) > 1:
         raise UsageError(f"several indices in this folder ({', '.join(map(str, found))}): name one with --index")
     return Artifact(found[0], thorough=thorough)
@@ -37,8 +39,16 @@ def _refuse_other_than_folder(given: Path) -> None:
         return
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"--index {given}: {reason}; name the folder that `sparsekv build-index` printed") from None
+        raise UsageError(f"--index {given}: {reason}; name the folder that build-index printed") from None
     if not stat.S_ISDIR(mode):
-        raise UsageError(
-            f"--index {given} is no folder, and an index is one; name the folder that `sparsekv build-index` printed"
-        )
+        raise UsageError(f"--index {given} {_no_folder(given)}")
+
+
+def _no_folder(given: Path) -> str:
+    """What a file is that was named in the place of an index, and what to do."""
+    if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
+        return "is no folder, and an index is one; name the folder that build-index printed"
+    index = given.with_suffix(".skv")
+    if index.is_dir():
+        return f"is a text, not an index; name {index}, which has its name"
+    return f"is a text, not an index; build one with {command('build-index', given)}"

@@ -101,4 +101,4 @@ def _map(figure: Figure, axis: Axes, name: str, cells: list[Cell]) -> None:
     axis.set_xlabel("tokens")
     axis.set_ylabel("depth")
     axis.set_title(name, fontsize="small")
-    figure.colorbar(image, ax=axis)
+    figure.colorbar(image, ax=axis, label="score")

@@ -7,20 +7,25 @@ from rich.text import Text
 
 from sparsekv.cli.common.console import show
 from sparsekv.cli.common.printable import printable
+from sparsekv.cli.inspecting.summaries import cluster_summary, list_summary
 from sparsekv.runtime.selection.budget import Budget
 
 WORDS_SHOWN = 8
 BLOCKS_SHOWN = 6
 
 
-def print_inspection(inspection: dict[str, Any]) -> None:
-    """Print facts about the index, then each method's parameters, blocks, cluster sizes, biggest clusters and lists."""
+def print_inspection(inspection: dict[str, Any], *, by_layer: bool) -> None:
+    """Print facts about the index, then each method's parameters, blocks, biggest clusters, and clusters and lists.
+
+    Args:
+        by_layer: clusters and lists layer by layer, in the place of a summary.
+    """
     show(_facts(inspection))
     for name, method in inspection["methods"].items():
         parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
         show("", Text.assemble((printable(name), "bold"), f": {printable(parameters)}"))
         show(*_held_out(method["calibration"]))
-        for part, table in TABLES.items():
+        for part, table in (TABLES | (BY_LAYER if by_layer else {})).items():
             if method[part]:
                 show(table(method[part]))
 
@@ -137,5 +142,7 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-TABLES = {"blocks": _blocks, "layers": _sizes, "biggest": _biggest, "lists": _lists}
+TABLES = {"blocks": _blocks, "layers": cluster_summary, "biggest": _biggest, "lists": list_summary}
 """The function that makes a table of each part of a method's record."""
+BY_LAYER = {"layers": _sizes, "lists": _lists}
+"""Those that have a row for each layer."""

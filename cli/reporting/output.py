@@ -1,23 +1,72 @@
-"""The table of a recall report, and its last line."""
+"""A recall report as a table with its legend, as CSV and as JSON: their columns have the same names."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sparsekv.cli.common.console import show
+from sparsekv.cli.common.console import say, say_csv, show
+from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
+from sparsekv.formats.documents.document_hints import eval_hint
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.reporting.front import in_order, pareto_front
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.selection.budget import Budget
 
-OPTIONAL_COLUMNS = {
-    "missed_estimate": "estimate",
-    "recall_seen": "seen",
-    "list_coverage": "listed",
-    "raised": "more",
-    "dense": "all",
+COLUMNS = {
+    "selected_tokens": ",.0f",
+    "recall": ".3f",
+    "attention_mass": ".3f",
+    "output_error": ".4f",
+    "kv_fraction": ".3f",
+    "missed_mass": ".3f",
 }
-"""Columns shown only if at least one method has a value for them: field of RecallRow, then title."""
+"""Fields of a row that every table shows, with the format of their numbers."""
+OPTIONAL_COLUMNS = ("missed_estimate", "recall_seen", "list_coverage", "raised", "dense")
+"""Fields that are shown if at least one method has a value for them."""
+LEGEND = """\
+*: on the Pareto front: no method here reads less of the document and errs less.
+recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
+they have. output error: of attention's output, relative. kv fraction: what is read of the document's keys and values,
+index included. missed: share of all attention on tokens that were not selected."""
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def report_json(report: RecallReport, rows: Sequence[RecallRow], within: float) -> str:
+    """The whole report, unrounded."""
+    best = report.best_within(within)
+    told = {**asdict(report), "within": within, "best": None if best is None else asdict(best)}
+    return json.dumps({**told, "rows": _records(rows)}, indent=1)
+
+
+def print_csv(rows: Sequence[RecallRow]) -> None:
+    """A line for each row, as the table orders them, and a header."""
+    say_csv([*(field.name for field in fields(RecallRow)), "front"], _records(in_order(rows)))
+
+
+def _records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
+    front = set(pareto_front(rows))
+    return [{**asdict(row), "front": row in front} for row in rows]
+
+
+def print_report(artifact: Artifact, report: RecallReport, groups: Sequence[str], within: float) -> None:
+    """The table, its legend, the row of lowest error that reads at most `within`, and how answers are measured.
+
+    Args:
+        groups: the columns that rows are grouped by, of `layer` and `kv_head`.
+    """
+    rows, best = report.by(*groups), report.best_within(within)
+    show(_table(report, rows, groups))
+    say(LEGEND)
+    say(best_line(best, within))
+    if most := [row for row in rows if row.kv_fraction > 1]:
+        named = dict.fromkeys(row.name for row in most)
+        say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+    chosen = [] if best is None else ["--method", best.method, "--budget", str(Budget(best.budget))]
+    how = eval_hint(artifact.folder, artifact.manifest, *chosen)
+    say(f"A mean error hides the failure of a single token: right answers are measured with {how}.")
 
 
 def best_line(best: RecallRow | None, within: float) -> str:
@@ -25,38 +74,41 @@ def best_line(best: RecallRow | None, within: float) -> str:
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (
-        f"Lowest error at KV read up to {within:g}: {best.method} {best.variant}".rstrip()
+        f"Lowest error at a kv fraction up to {within:g}: {best.method} {best.variant}".rstrip()
         + f" at {Budget(best.budget)}, error {best.output_error:.4f}, recall {best.recall:.3f}."
     )
 
 
-def print_table(report: RecallReport, rows: list[RecallRow], groups: list[str]) -> None:
-    """Rows on stdout; `groups` are the columns that they are grouped by, of `layer` and `kv_head`."""
+def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str]) -> Table:
     table = Table(
         title=f"{report.index}: {report.n_context:,} tokens, {report.n_middle:,} indexed, "
         f"{report.n_queries} queries, {report.model}, prefill {report.prefill}",
         title_justify="left",
         title_style="",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
     shared = ["together"] if any(row.together > 1 for row in rows) else []
+    optional = [name for name in OPTIONAL_COLUMNS if any(getattr(row, name) is not None for row in rows)]
+    table.add_column("")
     for name in ["method", *shared, *groups]:
-        table.add_column(name)
-    optional = {
-        name: title for name, title in OPTIONAL_COLUMNS.items() if any(getattr(row, name) is not None for row in rows)
-    }
-    for name in ("budget", "tokens", "recall", "mass", "error", "KV read", "left", *optional.values()):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
+        table.add_column(name.replace("_", " "), vertical="bottom")
+    for name in ("budget", *COLUMNS, *optional):
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True, vertical="bottom")
+    front, ordered = set(pareto_front(rows)), in_order(rows)
+    for row, after in zip(ordered, [*ordered[1:], None], strict=True):
         table.add_row(
+            "*" if row in front else "",
             f"{row.method} {row.variant}".strip(),
-            *(str(getattr(row, group)) for group in shared + groups),
+            *(str(getattr(row, group)) for group in [*shared, *groups]),
             str(Budget(row.budget)),
-            f"{row.selected_tokens:,.0f}",
-            f"{row.recall:.3f}",
-            f"{row.attention_mass:.3f}",
-            f"{row.output_error:.4f}",
-            f"{row.kv_fraction:.3f}",
-            f"{row.missed_mass:.3f}",
-            *(_number(getattr(row, name)) for name in optional),
+            *(_number(getattr(row, name), form) for name, form in COLUMNS.items()),
+            *(_number(getattr(row, name), ".3f") for name in optional),
+            end_section=after is not None and after.budget_tokens != row.budget_tokens,
         )
-    show(table)
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -21,7 +21,7 @@ class FixedPrompt:
     """input_ids [N] of everything before the question, the document's sha256, and the chat frame if there is one.
 
     `special_tokens`: special tokens in the document kept their meaning. `plain`: those that were read as plain text,
-    with their counts. `cut`: the document is longer than the prompt.
+    with their counts. `cut`: how many tokens of the document are in the prompt, where it goes on; None: all.
     """
 
     input_ids: torch.Tensor
@@ -29,7 +29,7 @@ class FixedPrompt:
     chat: ChatFrame | None
     special_tokens: bool = False
     plain: dict[str, int] = field(default_factory=dict)
-    cut: bool = False
+    cut: int | None = None
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
@@ -85,7 +85,8 @@ def encode_prompt(
     if cut and plain:
         kept = str(tokenizer.decode(encoded.ids))
         plain = {token: kept.count(token) for token in plain if token in kept}
-    return FixedPrompt(torch.tensor([*head, *encoded.ids]), document.sha256(), chat, special_tokens, plain, cut)
+    held = len(encoded.ids) if cut else None
+    return FixedPrompt(torch.tensor([*head, *encoded.ids]), document.sha256(), chat, special_tokens, plain, held)
 
 
 def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:

@@ -12,6 +12,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
+from sparsekv.formats.suggestions import choose_one
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -105,7 +106,7 @@ def load_model(
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
     if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
     folder, name, revision = _find(name, progress)
     with silent_transformers():
         config = _config(folder, name)
@@ -144,7 +145,7 @@ def choose_device(text: str) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {text}: choose one of auto, cpu, cuda, cuda:N")
+        raise UsageError(f"--device {text}: {choose_one(text, ('auto', 'cpu', 'cuda', 'cuda:N'))}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "

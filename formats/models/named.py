@@ -48,6 +48,11 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
     return name
 
 
+def is_named(name: str) -> bool:
+    """Whether the user has named this model on this machine, or it is the embedded one."""
+    return name == EMBEDDED or name in _known()
+
+
 def _known() -> list[str]:
     try:
         found = json.loads(read_small(cache_root() / _FILE) or "[]")

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.indexing.indexers.clustering import kmeans
 from sparsekv.indexing.indexers.interface import Indexer, check_iterations
 from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours
@@ -33,7 +34,7 @@ class ClusterIndexer(Indexer):
             raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
         check_iterations(self.iterations)
         if self.space not in SPACES:
-            raise UsageError(f"--space {self.space}: choose one of {', '.join(SPACES)}")
+            raise UsageError(f"--space {self.space}: {choose_one(self.space, SPACES)}")
 
     def cluster(
         self, keys: torch.Tensor, values: torch.Tensor, first_token: int, lookup_keys: torch.Tensor | None = None

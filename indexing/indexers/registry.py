@@ -6,6 +6,7 @@ from typing import Any
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
+from sparsekv.formats.suggestions import suggestion
 from sparsekv.indexing.indexers.interface import Indexer
 
 indexers: Registry[type[Indexer]] = Registry("indexer", "sparsekv.indexing.methods", "sparsekv.indexers", Indexer)
@@ -36,7 +37,7 @@ def choose_indexers(names: list[str]) -> list[str]:
         if name not in known and name != "all":
             raise UsageError(
                 f"no index is built for '{name}' (methods that need none are used as they are); these have one: "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}{suggestion(name, known)}"
             )
     if not names:
         return [name for name, indexer in known.items() if indexer.by_default]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, check_iterations
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.tables.table_lookup import Tables, cosines, fit_weights
@@ -58,7 +59,7 @@ class CSAttentionIndexer(Indexer):
         if not 0 < self.alpha <= 1:
             raise UsageError(f"--alpha {self.alpha:g}: give a share above 0 and at most 1")
         if self.subspaces not in SUBSPACES:
-            raise UsageError(f"--subspaces {self.subspaces}: choose one of {', '.join(SUBSPACES)}")
+            raise UsageError(f"--subspaces {self.subspaces}: {choose_one(self.subspaces, SUBSPACES)}")
 
     def queries_wanted(self) -> int:
         return self.query_sample

@@ -13,6 +13,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
 from sparsekv.formats.schema import LayerFacts
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.kernels.attention.attention import causal_attention
 from sparsekv.kernels.attention.chunk_attention import chunk_attention
 from sparsekv.kernels.common.hook import AttentionCall
@@ -46,7 +47,7 @@ def prefill_name(prefill: Prefill) -> str:
 def choose_prefill(name: str) -> type[Prefill]:
     """A prefill's class by its name; UsageError for an unknown name."""
     if name not in prefills():
-        raise UsageError(f"--prefill {name}: choose one of {', '.join(prefills())}")
+        raise UsageError(f"--prefill {name}: {choose_one(name, prefills())}")
     return prefills()[name]
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.suggestions import choose_one
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: Qwen3Config(
@@ -52,7 +53,7 @@ def model_config(name: str) -> PreTrainedConfig:
     if name in CONFIGS:
         return CONFIGS[name]()
     if not (Path(name) / "config.json").is_file():
-        raise UsageError(f"--config {name}: choose one of {', '.join(CONFIGS)}, or give a folder with a config.json")
+        raise UsageError(f"--config {name}: {choose_one(name, CONFIGS)}, or give a folder with a config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name).get_text_config()
     except (ValueError, OSError) as error:

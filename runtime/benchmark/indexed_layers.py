@@ -91,6 +91,16 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     if number not in indexed:
         raise UsageError(f"--layer {number}: the index has {', '.join(map(str, indexed))}")
     _refuse_unlike(manifest.layers[number], number)
+    return layer_of(artifact, number, device, dtype)
+
+
+def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch.dtype) -> LayerData:
+    """One indexed layer of an index; its queries are the later half of the held-out tail's.
+
+    Memory: keys and values in `dtype`.
+    """
+    manifest = artifact.manifest
+    indexed = manifest.indexed_layers
     keys, values = (rows.to(dtype) for rows in artifact.context(number, device))
     tail = artifact.queries(number, device)["tail"].to(dtype)
     return LayerData(

@@ -11,6 +11,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.indexed_layers import (
     Indexed,
     LayerIndexer,
@@ -21,7 +22,7 @@ from sparsekv.runtime.benchmark.indexed_layers import (
 )
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.mixture import Shape, mixture
-from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.selection.registry import choose_methods, methods_of
 
 DEFAULT_METHODS = ("squeezed", "multipole", "quest", "window")
 LEAST_CONTEXT, LARGEST_SEED = 512, 2**31 - 1
@@ -143,9 +144,9 @@ class StoredLayerSource(Source):
         self.asked = [asked(self.data, number) for number in dict.fromkeys(wanted.batches or [1])]
 
     def methods(self, names: list[str]) -> list[str]:
-        usable = choose_methods([], list(self.artifact.manifest.methods))
+        usable = methods_of(self.artifact)
         default = [name for name in DEFAULT_METHODS if name in usable]
-        return choose_methods(names or default, list(self.artifact.manifest.methods))
+        return methods_of(self.artifact, names or default)
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
         yield from self.asked
@@ -171,4 +172,4 @@ def _tokens(text: str) -> int:
 def check_dtype(dtype: str) -> None:
     """Raise UsageError for a dtype that there is not."""
     if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: choose one of auto, {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")

@@ -7,7 +7,7 @@ from transformers import Cache
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.graphs import ModelGraph
-from sparsekv.runtime.cache.read_rows import total_read
+from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
 
 
@@ -100,10 +100,13 @@ class IndexCache(Cache):
             layer.rewind()
 
     def kv_fraction(self) -> float:
-        """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync."""
+        """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync.
+
+        1 where all layers are dense, as these count nothing.
+        """
         counts = [layer.read for layer in self.stored_layers if layer.read is not None]
         dense = sum(count.dense for count in counts)
-        return total_read(counts) / dense if dense else 0.0
+        return read_share(total_read(counts), dense, counted=bool(counts))
 
     def stats(self) -> list[LayerStats]:
         """Missed-mass figures of each layer that has a meter; one sync per layer."""

@@ -8,6 +8,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.cache.growing import GrowingRows
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -20,7 +21,7 @@ PLACEMENTS = ("device", "host", "disk")
 def check_placement(placement: str) -> None:
     """Raise UsageError for an unknown placement."""
     if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
+        raise UsageError(f"--placement {placement}: {choose_one(placement, PLACEMENTS)}")
 
 
 class MiddleRows(ABC):

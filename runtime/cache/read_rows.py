@@ -57,6 +57,17 @@ class ReadRows:
         self.known, self.dense = 0.0, 0
 
 
+def read_share(read: float, dense: float, *, counted: bool) -> float:
+    """Rows that were read over those that dense attention would have read; 0 before the first step.
+
+    Args:
+        counted: False for dense layers alone, which count nothing and read everything.
+    """
+    if not counted:
+        return 1.0
+    return read / dense if dense else 0.0
+
+
 def total_read(reads: Sequence[ReadRows]) -> float:
     """All rows that layers have read so far; one sync for each device that they are on."""
     each: dict[torch.device, list[torch.Tensor]] = {}

@@ -35,7 +35,12 @@ class Asker:
         prefetch: bool = False,
         question: QuestionPrefill | None = None,
     ) -> "Asker":
-        """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`."""
+        """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`.
+
+        They mean nothing for dense attention, whose cache is `OpenIndex.dense_cache`'s.
+        """
+        if setting.form is None:
+            return cls(index, setting, index.dense_cache())
         cache = index.sparse_cache(
             setting.form.name,
             setting.form.method,
@@ -73,7 +78,7 @@ class Asker:
         Raises:
             UsageError: this setting's questions cannot share a step.
         """
-        if reason := why_alone(self.index, self.setting.form.method, self.cache):
+        if reason := why_alone(self.index, self.setting.method, self.cache):
             raise UsageError(f"{reason}; ask one question at a time")
         ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]
         found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))

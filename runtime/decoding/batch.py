@@ -19,7 +19,7 @@ from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
-from sparsekv.runtime.cache.read_rows import total_read
+from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room, ending_tokens, finish_reason
@@ -212,7 +212,7 @@ class Batch:
             finish_reason=finish_reason(done.answer, self.ends),
             tokens_per_second=steps / seconds if steps and seconds else 0.0,
             time_to_first_token=done.first - done.started,
-            kv_fraction=read / dense if dense else 0.0,
+            kv_fraction=read_share(read, dense, counted=bool(self.packed.reads)),
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.formats.user_cache import cache_root
 
 if TYPE_CHECKING:  # the options of `generate` are read from here, and its --help needs no transformers
@@ -27,7 +28,7 @@ compiled, takes some ten seconds."""
 def check_mode(mode: str) -> None:
     """Raise UsageError for an unknown `--compile`."""
     if mode not in MODES:
-        raise UsageError(f"--compile {mode}: choose one of {', '.join(MODES)}")
+        raise UsageError(f"--compile {mode}: {choose_one(mode, MODES)}")
 
 
 def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:

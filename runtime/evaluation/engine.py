@@ -13,7 +13,6 @@ from typing import Any
 from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Sampling, generate
@@ -93,7 +92,7 @@ class _Asking:
                 seconds = answer.time_to_first_token
                 if answer.tokens_per_second:
                     seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
-                yield *some[number], Given(answer.text, None, _fraction(cache, answer.kv_fraction), seconds)
+                yield *some[number], Given(answer.text, None, answer.kv_fraction, seconds)
 
     def _longest(self, asked: tuple[Question, str]) -> int:
         return self.comparison.longest(asked[0])
@@ -157,9 +156,4 @@ class _Asking:
             text, loss = "", math.log(perplexity(index, cache, ids))
         else:
             text, loss = generate(index, cache, ids, Sampling(comparison.longest(question))).text, None
-        return Given(text, loss, _fraction(cache, cache.kv_fraction()), time.perf_counter() - started)
-
-
-def _fraction(cache: IndexCache, counted: float) -> float:
-    """The share of keys and values that was read; dense layers count nothing."""
-    return counted if any(isinstance(one, SparseLayer) for one in cache.stored_layers) else 1.0
+        return Given(text, loss, cache.kv_fraction(), time.perf_counter() - started)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.evaluation.haystack import largest
 from sparsekv.runtime.evaluation.longbench import DATASETS
 from sparsekv.runtime.evaluation.reading import ask
@@ -38,7 +39,7 @@ def read_published(file: str, form: str) -> list[Context]:
         UsageError: an unknown format, an unreadable file, or a line that is not in this format.
     """
     if form not in FORMATS:
-        raise UsageError(f"--format {form}: choose one of {', '.join(FORMATS)}")
+        raise UsageError(f"--format {form}: {choose_one(form, FORMATS)}")
     return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
 
 

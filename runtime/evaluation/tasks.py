@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
+from sparsekv.formats.suggestions import suggestion
 
 CountTokens = Callable[[str], int]
 """Counts the tokens of a text with the evaluated model's tokenizer."""
@@ -105,5 +106,5 @@ tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
 def choose_task(name: str) -> Task:
     """The task of that name; UsageError if there is none."""
     if name not in tasks():
-        raise UsageError(f"no task '{name}'; there are: {', '.join(tasks())}")
+        raise UsageError(f"no task '{name}'; there are: {', '.join(tasks())}{suggestion(name, tasks())}")
     return tasks()[name]

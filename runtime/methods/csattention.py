@@ -15,6 +15,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.kernels.tables.table_lookup import SCORINGS
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method
@@ -69,9 +70,11 @@ class CSAttention(Method):
 
     def __post_init__(self) -> None:
         if self.csattention_scoring not in SCORINGS:
-            raise UsageError(f"--csattention-scoring {self.csattention_scoring}: choose one of {', '.join(SCORINGS)}")
+            raise UsageError(
+                f"--csattention-scoring {self.csattention_scoring}: {choose_one(self.csattention_scoring, SCORINGS)}"
+            )
         if self.weights not in WEIGHTS:
-            raise UsageError(f"--weights {self.weights}: choose one of {', '.join(WEIGHTS)}")
+            raise UsageError(f"--weights {self.weights}: {choose_one(self.weights, WEIGHTS)}")
         if not 1 <= self.rerank < math.inf:
             raise UsageError(f"--rerank {self.rerank:g}: give at least 1, such as 2")
         if not 0 <= self.backoff <= 1:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_beside
 from sparsekv.runtime.selection.budget import Budget
@@ -47,7 +48,7 @@ class SnapKV(Method):
         if self.pool_size < 1 or self.pool_size % 2 == 0:
             raise UsageError(f"--pool-size {self.pool_size}: give an odd number, such as 7, or 1 for no pooling")
         if self.pooling not in POOLING:
-            raise UsageError(f"--pooling {self.pooling}: choose one of {', '.join(POOLING)}")
+            raise UsageError(f"--pooling {self.pooling}: {choose_one(self.pooling, POOLING)}")
 
     def prepare(self, context: MiddleContext) -> "SnapKVSelector":
         """Keeps two int64 per token and head; ranking allocates the window's logits over the middle."""

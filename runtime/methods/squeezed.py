@@ -11,6 +11,7 @@ from typing import Self
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.selection.clusters.method import ClusterMethod
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.clusters.thresholds import Thresholds
@@ -33,7 +34,7 @@ class Squeezed(ClusterMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.selection not in SELECTIONS:
-            raise UsageError(f"--selection {self.selection}: choose one of {', '.join(SELECTIONS)}")
+            raise UsageError(f"--selection {self.selection}: {choose_one(self.selection, SELECTIONS)}")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
         """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""

@@ -1,14 +1,31 @@
 """The methods by name: one file each in `runtime/methods`, and those of plugins (entry points `sparsekv.methods`)."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from sparsekv.formats.documents.document_hints import add_method_hint
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.reader import Artifact
 from sparsekv.formats.registry import Registry
+from sparsekv.formats.suggestions import suggestion
 from sparsekv.runtime.selection.interface import Method
 
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
 
-def choose_methods(names: list[str], indexed: list[str]) -> list[str]:
+def methods_of(artifact: Artifact, names: Sequence[str] = ()) -> list[str]:
+    """`choose_methods` for an index; the error for a method that it lacks shows how to add it."""
+    manifest = artifact.manifest
+    return choose_methods(names, list(manifest.methods), partial(add_method_hint, artifact.folder, manifest))
+
+
+def choose_methods(
+    names: Sequence[str], indexed: Sequence[str], how: Callable[[str], str] = "build {} too".format
+) -> list[str]:
     """Names of the methods to run on an index built with `indexed`; an empty list or `all` means every usable one.
+
+    Args:
+        how: says how a method that the index lacks gets into it.
 
     Raises:
         UsageError: a method that does not exist, or that this index was not built with.
@@ -17,10 +34,9 @@ def choose_methods(names: list[str], indexed: list[str]) -> list[str]:
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name not in known and name != "all":
-            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}")
+            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}{suggestion(name, known)}")
         if name != "all" and name not in usable:
             raise UsageError(
-                f"the index was not built with '{name}'; add it with `sparsekv build-index --method {name}` "
-                f"or choose one of: {', '.join(usable)}"
+                f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"
             )
     return usable if not names or "all" in names else list(dict.fromkeys(names))

@@ -5,7 +5,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import methods, methods_of
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:
@@ -21,7 +21,7 @@ def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[
     for name in names:
         if name in known and known[name].is_bound:
             raise UsageError(f"--method {name}: it bounds what a choice can do and is none itself; choose another")
-    chosen = [name for name in choose_methods(names, list(artifact.manifest.methods)) if not known[name].is_bound]
+    chosen = [name for name in methods_of(artifact, names) if not known[name].is_bound]
     residual = residual and _has_centroids(artifact)
     return [form for name in chosen for form in forms(artifact, name, residual=residual)]
 

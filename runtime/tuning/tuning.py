@@ -11,7 +11,7 @@ its place, and the model runs only for the forms that remain.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -67,8 +67,9 @@ def tune(
     names: list[str],
     progress: Progress = lambda stage, done, of: None,
     device: torch.device = CPU,
+    time: Callable[[Form, float], float] | None = None,
 ) -> list[Tuned]:
-    """Find each method's cheapest setting that meets a goal, sorted by reads.
+    """Find each method's cheapest setting that meets a goal, sorted by reads, or by the time of a step.
 
     Needs the memory of one layer, with all methods prepared for it.
 
@@ -76,6 +77,7 @@ def tune(
         names: the methods; empty for all that can run on the index.
         progress: called with a round's name, the number of layers or settings done, and the total.
         device: where attention is measured.
+        time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
 
     Returns:
         One setting per method; those that miss the goal come last, the nearest first.
@@ -96,10 +98,9 @@ def tune(
     for first in tuner.contenders(contenders)[:1]:
         by_layer = tuner.by_layer(first)
         tuned += [] if by_layer is None else [by_layer]
-    best: dict[str, Tuned] = {}
-    for one in sorted(tuned, key=tuner.rank):
-        best.setdefault(one.form.name, one)
-    return list(best.values())
+    if time is not None:
+        tuned = [replace(one, step_ms=time(one.form, one.budget)) if one.holds else one for one in tuned]
+    return tuner.best_of_each(tuned)
 
 
 class _Tuner:
@@ -245,9 +246,16 @@ class _Tuner:
             aim += self._gap(one.form, shares)
         return None
 
+    def best_of_each(self, tuned: list[Tuned]) -> list[Tuned]:
+        """Each method's best setting, the best of all first."""
+        best: dict[str, Tuned] = {}
+        for one in sorted(tuned, key=self.rank):
+            best.setdefault(one.form.name, one)
+        return list(best.values())
+
     def rank(self, one: Tuned) -> tuple[bool, float]:
-        """Sort key: settings that meet the goal by their reads, then the others by their distance from it."""
-        return not one.holds, one.kv_fraction if one.holds else -self.goal.gain(one.held_out)
+        """Sort key: settings that meet the goal by their cost, then the others by their distance from it."""
+        return not one.holds, one.cost if one.holds else -self.goal.gain(one.held_out)
 
     def _tuned(self, form: Form, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
         calibration, held_out = self.calibration.mean(form, shares), self.held_out.mean(form, shares)

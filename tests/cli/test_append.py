@@ -82,7 +82,7 @@ def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_
         (("append", "model"), 2, ("model is a folder",)),
         (("append", "empty.txt"), 1, ("empty.txt is empty",)),
         (("append", "long.txt"), 2, (f"{POSITIONS} positions", "add less", "--rope-scaling")),
-        (("append", "more.txt", "--index", "none.skv"), 1, ("none.skv", "build-index")),
+        (("append", "more.txt", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("append", "more.txt", "--chunk-size", "0"), 2, ("--chunk-size 0",)),
         (("append", "more.txt", "--device", "tpu"), 2, ("--device tpu", "cpu")),
         (("append", "more.txt", "--dtype", "bfloat16"), 2, ("--dtype bfloat16", "float32")),
@@ -211,4 +211,4 @@ def test_a_full_disk_names_no_option_that_the_command_lacks(online: Path) -> Non
 def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     tuned = run_here("tune", "--target-recall", "0.5", "--method", "multipole", "-q")
     assert tuned.code == 0, tuned.stderr
-    assert "run `sparsekv tune` again" in run_here("append", "more.txt").stderr
+    assert "run `sparsekv tune --index doc.skv --target-" in run_here("append", "more.txt").stderr

@@ -64,7 +64,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--prompt-file", "doc.txt"), 2, ("once",)),
         (("generate", "--prompt-file", "none.txt"), 2, ("none.txt", "no such file")),
         (("generate", "Why?", "--batch-file", "doc.txt"), 2, ("--batch-file",)),
-        (("generate", "Why?", "--index", "none.skv"), 1, ("none.skv", "build-index")),
+        (("generate", "Why?", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
         (("generate", "Why?", "--schedule", "often"), 2, ("--schedule often", "0.15-step-4")),
         (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave it out")),

@@ -43,7 +43,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate
         (RecursionError("maximum recursion depth exceeded"), ("nested too deeply", "files")),
         (
             TypeError("no\nsuch thing"),
-            ("internal error: TypeError: no such thing; run it again as `sparsekv --debug gen",),
+            ("internal error: TypeError: no such thing; run it again as `sparsekv --debug ",),
         ),
         (OSError("could not get source code"), ("internal error: OSError: could not get source code",)),
     ],
@@ -152,7 +152,7 @@ LONG = "n" * 300
         (("eval", "doc.txt", "--depth", "nan"), 2, ("--depth nan: give a number",)),
         (("generate", "Wh\udcffy?"), 2, ("PROMPT Wh\\xffy? is not text in UTF-8",)),
         (("generate", "Why?", "--method", "\udcff"), 2, ("--method \\xff is not text in UTF-8",)),
-        (("generate", "Why?", "--index", "a\udcff.skv"), 1, ("no index at a\\xff.skv",)),
+        (("generate", "Why?", "--index", "a\udcff.skv"), 2, ("no index at a\\xff.skv",)),
         (("generate", "Why?", "--index", LONG), 2, ("file name too long", "build-index")),
         (("recall-report", "--plot", f"{LONG}.png"), 2, ("the name is too long; give a shorter one",)),
         (("recall-report", "--plot", "model"), 2, ("--plot model is a folder; give the name",)),

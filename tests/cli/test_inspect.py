@@ -67,7 +67,7 @@ def _shares_from_logits(queries: torch.Tensor, keys: torch.Tensor, tensors: dict
 
 
 def test_one_method_is_described_and_drawn_when_it_is_named(lists: Artifact) -> None:
-    shown = run_here("inspect", "--method", "csattention", "--plot", "shares.png", "-q")
+    shown = run_here("inspect", "--method", "csattention", "--plot", "shares.png", "--by", "layer", "-q")
     assert shown.code == 0, shown.stderr
     assert "keys listed" in " ".join(shown.stdout.split())
     assert "tokens in a cluster" not in shown.stdout
@@ -124,6 +124,22 @@ def test_the_table_shows_blocks_and_spreads_and_shortens_many_blocks(blocks: Art
     many = run_here("inspect", "-i", "many.skv", "--clusters", "0", "-q").stdout.splitlines()
     assert sum("..." in line for line in many) == 1
     assert len(many) < len(lines) + 10
+
+
+def test_a_summary_is_of_all_layers_and_their_rows_come_on_request(blocks: Artifact) -> None:
+    inspect = ("inspect", "-i", "blocks.skv", "--clusters", "0", "-q")
+    rows = json.loads(run_here(*inspect, "--json").stdout)["methods"]["multipole"]["layers"]
+    summary, by_layer = run_here(*inspect).stdout, run_here(*inspect, "--by", "layer").stdout
+    for level in (0, 1):
+        some = [row for row in rows if row["level"] == level]
+        clusters = sum(row["clusters"] for row in some)
+        spreads = [row["key_spread"] for row in some]
+        (line,) = (line for line in summary.splitlines() if line.startswith(f"│     {level} │ {clusters:>8,} │"))
+        assert f"{sum(spreads) / len(spreads):.3f} ({min(spreads):.3f} to {max(spreads):.3f})" in line
+        assert f"│ {max(row['max'] for row in some):,.0f} │".replace(" ", "") in line.replace(" ", "")
+    assert "│ layer │ level │" not in summary.replace("┃", "│")
+    assert sum(f"{row['key_spread']:.3f}" in by_layer for row in rows) == len(rows)
+    assert run_here(*inspect, "--by", "head").code == 2
 
 
 def test_an_index_without_value_centroids_shows_none(place: Path) -> None:

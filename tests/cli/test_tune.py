@@ -141,6 +141,20 @@ def test_a_default_that_cannot_run_any_more(place: Path, setting: Defaults, chan
         assert part in message, message
 
 
+def test_the_cheapest_by_time_is_what_takes_least_of_what_holds(place: Path) -> None:
+    found = tuned("--cheapest", "time", "--dry-run")
+    holding = [one for one in found["methods"] if one["holds"]]
+    assert len(holding) > 1
+    times = [one["step_ms"] for one in holding]
+    assert times == sorted(times)
+    assert found["dense_step_ms"] > 0 < times[0]
+    assert all(one["step_ms"] is None for one in found["methods"] if not one["holds"])
+    assert found["default"]["method"] == holding[0]["method"]
+    table = run_here(*TUNE, "--cheapest", "time", "--dry-run", "-q").stdout
+    assert "least time of a step" in table
+    assert "--cheapest time" in run_here(*TUNE, "--dry-run", "-q").stdout
+
+
 def test_recall_is_of_as_many_best_tokens_as_one_says(place: Path) -> None:
     """Of fewer, fewer tokens are enough; the manifest and `inspect` say of how many."""
     few, many = tuned("--of", "5%"), tuned("--of", "400")

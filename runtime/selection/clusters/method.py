@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.selector import OPENED
 from sparsekv.runtime.selection.context import MiddleContext
@@ -38,7 +39,7 @@ class ClusterMethod(Method):
 
     def __post_init__(self) -> None:
         if self.lookup not in LOOKUPS:
-            raise UsageError(f"--lookup {self.lookup}: choose one of {', '.join(LOOKUPS)}")
+            raise UsageError(f"--lookup {self.lookup}: {choose_one(self.lookup, LOOKUPS)}")
         if not self.opened > 0:
             raise UsageError(f"--opened {self.opened:g}: give a number above 0, such as {OPENED:g}")
 

@@ -1,0 +1,43 @@
+"""Progress where there is no terminal: a line on stderr from time to time, so that a long run is not silent."""
+
+import threading
+import time
+from collections.abc import Callable
+
+EVERY = 10.0
+"""Seconds from one line to the next."""
+
+
+class ProgressLines:
+    """Tells every `EVERY` seconds how far the stage that was shown last is; use it as a context manager.
+
+    Args:
+        tell: prints a line.
+    """
+
+    def __init__(self, tell: Callable[[str], None]):
+        self._tell, self._ended = tell, threading.Event()
+        self._stage, self._done, self._of, self._began = "", 0, 0, time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def show(self, stage: str, done: int, of: int) -> None:
+        """Remember how far a stage is."""
+        self._stage, self._done, self._of = stage, done, of
+
+    def line(self) -> str:
+        """What there is to tell now."""
+        seconds = time.monotonic() - self._began
+        told = f"{self._stage}: {self._done:,} of {self._of:,}" if self._stage else "at work"
+        return f"{told}, {seconds:.0f} s"
+
+    def __enter__(self) -> "ProgressLines":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY):
+            self._tell(self.line())

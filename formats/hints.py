@@ -1,0 +1,58 @@
+"""Commands that messages show: each runs when it is pasted into a shell, with the names of this index and document."""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from glob import escape
+from pathlib import Path
+
+from sparsekv.formats.schema import Target
+
+TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
+_LOOKED_AT = 4096
+
+
+def command(*parts: str | Path) -> str:
+    """A call of sparsekv in backticks, quoted for a shell."""
+    return f"`{shlex.join(['sparsekv', *map(_argument, parts)])}`"
+
+
+def _argument(part: str | Path) -> str:
+    """A path that begins with a dash would be taken for an option."""
+    return f"./{part}" if isinstance(part, Path) and str(part).startswith("-") else str(part)
+
+
+def build_hint(folder: Path) -> str:
+    """How to build a missing index: from the text beside it that has its name (manual.txt for manual.skv)."""
+    for text in _texts(path for path in folder.parent.glob(f"{escape(folder.stem)}.*") if path != folder):
+        return f"build it with {command('build-index', text, '-o', folder)}"
+    return f"name one that is there, or build it: {command('build-index', '--help')} says how"
+
+
+def first_build_hint() -> str:
+    """How to build an index in the current folder: from its first text."""
+    for text in _texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)):
+        return f"build one with {command('build-index', text)}"
+    return f"build one: {command('build-index', '--help')} says how"
+
+
+def tune_hint(folder: Path, target: Target) -> str:
+    """The search for a default setting again, for the same target."""
+    of = [] if target.of is None else ["--of", f"{target.of:g}"]
+    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file begins as UTF-8 text does."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LOOKED_AT)
+        data.decode()
+    except OSError:
+        return False
+    except UnicodeDecodeError as error:
+        return error.start > _LOOKED_AT - 4  # cut within a letter
+    return bool(data.strip()) and b"\0" not in data
+
+
+def _texts(paths: Iterable[Path]) -> Iterator[Path]:
+    return (path for path in sorted(paths) if path.is_file() and is_text(path))

@@ -1,0 +1,40 @@
+"""A run without a terminal says from time to time how far it is."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.command import run_here
+
+from sparsekv.cli.common import progress_lines
+from sparsekv.cli.common.progress_lines import ProgressLines
+
+
+def test_the_last_stage_is_told_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    told: list[str] = []
+    several = threading.Event()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) > 2:
+            several.set()
+
+    with ProgressLines(tell) as lines:
+        lines.show("prefill", 512, 1524)
+        several.wait()
+    after = len(told)
+    assert "prefill: 512 of 1,524, " in told[-1]
+    assert len(told) == after
+
+
+def test_commands_tell_on_stderr_alone_and_not_when_quiet(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole")
+    built = run_here(*build, "-o", "new.skv")
+    assert (built.code, built.stdout) == (0, "new.skv\n")
+    assert "index multipole: " in built.stderr
+    assert run_here(*build, "-o", "quiet.skv", "-q").stderr == ""
+    reported = run_here("recall-report", "-i", "doc.skv", "--method", "squeezed", "--csv")
+    assert "layers: " in reported.stderr
+    assert "layers: " not in reported.stdout

@@ -1,0 +1,150 @@
+"""Commands that messages show run when they are pasted into a shell, whatever the names."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from support.command import fails, run_here, shell
+
+from sparsekv.formats.defaults import write_defaults
+from sparsekv.formats.hints import command
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.schema import Defaults, Target
+
+BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
+SHOWN = re.compile(r"`(sparsekv [^`]+)`")
+
+
+def shown(text: str) -> list[str]:
+    """The commands in a message."""
+    return SHOWN.findall(text)
+
+
+def paste(text: str, cwd: Path) -> None:
+    """Runs the one command that a message shows."""
+    (pasted,) = shown(text)
+    done = shell(pasted, cwd)
+    assert done.returncode == 0, (pasted, done.stderr)
+
+
+@pytest.fixture
+def spaced(place: Path) -> Path:
+    """An index and its document whose names a shell would take apart, and a few options that are not the defaults."""
+    Path("my doc.txt").write_text(Path("doc.txt").read_text())
+    build = ("build-index", "my doc.txt", "-o", "it's.skv", "--model", "model", "--method", "multipole", "-q")
+    outcome = run_here(*build, "--max-tokens", "900", "--sinks", "4", "--tail", "64", "--raw")
+    assert outcome.code == 0, outcome.stderr
+    return place
+
+
+def test_a_method_that_is_missing_is_added_with_all_that_the_index_was_built_with(spaced: Path) -> None:
+    before = read_manifest(Path("it's.skv"))
+    refused = run_here("recall-report", "-i", "it's.skv", "--method", "squeezed")
+    assert refused.code == 2
+    paste(refused.error(), spaced)
+    after = read_manifest(Path("it's.skv"))
+    assert {*before.methods} | {"squeezed"} == {*after.methods}
+    for field in ("prompt", "split", "dtype", "prefill", "model"):
+        assert getattr(before, field) == getattr(after, field)
+
+
+@pytest.mark.parametrize("command", [("generate", "Why?"), ("recall-report",), ("tune", "--target-recall", "0.5")])
+def test_a_document_that_is_not_there_gives_no_command_that_would_fail(spaced: Path, command: tuple[str, ...]) -> None:
+    Path("my doc.txt").unlink()
+    Path("doc.txt").unlink()  # the same text
+    message = run_here(*command, "-i", "it's.skv", "--method", "codes").error()
+    assert shown(message) == []
+    assert "from its document with --method codes" in message
+
+
+def test_a_residual_that_needs_another_method(place: Path) -> None:
+    assert run_here(*BUILD, "-o", "h.skv", "--method", "h2o").code == 0
+    paste(run_here("recall-report", "-i", "h.skv", "--residual").error(), place)
+    assert run_here("recall-report", "-i", "h.skv", "--residual", "--method", "quest", "-q").code == 0
+
+
+@pytest.mark.parametrize("command", [("generate", "Why?"), ("inspect",), ("recall-report",), ("append", "doc.txt")])
+def test_a_text_in_the_place_of_an_index(place: Path, command: tuple[str, ...]) -> None:
+    fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", "name doc.skv"))
+    shutil.rmtree("doc.skv")
+    message = run_here(*command, "--index", "doc.txt").error()
+    assert shown(message) == ["sparsekv build-index doc.txt"]
+
+
+MISSING = [
+    ("generate", "Why?"),
+    ("append", "doc.txt"),
+    ("inspect",),
+    ("recall-report",),
+    ("tune", "--target-recall", "0.5"),
+    ("bench",),
+]
+
+
+@pytest.mark.parametrize("command", MISSING, ids=lambda command: command[0])
+def test_every_command_exits_alike_where_no_index_is(place: Path, command: tuple[str, ...]) -> None:
+    Path("folder").mkdir()
+    fails(2, *command, "--index", "none.skv", says=("no index at none.skv", "`sparsekv build-index --help`"))
+    fails(2, *command, "--index", "folder", says=("folder is a folder, but no index", "`sparsekv build-index doc.txt`"))
+    shutil.rmtree("doc.skv")
+    fails(2, *command, "--index", "doc.skv", says=("no index", "`sparsekv build-index doc.txt -o doc.skv`"))
+    if command[0] != "bench":  # which without an index times a mixture
+        fails(2, *command, says=("no index in this folder", "`sparsekv build-index doc.txt`"))
+
+
+def test_tune_is_shown_with_its_target_where_its_default_is_gone(place: Path) -> None:
+    manifest = read_manifest(place / "doc.skv")
+    target = Target(measure="recall", value=0.3, of=0.1)
+    defaults = Defaults(
+        method="gone",
+        variant="",
+        parameters={},
+        budget=0.5,
+        layer_budgets=None,
+        residual=False,
+        target=target,
+        calibration=0.4,
+        held_out=0.4,
+        kv_fraction=0.6,
+    )
+    write_defaults(place / "doc.skv", manifest, defaults)
+    message = run_here("generate", "Why?", "--model", "model").error()
+    assert shown(message) == ["sparsekv tune --index doc.skv --target-recall 0.3 --of 0.1"]
+    paste(message, place)
+
+
+def test_names_are_quoted_and_never_options() -> None:
+    assert command("build-index", Path("-a b.txt")) == "`sparsekv build-index './-a b.txt'`"
+
+
+def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
+    report = run_here("recall-report", "--method", "squeezed", "--budget", "5%", "-q")
+    assert shown(report.stdout) == ["sparsekv eval --help"], "the document has too few tokens"
+    Path("long.txt").write_text(Path("doc.txt").read_text() * 2)
+    assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q").code == 0
+    report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
+    (hint,) = shown(report.stdout)
+    assert hint.startswith("sparsekv eval long.txt --method squeezed --budget 5% --model ")
+    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("recal-report",), "recall-report"),
+        (("recall-report", "--method", "multipool"), "multipole"),
+        (("build-index", "doc.txt", "--method", "squeesed"), "squeezed"),
+        (("generate", "Why?", "--placement", "devise"), "device"),
+        (("generate", "Why?", "--lookup", "hierarchicl"), "hierarchical"),
+        (("tune", "--target-recall", "0.5", "--cheapest", "tim"), "time"),
+        (("eval", "doc.txt", "--task", "niah-singel"), "niah-single"),
+    ],
+)
+def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], meant: str) -> None:
+    fails(2, *arguments, says=(f"(did you mean {meant}?)",))
+
+
+def test_nothing_is_suggested_where_nothing_is_near(place: Path) -> None:
+    assert "did you mean" not in run_here("recall-report", "--method", "xyz").error()

@@ -1,0 +1,53 @@
+"""What `recall-report` prints: the same names in the table, as CSV and as JSON, rows in order, the front marked."""
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+from support.command import run_here
+
+REPORT = ("recall-report", "--method", "squeezed", "--method", "quest", "--method", "oracle", "--budget", "10%", "-q")
+PNG = b"\x89PNG"
+
+
+def printed(*options: str) -> str:
+    outcome = run_here(*REPORT, *options)
+    assert outcome.code == 0, outcome.stderr
+    return outcome.stdout
+
+
+def test_csv_and_json_have_the_same_names_and_the_tables_are_theirs(place: Path) -> None:
+    columns = csv.DictReader(StringIO(printed("--csv"))).fieldnames
+    assert columns is not None
+    rows = json.loads(printed("--json"))["rows"]
+    assert [*rows[0]] == [*columns]
+    head = " ".join(printed().split("──")[0].split("prefill dense")[1].split())
+    words = {word for name in columns for word in name.split("_")}
+    assert set(head.split()) <= words
+    for word in ("selected", "tokens", "attention", "output", "error", "kv", "fraction", "missed"):
+        assert word in head.split()
+
+
+def test_rows_over_all_are_not_among_the_detail_of_csv_and_are_in_json(place: Path) -> None:
+    rows = list(csv.DictReader(StringIO(printed("--csv", "--by", "layer"))))
+    assert {row["layer"] for row in rows} == {"0", "1", "2"}
+    layers = {row["layer"] for row in json.loads(printed("--json", "--by", "layer"))["rows"]}
+    assert layers == {None, 0, 1, 2}
+
+
+def test_the_table_is_in_the_order_of_errors_and_marks_the_front(place: Path) -> None:
+    expected = sorted(json.loads(printed("--json"))["rows"], key=lambda row: row["output_error"])
+    lines = [line for line in printed().splitlines() if " 10% " in line]
+    assert all(f"{row['output_error']:.4f}" in line for row, line in zip(expected, lines, strict=True))
+    assert [line.lstrip().startswith("*") for line in lines] == [row["front"] for row in expected]
+    assert "*: on the Pareto front" in printed()
+
+
+def test_all_methods_are_drawn_on_a_slide(place: Path) -> None:
+    outcome = run_here("recall-report", "--budget", "5%", "--budget", "10%", "--plot", "all.png", "-q")
+    assert outcome.code == 0, outcome.stderr
+    picture = Path("all.png").read_bytes()
+    assert picture.startswith(PNG)
+    width, height = (int.from_bytes(picture[place : place + 4]) for place in (16, 20))
+    assert (width, height) == (1920, 1080)
