@@ -99,8 +99,7 @@ def plan_layer(
         heads: KV heads, Hk.
         device: the model's.
     """
-    read, where = ReadRows(heads, device), options.search_device or device
-    make = options.gather or GatherExecutor
+    read, where, make = ReadRows(heads, device), options.search_device or device, options.gather or GatherExecutor
     gather = make(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
     appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
