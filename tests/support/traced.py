@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -26,6 +27,7 @@ class Answered:
     question: torch.Tensor
     answer: Answer
     steps: dict[int, list[AttendedStep]]
+    cache: IndexCache
 
 
 def every_form(index: OpenIndex) -> dict[str, Form]:
@@ -41,4 +43,4 @@ def answered(index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 
         index, Setting(form, budget), gather=lambda layer: partial(RecordingExecutor, record=steps[layer].append)
     )
     question = question_ids(index, "What comes next?")
-    return Answered(question, asker.ask(question, Sampling(tokens)), steps)
+    return Answered(question, asker.ask(question, Sampling(tokens)), steps, asker.cache)
