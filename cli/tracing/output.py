@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ def refuse_unwritable(output: Path | None) -> None:
         raise UsageError(f"-o {output}: its folder does not exist; make it first")
     if os.path.isdir(output):
         raise UsageError(f"-o {output} is a folder; give the name of a file in it")
+    if len(os.fsencode(output.name)) > os.pathconf(output.absolute().parent, "PC_NAME_MAX"):
+        raise UsageError(f"-o {output}: the name is too long; give a shorter one")
 
 
 def write(document: dict[str, Any], output: Path) -> int:
     """Write a trace, whole or not at all, and return its size in bytes; SparsekvError if it cannot be written."""
-    unfinished = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
+    unfinished = output.with_name(f".trace-{os.getpid()}{output.suffix}")
     try:
         WRITERS[output.suffix.lower()](document, unfinished)
         size = unfinished.stat().st_size
@@ -44,7 +47,8 @@ def write(document: dict[str, Any], output: Path) -> int:
         reason = (error.strerror or str(error)).lower()
         raise SparsekvError(f"cannot write the trace {output}: {reason}; give -o another name") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
     return size
 
 
