@@ -13,6 +13,7 @@ from sparsekv.formats.errors import UsageError
 COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
     "generate": "Answer questions over an index.",
+    "trace": "Answer a question, and show what each token of the answer attended to.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
     "eval": "Measure what each method's answers are worth beside dense attention's.",
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",

@@ -50,8 +50,7 @@ def attend(
     Returns:
         [Hk, G, Q, D] in the query's dtype. Allocates the logits [Hk, G, Q, sum of T] float32 twice.
     """
-    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
-    return _output(torch.cat(logits, -1).softmax(-1), segments, query)
+    return attend_with_weights(query, segments, softmax_scale, softcap, sink_logits).output
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,28 @@ def attend_with_logsumexp(
     logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
     weights, total = softmax_with_logsumexp(torch.cat(logits, -1))
     return Attended(_output(weights, segments, query), total)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Attention output [Hk, G, Q, D], and the weights [Hk, G, Q, sum of T] float32 that gave it: of each segment's rows
+    in turn, then of the learned sink logits, if there are any."""
+
+    output: torch.Tensor
+    weights: torch.Tensor
+
+
+def attend_with_weights(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> Weighed:
+    """The output of `attend` with the weights of all that is attended."""
+    logits = _logits(query, segments, softmax_scale, softcap, sink_logits)
+    weights = torch.cat(logits, -1).softmax(-1)
+    return Weighed(_output(weights, segments, query), weights)
 
 
 def segment_logits(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -89,12 +90,24 @@ class GatherExecutor(Executor):
         self.mapped, self.fetch_rest = mapped, fetch_rest
 
     def attend(self, step: Step, budget: Budget) -> Attended:
-        fetched = self.find(step.queries, budget)
+        return self.attend_to(step, self.select(step.queries, budget), self.selector)
+
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
+        """Attend to a selection, whose rows are in this executor's layout.
+
+        Args:
+            selector: the one that made it: another than the executor's own where a question has its own method.
+        """
+        fetched = self.fetch(selection, step.query.device)
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
     def find(self, queries: Queries, budget: Budget) -> Fetched:
         """Select rows and copy them to the queries' device."""
-        return self.fetch(self.selector.select(queries.to(self.search_device), budget), queries.query.device)
+        return self.fetch(self.select(queries, budget), queries.query.device)
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        """Select rows, on the selector's device."""
+        return self.selector.select(queries.to(self.search_device), budget)
 
     def fetch(self, selection: Selection, device: torch.device) -> Fetched:
         """Copy a selection's rows and centroids to a device."""
@@ -113,6 +126,20 @@ class GatherExecutor(Executor):
         for tensor in self.mapped:
             release_pages(tensor)
         return found
+
+
+class GatherMaker(Protocol):
+    """Makes one layer's `GatherExecutor`, or one of its own kind, of the same arguments."""
+
+    def __call__(
+        self,
+        selector: Selector,
+        middle: MiddleRows,
+        search_device: torch.device,
+        mapped: tuple[torch.Tensor, ...] = (),
+        *,
+        fetch_rest: bool = False,
+    ) -> GatherExecutor: ...
 
 
 class InPlaceExecutor(Executor):

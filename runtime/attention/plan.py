@@ -6,7 +6,13 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.runtime.attention.append import Appender
-from sparsekv.runtime.attention.executors import Executor, FusedExecutor, GatherExecutor, InPlaceExecutor
+from sparsekv.runtime.attention.executors import (
+    Executor,
+    FusedExecutor,
+    GatherExecutor,
+    GatherMaker,
+    InPlaceExecutor,
+)
 from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, PiecewisePrefill, Policy, Prefetching
 from sparsekv.runtime.attention.prefetch import Prefetcher
@@ -28,6 +34,7 @@ class LayerOptions:
         search_device: the selector's; None: the model's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         question: selects for a question's tokens in place of the layer's selector.
+        gather: makes the executor of all steps, which gathers rows, in place of those that attend without a copy.
     """
 
     prefetch: bool = False
@@ -35,6 +42,7 @@ class LayerOptions:
     search_device: torch.device | None = None
     mapped: tuple[torch.Tensor, ...] = ()
     question: QuestionSearch | None = None
+    gather: GatherMaker | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +99,13 @@ def plan_layer(
         heads: KV heads, Hk.
         device: the model's.
     """
-    read, where = ReadRows(heads, device), options.search_device or device
-    gather = GatherExecutor(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
+    read, where, make = ReadRows(heads, device), options.search_device or device, options.gather or GatherExecutor
+    gather = make(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
     appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
     appender = None if appendable is None else Appender(appendable, middle, sinks, read, where, prefetcher)
     shared = _Shared(selector, middle, facts, budget, read, gather, prefetcher, options)
-    plain = options.meter is None and prefetcher is None
+    plain = options.meter is None and prefetcher is None and options.gather is None
     return LayerPlan(
         selector=selector,
         middle=middle,
@@ -137,8 +145,9 @@ class _Shared:
 
 
 def _decode(shared: _Shared, device: torch.device) -> Policy:
-    """On a CPU, with nothing measured or prefetched, the fused executor; otherwise what `_captured` gives."""
-    if shared.options.meter is None and shared.prefetcher is None and device.type != "cuda":
+    """On a CPU, with nothing measured, prefetched or gathered, the fused executor; otherwise what `_captured` gives."""
+    options = shared.options
+    if options.meter is None and shared.prefetcher is None and options.gather is None and device.type != "cuda":
         return shared.direct(FusedExecutor(shared.selector, shared.middle, shared.gather))
     return _captured(shared)
 
@@ -149,7 +158,7 @@ def _captured(shared: _Shared) -> Policy:
         return shared.measured(shared.options.meter)
     if shared.prefetcher is not None:
         return Prefetching(shared.prefetcher, shared.middle, shared.read)
-    if not shared.middle.reachable:
+    if shared.options.gather is not None or not shared.middle.reachable:
         return shared.direct(shared.gather)
     return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
 

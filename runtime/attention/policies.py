@@ -154,6 +154,6 @@ class ChunkedPrefill(Policy):
             self.observer.observe(step.queries.to(self.gather.search_device))
         parts = []
         for piece in step.pieces(self.search.chunk_size):
-            found = self.gather.fetch(self.search.select(piece.queries), piece.query.device)
-            parts.append(attend(piece.query, found.segments(piece), *piece.how))
+            found, selector = self.search.select(piece.queries), self.search.selector or self.gather.selector
+            parts.append(self.gather.attend_to(piece, found, selector).output)
         return torch.cat(parts, 2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -34,6 +35,7 @@ class Asker:
         placement: str = "device",
         prefetch: bool = False,
         question: QuestionPrefill | None = None,
+        gather: Callable[[int], GatherMaker] | None = None,
     ) -> "Asker":
         """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`.
 
@@ -52,6 +54,7 @@ class Asker:
             prefetch=prefetch,
             question=question,
             budgets=setting.layer_budgets,
+            gather=gather,
         )
         return cls(index, setting, cache)
 

@@ -1,6 +1,6 @@
 """Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
+from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
@@ -66,6 +67,7 @@ class OpenIndex:
         question: QuestionPrefill | None = None,
         budgets: Mapping[int, Budget] | None = None,
         tail: bool = True,
+        gather: Callable[[int], GatherMaker] | None = None,
     ) -> IndexCache:
         """A cache that decodes with one method; layers with a sliding window stay dense.
 
@@ -82,6 +84,7 @@ class OpenIndex:
             question: how a question's tokens select, if not like the answer's.
             budgets: budgets of single layers, by layer number, that replace `budget`.
             tail: False: the stored context ends with the middle, and the tokens fed next take the tail's place.
+            gather: for each layer, what makes the executor of all of its steps.
 
         Raises:
             UsageError: unknown placement, `residual` for an index without value centroids, or a missed share to be
@@ -97,7 +100,7 @@ class OpenIndex:
         self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
-        sparse = _SparseLayers(self, name, method, split, placement, question, residual=residual)
+        sparse = _SparseLayers(self, name, method, split, placement, question, residual=residual, gather=gather)
         for layer, facts in enumerate(manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, split.tokens))
@@ -184,6 +187,7 @@ class _SparseLayers:
     question: QuestionPrefill | None
     _: KW_ONLY
     residual: bool
+    gather: Callable[[int], GatherMaker] | None
     shared: dict[str, Any] = field(default_factory=dict)
     question_shared: dict[str, Any] = field(default_factory=dict)
 
@@ -200,6 +204,7 @@ class _SparseLayers:
             search_device=where,
             mapped=mapped,
             question=self._question_search(rows, prepared.selector),
+            gather=None if self.gather is None else self.gather(layer),
         )
         # The selector may keep the file mapped, with the pages that were read to get here.
         for tensor in (*rows.on(CPU), *mapped) if self.placement == "disk" else ():

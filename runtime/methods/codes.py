@@ -4,6 +4,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -199,6 +200,9 @@ class CodesSelector(Selector):
         of_each = [one[:, None].expand_as(order).gather(-1, order) for one in (self.starts, self.counts)]
         rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
         return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        return self.clusters.labels
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
         left = self.clusters.left(self.clusters.labels[:, None], chosen[:, None])

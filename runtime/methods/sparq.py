@@ -10,6 +10,7 @@ share 1 - alpha. With one query head per KV head this is the paper's result, exc
 always attended (sinks, tail, new tokens) as chosen.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -91,6 +92,9 @@ class SparQSelector(Selector):
             return chosen
         mean = self._mean_of_rest(logits, queries, chosen.rows.starts)
         return replace(chosen, cost=Cost(read + 2), rest=Rest(lambda: (mean,), attended=True))
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        return torch.zeros(self.keys.shape[:2], dtype=torch.int64, device=self.keys.device)
 
     def _mean_of_rest(self, logits: torch.Tensor, queries: Queries, tokens: torch.Tensor) -> CentroidSegment:
         """Mean key and value, weighted to represent all tokens except the chosen ones, tokens [Hk, Q or 1, K]."""

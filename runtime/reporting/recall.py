@@ -25,7 +25,7 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Covers
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Selector
-from sparsekv.runtime.selection.selection import CentroidSegment, RowSet
+from sparsekv.runtime.selection.selection import CentroidSegment, RowSet, Selection
 from sparsekv.runtime.selection.union import can_unite, unite_groups
 
 SharedStates = dict[tuple[str, str], dict[str, Any]]
@@ -71,34 +71,60 @@ def _measure(one: Measured, selector: Selector, truth: Truth, into: Measures) ->
         outcome = Outcome(first, nowhere, nowhere)
     else:
         outcome = one.guard.enforce(attempt, lambda heads: _whole(truth), one.budget, middle)
-    chosen, output = outcome.attempt.results
     wanted = (one.reference or one.budget).tokens(middle)
-    oracle = truth.oracle(wanted)
-    error = (output - truth.output.transpose(1, 2)).norm(dim=-1) / truth.output.transpose(1, 2).norm(dim=-1)
-    seen = (truth.probability * chosen).sum(-1)
-    reach = selector.covered(truth.queries) if isinstance(selector, Covers) else None
-    covered = torch.full_like(seen, torch.nan) if reach is None else (reach & oracle).sum(-1) / wanted
     into.add(
-        selected_tokens=chosen.sum(-1),
-        recall=(chosen & oracle).sum(-1) / wanted,
-        attention_mass=seen / truth.probability.sum(-1),
-        output_error=error.mean(-1),
-        kv_fraction=outcome.attempt.rows / (2 * middle),
-        missed_mass=truth.probability.sum(-1) - seen,
-        missed_estimate=outcome.attempt.missed,
-        list_coverage=covered,
+        **step_measures(outcome.attempt, truth, wanted),
+        list_coverage=_coverage(selector, truth, wanted),
         raised=outcome.raised,
         dense=outcome.dense,
     )
 
 
+def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torch.Tensor]:
+    """What one attempt keeps of dense attention, by measure [Hk, Q].
+
+    Args:
+        attempt: as `attempt_of` gives it.
+        wanted: how many of the oracle's tokens count for recall.
+    """
+    (chosen, output), dense = attempt.results, truth.output.transpose(1, 2)
+    error = (output - dense).norm(dim=-1) / dense.norm(dim=-1)
+    seen, whole = (truth.probability * chosen).sum(-1), truth.probability.sum(-1)
+    return {
+        "selected_tokens": chosen.sum(-1),
+        "recall": (chosen & truth.oracle(wanted)).sum(-1) / wanted,
+        "attention_mass": seen / whole,
+        "output_error": error.mean(-1),
+        "kv_fraction": attempt.rows / (2 * truth.logits.shape[-1]),
+        "missed_mass": whole - seen,
+        "missed_estimate": attempt.missed,
+    }
+
+
+def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
+    """[Hk, Q]: the share of the oracle's tokens that the selector scores; NaN where it scores all."""
+    reach = selector.covered(truth.queries) if isinstance(selector, Covers) else None
+    if reach is None:
+        return torch.full_like(truth.probability[..., 0], torch.nan)
+    return (reach & truth.oracle(wanted)).sum(-1) / wanted
+
+
 def _attempt(selector: Selector, truth: Truth, budget: Budget, *, outputs: bool, together: int) -> Attempt:
-    """A selection [Hk, Q, M] bool and its output [Hk, Q, G, D]. Without `outputs` output and missed share are NaN; the
-    missed share also for a method without centroids of the rest."""
     selection = selector.select(truth.queries, budget)
     if together > 1:
         selection = unite_groups(selection, selector, truth.logits.shape[-1], together)
-    positions = _positions(selection.rows, selector.layout, truth.logits.shape[-1])
+    return attempt_of(selection, selector.layout, truth, outputs=outputs)
+
+
+def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, *, outputs: bool = True) -> Attempt:
+    """What a selection for the queries of `truth` chooses [Hk, Q, M] bool, in order of position, and its output
+    [Hk, Q, G, D]. Without `outputs` output and missed share are NaN; the missed share also without centroids of the
+    rest.
+
+    Args:
+        layout: of the selection's rows, `Selector.layout`.
+    """
+    positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)
     rows = 2 * chosen.sum(-1) + selection.cost.index_rows
     if not outputs:
@@ -118,7 +144,7 @@ def _whole(truth: Truth) -> Attempt:
     return Attempt(torch.zeros_like(truth.probability[..., 0]), rows, (everything, truth.output.transpose(1, 2)))
 
 
-def _positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
+def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> torch.Tensor:
     """[Hk, Q or 1, capacity] middle positions of the chosen rows; unused slots are M, one past the last position, so
     that scattering to them changes no token."""
     positions, valid = rows.expand()

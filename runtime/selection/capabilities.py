@@ -1,5 +1,6 @@
 """Optional capabilities of selectors and methods, as protocols that callers test with isinstance."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.list_statistics import ListShape
 from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.selection.selection import CentroidSegment, Selection
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,15 @@ class OwnCentroids(Protocol):
 
     def replace_by_own(self) -> bool:
         """Turn the replacement on; returns False where there are no value centroids."""
+
+
+@runtime_checkable
+class NumbersCentroids(Protocol):
+    """Knows which centroid represents each token that is not chosen."""
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        """[Hk, M] int64, in order of position: the centroid that represents each token of the middle, counted through
+        the segments of a selection's rest; anything for tokens that were chosen."""
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """Centroids that represent all tokens a method does not choose: Multipole's replacement, for any selector."""
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,9 @@ class ResidualSelector(Selector):
     def __copy__(self) -> "ResidualSelector":
         """One whose inner selector observes another question."""
         return ResidualSelector(copy(self.inner), self.clusters)
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        return self.clusters.labels
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
         left = self.clusters.left(self.labels[:, None], chosen[:, None])

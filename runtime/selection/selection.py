@@ -66,19 +66,23 @@ class CentroidSegment:
     """Centroids that represent tokens which are not attended one by one: keys, values [Hk, C, D].
 
     log_counts [Hk, Q or 1, C] float32: the logarithm of the number of tokens that each represents. `scored`: the same
-    with the logits of one decode step's query on the keys, where the selection has computed them already.
+    with the logits of one decode step's query on the keys, where the selection has computed them already. `clusters`
+    [Hk, C]: the number of each one's cluster; None: they are all clusters of a level, in order.
     """
 
     keys: torch.Tensor
     log_counts: torch.Tensor
     values: torch.Tensor
     scored: ScoredCentroids | None = None
+    clusters: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "CentroidSegment":
         """The same on another device."""
         if self.keys.device == device:
             return self
-        return CentroidSegment(self.keys.to(device), self.log_counts.to(device), self.values.to(device))
+        clusters = None if self.clusters is None else self.clusters.to(device)
+        moved = self.keys.to(device), self.log_counts.to(device), self.values.to(device)
+        return CentroidSegment(*moved, clusters=clusters)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Selecting clusters by their centroids, flat or down a hierarchy; centroids represent the clusters not chosen."""
 
+from collections.abc import Sequence
+
 import torch
 
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
@@ -70,8 +72,8 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         self.tree = Tree(scored or self.keys, **of_levels)
-        self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents)
         self.layout, self.starts = found["token_order"], found["starts"]
+        self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
         self.middle = self.layout.shape[1]
         self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
         self.most_children = [int(children.max()) for children in self.tree.children]
@@ -132,6 +134,9 @@ class ClusterSelector(Selector):
             Cost(read * self._rows_of_a_cluster()),
             Rest(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
         )
+
+    def centroid_of(self, rest: Sequence[CentroidSegment]) -> torch.Tensor:
+        return self._centroids.of_tokens(rest)
 
     def chooses_together(self, budget: Budget) -> bool:
         """Only flat selections."""

@@ -140,11 +140,12 @@ class ClusterSteps:
 
         def left() -> tuple[CentroidSegment, ...]:
             there = torch.arange(slots, device=q.device) < opened.used[:, None]
-            some = torch.where(there, opened.rows[:, :slots], 0).long()[..., None].expand(-1, -1, fine.shape[2])
+            clusters = torch.where(there, opened.rows[:, :slots], 0).long()
+            some = clusters[..., None].expand(-1, -1, fine.shape[2])
             coarse_left, fine_left = opened.log_left[:, None, : coarse.shape[1]], chosen.log_left[:, None, :slots]
             return (
                 CentroidSegment(coarse, coarse_left, coarse_values),
-                CentroidSegment(fine.gather(1, some), fine_left, fine_values.gather(1, some)),
+                CentroidSegment(fine.gather(1, some), fine_left, fine_values.gather(1, some), clusters=clusters),
             )
 
         return Selection(

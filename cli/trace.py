@@ -1,0 +1,160 @@
+"""`sparsekv trace`: answer a question, and show what each token of the answer attended to."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
+from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.help_panels import GroupedCommand
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.memory_limit import refuse_little_room
+from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
+from sparsekv.cli.common.questions import read_question
+from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
+from sparsekv.runtime.attention.question import QUESTION_BUDGET
+from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.setting import choose_setting
+from sparsekv.runtime.selection.registry import methods
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(cls=GroupedCommand)
+@with_method_options(methods())
+def trace(
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None,
+    index: IndexOption = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file.")] = None,
+    model: ModelOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the trace to this file; its ending is .json."),
+    ] = None,
+    truth: Annotated[
+        bool,
+        typer.Option(
+            "--truth",
+            help="Show what dense attention weighs, for the queries of each step, and what the step missed of it. It "
+            "reads all of the document's keys and values for each token.",
+        ),
+    ] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PASSAGE",
+            help="Answer again without this passage of the document; repeatable. Its tokens get no weight where they "
+            "are chosen or attended exactly, and centroids that stand for some of them count as many tokens less; what "
+            "other tokens took over from it when the document was prefilled stays.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
+            "0.1, for codes 0.05.",
+            show_default=False,
+            rich_help_panel="What is attended to",
+        ),
+    ] = None,
+    residual: Annotated[
+        bool,
+        typer.Option(
+            "--residual",
+            help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
+            rich_help_panel="What is attended to",
+        ),
+    ] = False,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="dense|METHOD",
+            help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
+            "--method selects. The answer's first token is the question's last step.",
+            rich_help_panel="What is attended to",
+        ),
+    ] = None,
+    prefill_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
+            f"METHOD. Default: {QUESTION_BUDGET}.",
+            rich_help_panel="What is attended to",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")] = False,
+    special_tokens: SpecialTokensOption = False,
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+    **parameters: Any,
+) -> None:
+    """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.
+
+    The answer streams to stdout, or with --json the trace is printed there: which passages were chosen, what centroids
+    stood for and, with --truth, what was missed. Attention is no explanation; --without tests one.
+
+    \b
+    sparsekv trace --index manual.skv "How is it installed?" -o trace.json
+    sparsekv trace --index manual.skv "How is it installed?" --truth --json | python3 -m json.tool
+    """
+    refuse_little_room()
+    refuse_unwritable(output)
+    artifact = open_artifact(index)
+    prefilling = prefill_method(artifact, prefill)
+    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
+    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+    if setting.form.residual:
+        residual_source(artifact)
+    question = read_question(prompt, prompt_file)
+    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    from sparsekv.cli.common.loading import load_for
+    from sparsekv.runtime.decoding.generate import Sampling, question_ids
+    from sparsekv.runtime.tracing.trace import TracedIndex
+
+    Sampling(max_new_tokens)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True)
+    ids = question_ids(opened, question, raw=raw, special_tokens=special_tokens)
+    traced = TracedIndex(opened, setting, asking)
+    hidden = traced.hide(without) if without else None
+    note_small_budgets([setting.budget], quiet=quiet)
+    note(setting.origin, quiet=quiet or not setting.origin)
+    answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else _stream, truth=truth)
+    document["question"] = question
+    if not as_json:
+        say("")
+    if without and hidden is not None:
+        again = traced.without(hidden, ids, max_new_tokens, answer, truth=truth)
+        document["without"] = {"passages": without, **again}
+        note(describe_without(again), quiet=quiet)
+    size = None if output is None else write(document, output)
+    if as_json:
+        size = say_json(document)
+    note(describe_size(document, size), quiet=quiet)
+
+
+def _stream(text: str) -> None:
+    say(text, end="")
+
+
+def _discard(text: str) -> None:
+    pass

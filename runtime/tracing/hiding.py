@@ -1,0 +1,77 @@
+"""Attention as if some tokens of the document were not there, as far as that can be had without another prefill."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.attention.attention import Segment, attend
+from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor
+from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.reporting.recall import chosen_positions
+from sparsekv.runtime.selection.capabilities import NumbersCentroids
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.selection import CentroidSegment, Selection
+
+
+class HidingExecutor(GatherExecutor):
+    """Selects as a `GatherExecutor` does, and gives hidden tokens no weight.
+
+    Chosen rows and exact rows of hidden tokens are masked. A centroid that represents some of them counts as many
+    tokens less; its key and value, which are means, stay as they are.
+
+    Args:
+        hidden: [N] bool, in order of position.
+        sinks: how many of the N tokens come before the middle.
+    """
+
+    def __init__(self, *layer: Any, hidden: torch.Tensor, sinks: int, **options: Any):
+        super().__init__(*layer, **options)
+        self.hidden, self.sinks = hidden, sinks
+
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
+        hidden = self.hidden.to(step.query.device)
+        middle = hidden[self.sinks : self.sinks + self.middle.used]
+        beside = torch.cat([hidden[: self.sinks], hidden[self.sinks + self.middle.used :]])
+        fetched = self._without(self.fetch(selection, step.query.device), selection, selector, middle)
+        chosen, exact, *rest = fetched.segments(step)
+        output = attend(step.query, [chosen, _masked(exact, beside), *rest], *step.how)
+        return Attended(output, fetched.rows_read)
+
+    def _without(self, fetched: Fetched, selection: Selection, selector: Selector, hidden: torch.Tensor) -> Fetched:
+        """The same rows, of which those of hidden tokens [M] are not valid, and centroids of fewer tokens."""
+        positions = chosen_positions(selection.rows, self.selector.layout, len(hidden)).to(hidden.device)
+        shown = ~torch.cat([hidden, hidden.new_ones(1)])[positions]
+        valid = shown if fetched.valid is None else shown & fetched.valid
+        rest = fetched.rest
+        if fetched.rest_attended and isinstance(selector, NumbersCentroids):
+            left = torch.ones(len(positions), len(hidden) + 1, device=hidden.device)
+            left = left.scatter_(1, positions[:, -1], 0.0)[:, :-1]
+            rest = _fewer(rest, selector.centroid_of(rest).to(hidden.device), left, hidden)
+        return replace(fetched, valid=valid, rest=rest)
+
+
+def _masked(exact: Segment, hidden: torch.Tensor) -> Segment:
+    """Rows of sinks, tail and new tokens, without the hidden ones of the first two [E]."""
+    shown = torch.ones(exact.keys.shape[1], dtype=torch.bool, device=hidden.device)
+    shown[: len(hidden)] = ~hidden
+    return replace(exact, mask=shown if exact.mask is None else exact.mask & shown)
+
+
+def _fewer(
+    rest: tuple[CentroidSegment, ...], numbers: torch.Tensor, left: torch.Tensor, hidden: torch.Tensor
+) -> tuple[CentroidSegment, ...]:
+    """Centroids of as many tokens less as are hidden among those that they represent.
+
+    Args:
+        numbers: [Hk, M] int64, the centroid of each token, counted through the segments.
+        left: [Hk, M], 1 where a centroid represents it, else 0.
+    """
+    sizes = [part.keys.shape[1] for part in rest]
+    none = torch.zeros(len(numbers), sum(sizes), device=left.device)
+    counts, shown = (none.scatter_add(1, numbers, some) for some in (left, left * ~hidden))
+    shares = (shown / counts.clamp(min=1)).log().split(sizes, 1)
+    return tuple(
+        replace(part, log_counts=part.log_counts + share[:, None], scored=None)
+        for part, share in zip(rest, shares, strict=True)
+    )

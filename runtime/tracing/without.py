@@ -1,0 +1,68 @@
+"""What an answer is worth to a model that does not see some passages of the document."""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch.nn.functional import log_softmax
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.open import OpenIndex
+
+MOST_FOUND = 64
+"""Places of one passage: one that is found more often is a word or a mark rather than a passage."""
+
+
+def tokens_of(passages: Iterable[str], texts: Sequence[str]) -> torch.Tensor:
+    """[N] bool: the tokens of a prompt, by their texts, that have a character of one of the passages, wherever it is
+    found. White space in a passage is any white space.
+
+    Raises:
+        UsageError: a passage is empty, or not in the prompt, or in more than `MOST_FOUND` places.
+    """
+    whole, stops = "".join(texts), torch.tensor(list(accumulate(map(len, texts))))
+    starts = torch.cat([stops.new_zeros(1), stops[:-1]])
+    found = torch.zeros(len(texts), dtype=torch.bool)
+    for passage in passages:
+        for start, stop in _places(passage, whole):
+            # The tokens before the last of a character have no text of their own.
+            found |= (starts < stop) & ((stops > start) | (starts >= start))
+    return found
+
+
+def _places(passage: str, whole: str) -> list[tuple[int, int]]:
+    words = passage.split()
+    if not words:
+        raise UsageError("--without is empty; give a passage of the document")
+    pattern = re.compile(r"\s+".join(map(re.escape, words)))
+    places = [match.span() for match, _ in zip(pattern.finditer(whole), range(MOST_FOUND + 1), strict=False)]
+    if not places:
+        raise UsageError(f"--without {passage}: the indexed prompt has no such passage; copy it from the document")
+    if len(places) > MOST_FOUND:
+        raise UsageError(f"--without {passage}: found in more than {MOST_FOUND} places; give more of the passage")
+    return places
+
+
+@torch.inference_mode()
+def log_probability(index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int]) -> float:
+    """The sum of the log-probabilities of an answer's tokens after a question, each given those before it.
+
+    The cache is rewound first. The question is prefilled at once and the answer fed token by token, as when it is made.
+
+    Args:
+        cache: one of this index's.
+        question: [Q] token ids after the stored prompt.
+    """
+    cache.rewind()
+    device = index.model.device
+    fed = [question, *torch.tensor(answer[:-1], dtype=question.dtype).split(1)]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with route_attention(index.model, cache.attend):
+        for ids, token in zip(fed, answer, strict=True):
+            model_input = {"input_ids": ids[None].to(device), "past_key_values": cache, "use_cache": True}
+            logits = index.model(**model_input, logits_to_keep=1).logits[0, -1]
+            total += log_softmax(logits.double(), -1)[token]
+    return float(total)

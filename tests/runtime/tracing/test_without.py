@@ -1,0 +1,156 @@
+"""Answers without some passages: which tokens these are, and what attention without them is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.reference import assert_close
+from support.small_index import plain_logits_after
+from support.traced import SOME, answered, every_form
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.tracing.hiding import HidingExecutor
+from sparsekv.runtime.tracing.shares import AttendedStep, own_shares
+from sparsekv.runtime.tracing.trace import EVERYTHING, TracedIndex
+from sparsekv.runtime.tracing.without import MOST_FOUND, log_probability, tokens_of
+
+TEXTS = ["The", " cat", " sat", ".\n", "A", " dog", "", "", "\U0001f511", " ran", ".", " The", " cat", " ran"]
+
+
+def _found(*passages: str) -> list[int]:
+    return tokens_of(passages, TEXTS).nonzero()[:, 0].tolist()
+
+
+def test_a_passage_is_found_wherever_it_is_with_any_white_space() -> None:
+    assert _found("The cat") == [0, 1, 11, 12]
+    assert _found("sat.  A") == [2, 3, 4]
+    assert _found("sat. A", "ran.") == [2, 3, 4, 9, 10]
+
+
+def test_a_token_is_found_by_a_part_of_it_and_a_character_with_all_its_tokens() -> None:
+    assert _found("at sat") == [1, 2]
+    assert _found("\U0001f511") == [6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("passage", "message"),
+    [
+        ("The bird", "has no such passage"),
+        (" \n", "--without is empty"),
+    ],
+)
+def test_what_is_no_passage_is_refused(passage: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tokens_of([passage], TEXTS)
+
+
+def test_a_passage_in_many_places_is_refused() -> None:
+    assert int(tokens_of(["a"], [" a"] * MOST_FOUND).sum()) == MOST_FOUND
+    with pytest.raises(UsageError, match=f"more than {MOST_FOUND} places; give more of the passage"):
+        tokens_of(["a"], [" a"] * (MOST_FOUND + 1))
+
+
+def _steps(index: OpenIndex, name: str) -> Iterator[tuple[SparseLayer, AttendedStep]]:
+    for form in (form for form in every_form(index).values() if form.name == name):
+        found = answered(index, form, tokens=2)
+        for layer, steps in found.steps.items():
+            kept = found.cache.stored_layers[layer]
+            assert isinstance(kept, SparseLayer)
+            yield from [(kept, one) for one in steps]
+
+
+def _hidden(index: OpenIndex) -> torch.Tensor:
+    """Some tokens of sinks, middle and tail, in runs and alone."""
+    hidden = torch.rand(index.split.tokens, generator=torch.Generator().manual_seed(1)) < 0.3
+    hidden[100:150] = True
+    return hidden
+
+
+def _executor(layer: SparseLayer, hidden: torch.Tensor, sinks: int) -> HidingExecutor:
+    plan = layer.plan
+    return HidingExecutor(plan.selector, plan.middle, torch.device("cpu"), hidden=hidden, sinks=sinks)
+
+
+@pytest.mark.parametrize("name", methods())
+def test_nothing_hidden_changes_nothing(full_index: OpenIndex, name: str) -> None:
+    nothing = torch.zeros(full_index.split.tokens, dtype=torch.bool)
+    for layer, one in _steps(full_index, name):
+        executor = _executor(layer, nothing, full_index.split.sinks)
+        output = executor.attend_to(one.step, one.selection, one.selector).output
+        expected = layer.plan.gather.attend_to(one.step, one.selection, one.selector).output
+        assert_close(output, expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", methods())
+def test_hidden_tokens_get_no_weight_and_centroids_count_fewer(full_index: OpenIndex, name: str) -> None:
+    """One softmax in float64 over all that is shown; of centroids, the share of their tokens that is."""
+    split, hidden = full_index.split, _hidden(full_index)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    beside = torch.cat([hidden[: split.sinks], hidden[middle.stop :]])
+    for layer, one in _steps(full_index, name):
+        executor = _executor(layer, hidden, split.sinks)
+        output = executor.attend_to(one.step, one.selection, one.selector).output
+        assert_close(output, _expected(one, hidden[middle], beside), 1e-5)
+
+
+def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """Rows of hidden tokens get a bias of minus infinity; a centroid of n tokens, of which h are hidden,
+    log((n - h) / n)."""
+    fetched, step, Hk = one.fetched, one.step, len(one.step.query)
+    rows, _ = one.selection.rows.expand()
+    layout = torch.arange(len(hidden)).expand(Hk, -1) if one.layout is None else one.layout
+    positions = layout.gather(1, rows[:, 0])
+    seen = torch.ones(step.query.shape[2], step.keys.shape[1], dtype=torch.bool)
+    seen = seen if step.mask is None else step.mask.clone()
+    seen[:, : len(beside)] &= ~beside
+    keys, values = [fetched.keys, step.keys], [fetched.values, step.values]
+    biases = [torch.where(hidden[positions], -torch.inf, 0.0)[:, None, None], torch.where(seen, 0.0, -torch.inf)]
+    if fetched.valid is not None:
+        biases[0] = biases[0].masked_fill(~fetched.valid[:, None], -torch.inf)
+    if fetched.log_weights is not None:
+        biases[0] = biases[0] + fetched.log_weights
+    if fetched.rest_attended:
+        numbers = one.selector.centroid_of(fetched.rest)  # type: ignore[attr-defined]
+        chosen = own_shares(one, len(hidden)).tokens[0] > 0
+        start = 0
+        for part in fetched.rest:
+            keys, values, end = [*keys, part.keys], [*values, part.values], start + part.keys.shape[1]
+            members = (numbers[:, :, None] == torch.arange(start, end)) & ~chosen[:, :, None]
+            shown = (members & ~hidden[:, None]).sum(1) / members.sum(1).clamp(min=1)
+            biases.append(part.log_counts[:, None] + shown.log()[:, None, None])
+            start = end
+    bias = torch.cat([bias.expand(*step.query.shape[:3], -1) for bias in biases], -1)
+    logits = torch.einsum("hgqd,htd->hgqt", step.query.double(), torch.cat(keys, 1).double()) * step.how[0]
+    return torch.einsum("hgqt,htd->hgqd", (logits + bias).softmax(-1), torch.cat(values, 1).double())
+
+
+def test_the_log_probability_is_the_plain_models(full_index: OpenIndex) -> None:
+    """With everything attended, summed over the answer's tokens, each after those before it."""
+    question, answer = torch.tensor([70, 80, 90, 100]), [101, 5, 66]
+    cache = Asker.open(full_index, EVERYTHING).cache
+    logits = plain_logits_after(full_index, torch.cat([question, torch.tensor(answer)]))
+    expected = logits.double().log_softmax(-1)[3:-1].gather(1, torch.tensor(answer)[:, None]).sum()
+    assert log_probability(full_index, cache, question, answer) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: OpenIndex) -> None:
+    """By the setting and by dense attention; with nothing hidden it is worth what it was."""
+    traced = TracedIndex(full_index, Setting(every_form(full_index)["codes"], SOME))
+    question = question_ids(full_index, "What comes next?")
+    first, _ = traced.trace(question, 4)
+    nothing = torch.zeros(full_index.split.tokens, dtype=torch.bool)
+    same = traced.without(nothing, question, 4, first, truth=True)
+    assert same["answer"] == first.text
+    for name in ("log_probability", "dense_log_probability"):
+        with_all, without = same[name]
+        assert with_all == without
+    less = traced.without(_hidden(full_index), question, 4, first)
+    assert less["log_probability"][0] == same["log_probability"][0]
+    assert less["log_probability"][1] != less["log_probability"][0]
+    assert "dense_log_probability" not in less

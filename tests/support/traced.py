@@ -1,0 +1,46 @@
+"""Steps of real answers of a small index, as they were attended to."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.reporting.report import forms
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.tracing.recorder import RecordingExecutor
+from sparsekv.runtime.tracing.shares import AttendedStep
+
+SOME = Budget(0.1)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question's tokens, its answer, and each layer's steps: the question's, then one for each token but the last."""
+
+    question: torch.Tensor
+    answer: Answer
+    steps: dict[int, list[AttendedStep]]
+    cache: IndexCache
+
+
+def every_form(index: OpenIndex) -> dict[str, Form]:
+    """Every method of an index in every variant, and with a residual where it has no replacement of its own."""
+    found = [form for name in methods() for form in forms(index.artifact, name, residual=True)]
+    return {form.title: form for form in found}
+
+
+def answered(index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3) -> Answered:
+    """Answers a question of the index with a form of a method."""
+    steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
+    asker = Asker.open(
+        index, Setting(form, budget), gather=lambda layer: partial(RecordingExecutor, record=steps[layer].append)
+    )
+    question = question_ids(index, "What comes next?")
+    return Answered(question, asker.ask(question, Sampling(tokens)), steps, asker.cache)
