@@ -24,6 +24,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    names_of,
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.streams import outlive_reader
@@ -54,7 +55,8 @@ def generate(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first."
+            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first.",
+            autocompletion=names_of(methods),
         ),
     ] = None,
     budget: Annotated[
@@ -98,6 +100,7 @@ def generate(
             help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
             "--method selects.",
             rich_help_panel="What is attended to",
+            autocompletion=names_of(methods),
         ),
     ] = None,
     prefill_budget: Annotated[

@@ -50,6 +50,8 @@ ROOMS = (
     "runtime/benchmark",
     "runtime",
     "cli/common",
+    "cli/configuring",
+    "cli/completing",
     "cli/answering",
     "cli/reporting",
     "cli/inspecting",

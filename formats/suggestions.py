@@ -1,0 +1,20 @@
+"""What a person may have meant by a name that there is not."""
+
+from collections.abc import Iterable
+
+NEAR = 70.0
+"""The least similarity, of 100, at which a name is suggested: one or two letters of a word differ."""
+
+
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """` (did you mean NAME?)` with the known name that is most like the given one; empty where none is."""
+    from rapidfuzz import process  # here: --help need not wait for it
+
+    found = process.extractOne(given, [*known], score_cutoff=NEAR, processor=str.lower)
+    return "" if found is None else f" (did you mean {found[0]}?)"
+
+
+def choose_one(given: str, known: Iterable[str]) -> str:
+    """`choose one of A, B, C`, and which of them may have been meant."""
+    names = [*known]
+    return f"choose one of {', '.join(names)}{suggestion(given, names)}"
