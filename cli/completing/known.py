@@ -66,7 +66,8 @@ def remember(program: KnownCommand) -> None:
 def _installed() -> list[Any]:
     """Changes when the program does, or when a package is installed, which may bring methods."""
     files = sorted(path for folder in _DECIDE for path in _files(_PACKAGE / folder))
-    return [[path, os.stat(path).st_mtime_ns] for path in (*files, *filter(os.path.isdir, sys.path))]
+    packages = [path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)]
+    return [[path, os.stat(path).st_mtime_ns] for path in (*files, *packages)]
 
 
 def _files(folder: Path) -> Iterator[str]:

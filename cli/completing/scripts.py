@@ -49,7 +49,7 @@ if [[ $funcstack[1] == _sparsekv ]]; then _sparsekv "$@"; else compdef _sparsekv
 
 FISH = """\
 function __sparsekv_complete
-    set -l words (commandline -opc) (commandline -ct)
+    set -l words (commandline -opc) (commandline -ct | string replace --regex '^["\\']' '' | string unescape)
     set -l answer (command $words[1] __complete fish $words[2..-1] 2>/dev/null)
     set -l option (string match --regex '^--[^=]+=' -- $words[-1])
     set -l begun (string replace --regex '^--[^=]+=' '' -- $words[-1])

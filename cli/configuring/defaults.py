@@ -10,6 +10,7 @@ from sparsekv.cli.configuring.option_values import (
     long_name,
     model_name,
     refuse_calls_own,
+    refuse_type,
     typed,
 )
 from sparsekv.cli.configuring.project_file import ProjectFile
@@ -34,7 +35,7 @@ class Defaults:
 
 
 def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
-    """Raise UsageError for a table that is no command's, or a key outside of tables that is none for all commands."""
+    """Raise UsageError for a table that is no command's, or a key outside of tables that all commands cannot have."""
     commands = [*commands]
     for key, value in file.tables.items():
         if isinstance(value, dict) and key not in commands:
@@ -46,6 +47,8 @@ def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
                 f"{file.where(key)}: {key} is no default of all commands{near}; these are {', '.join(SHARED)}; options "
                 "of one command stand below its name in brackets, such as [generate]"
             )
+        if key in SHARED and not isinstance(value, str | dict):
+            refuse_type(f"{file.where(key)}: {key}", value, "text in quotes")
 
 
 def command_defaults(file: ProjectFile, name: tuple[str, ...], command: Any, table: Mapping[str, Any]) -> Defaults:

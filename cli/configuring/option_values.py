@@ -5,8 +5,9 @@ import os
 import re
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
+from sparsekv.cli.common.values import check_value
 from sparsekv.cli.configuring.project_file import ProjectFile
 from sparsekv.formats.errors import UsageError
 
@@ -68,10 +69,18 @@ def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
 def _typed(option: Any, kind: Any, value: Any, where: str) -> Any:
     accepted = {bool: (bool,), int: (int,), float: (int, float), Path: (str,)}.get(kind, (str, int, float))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        found = next((text for one, text in _IS.items() if isinstance(value, one)), "a date or time")
-        takes = _TAKES.get(kind, _TAKES[str])
-        raise UsageError(f"{where}: {long_name(option)} is {found}; write {takes}, as --{long_name(option)} takes it")
+        refuse_type(f"{where}: {long_name(option)}", value, _TAKES.get(kind, _TAKES[str]))
+    try:
+        check_value(f"--{long_name(option)}", value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     return value if kind in (bool, int, float) else str(value)
+
+
+def refuse_type(what: str, value: Any, takes: str) -> NoReturn:
+    """Raise UsageError for a value of the wrong type, which says what it is and what to write."""
+    found = next((text for one, text in _IS.items() if isinstance(value, one)), "a date or time")
+    raise UsageError(f"{what} is {found}; write {takes}")
 
 
 def index_path(value: str, file: ProjectFile, where: str) -> str:
