@@ -55,9 +55,9 @@ function __sparsekv_complete
     set -l begun (string replace --regex '^--[^=]+=' '' -- $words[-1])
     switch "$answer[1]"
         case file
-            __fish_complete_path "$begun" | string replace --regex '^' "$option"
+            __fish_complete_path "$begun" | string replace --regex -- '^' "$option"
         case folder
-            __fish_complete_directories "$begun" | string replace --regex '^' "$option"
+            __fish_complete_directories "$begun" | string replace --regex -- '^' "$option"
     end
     if set -q answer[2]
         printf '%s\\n' $answer[2..-1]
