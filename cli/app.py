@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import with_checked_values
+from sparsekv.cli.configuring.apply import apply_defaults
 from sparsekv.formats.errors import UsageError
 
 COMMANDS = {
@@ -21,6 +22,8 @@ COMMANDS = {
     "append": "Append more text to an index.",
     "inspect": "Show what an index holds; --verify rechecks every checksum.",
     "models": "List models that are ready, and fetch one.",
+    "config": "Show which defaults are set, and where: sparsekv.toml, and the environment.",
+    "completion": "Print the script that completes commands and options in your shell.",
 }
 
 
@@ -38,6 +41,12 @@ class _LazyGroup(TyperGroup):
         module = importlib.import_module(f"sparsekv.cli.{cmd_name.replace('-', '_')}")
         refuse_little_room()
         return with_checked_values(typer.main.get_command(module.app))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and "--help" not in rest:
+            ctx.default_map = {name: apply_defaults(name, command, COMMANDS)}
+        return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

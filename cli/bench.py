@@ -15,7 +15,7 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import with_method_options
-from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption
+from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, QuietOption, names_of
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -43,7 +43,10 @@ RUNS = {"cpu": 20, "cuda": 50}
 def bench(
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Method to time, or `all`; repeatable. Default: {', '.join(DEFAULT_METHODS)}."),
+        typer.Option(
+            help=f"Method to time, or `all`; repeatable. Default: {', '.join(DEFAULT_METHODS)}.",
+            autocompletion=names_of(methods, "all"),
+        ),
     ] = None,
     variants: Annotated[
         bool, typer.Option("--variants", help="Time every form of each method that recall-report compares.")
@@ -95,6 +98,7 @@ def bench(
             metavar="NAME|FOLDER",
             help=f"Model of --end-to-end: {', '.join(CONFIGS)}, or a folder with a config.json. Default: "
             "smollm2-135m; CUDA: qwen3-8b.",
+            autocompletion=names_of(lambda: CONFIGS),
         ),
     ] = None,
     distinct_layers: Annotated[

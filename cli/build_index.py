@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    names_of,
 )
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
@@ -51,7 +52,8 @@ def build_index(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Method to build an index for, or `all`; repeatable. Default: {', '.join(choose_indexers([]))}."
+            help=f"Method to build an index for, or `all`; repeatable. Default: {', '.join(choose_indexers([]))}.",
+            autocompletion=names_of(indexers, "all"),
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None,

@@ -16,6 +16,7 @@ from sparsekv.cli.common.options import (
     JsonOption,
     ModelOption,
     QuietOption,
+    names_of,
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -54,7 +55,10 @@ def evaluate_methods(
         str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.")
+        list[str] | None,
+        typer.Option(
+            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts.", autocompletion=names_of(tasks)
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="Published tasks to use instead of DOC; needs --format.")
@@ -82,7 +86,9 @@ def evaluate_methods(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: all."
+            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: "
+            "all.",
+            autocompletion=names_of(methods, "all", DENSE),
         ),
     ] = None,
     budget: Annotated[
@@ -105,6 +111,7 @@ def evaluate_methods(
             metavar="NAME",
             help="What the question's tokens attend to: everything (dense), or what a method selects. Default: what "
             "the answer's method selects.",
+            autocompletion=names_of(methods, DENSE),
         ),
     ] = None,
     question_budget: Annotated[

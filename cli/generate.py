@@ -24,6 +24,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    names_of,
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.streams import outlive_reader
@@ -55,7 +56,8 @@ def generate(
         str | None,
         typer.Option(
             help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-            "what `tune` found, or the index's first."
+            "what `tune` found, or the index's first.",
+            autocompletion=names_of(methods, "dense"),
         ),
     ] = None,
     budget: Annotated[
@@ -99,6 +101,7 @@ def generate(
             help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
             "--method selects.",
             rich_help_panel="What is attended to",
+            autocompletion=names_of(methods),
         ),
     ] = None,
     prefill_budget: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
-from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption, names_of
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.words import telling_words, words_of
@@ -19,6 +19,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import choose_device, load_tokenizer
 from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.runtime.reporting.describe import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import methods_of
@@ -30,7 +31,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def inspect(
     index: IndexOption = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Method to describe; repeatable. Default: all in the index.")
+        list[str] | None,
+        typer.Option(
+            help="Method to describe; repeatable. Default: all in the index.", autocompletion=names_of(indexers)
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Layer whose biggest clusters are shown. Default: the middle one.")

@@ -7,9 +7,13 @@ import atexit
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
+from sparsekv.cli.completing.scripts import ASK
+
+if TYPE_CHECKING:
+    from sparsekv.cli.completing.known import KnownCommand
 
 
 def main() -> NoReturn:
@@ -39,6 +43,9 @@ def run() -> None:
     """
     # A closed pipe (`| head -1`) ends the writer silently, as with any other program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if sys.argv[1:2] == [ASK]:
+        _complete()
+        sys.exit(0)
     debug = "--debug" in sys.argv
     error: BaseException | None = None
     code = 0
@@ -60,6 +67,21 @@ def run() -> None:
     if error is not None:
         fail(error, _command(), debug=debug)
     end(code)
+
+
+def _complete() -> None:
+    from sparsekv.cli.completing.answer import answer
+
+    def learned() -> "KnownCommand":
+        import typer
+
+        from sparsekv.cli.app import app
+        from sparsekv.cli.completing.learn import learn
+
+        group = typer.main.get_command(app)
+        return learn(group, typer.Context(group, info_name="sparsekv"))
+
+    answer(sys.argv[2:], learned)
 
 
 def _call(*, debug: bool) -> int:

@@ -41,7 +41,12 @@ def list_models(as_json: JsonOption = False) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A name of `sparsekv models list`, or a Hugging Face id.")] = EMBEDDED,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name of `sparsekv models list`, or a Hugging Face id.", autocompletion=lambda: [EMBEDDED]
+        ),
+    ] = EMBEDDED,
     quiet: QuietOption = False,
 ) -> None:
     """Download a model into the cache and print its folder.

@@ -17,10 +17,12 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    names_of,
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.reporting.output import print_csv, print_report, report_json
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import choose_device
@@ -41,9 +43,13 @@ BY = {"layer": "layer", "head": "kv_head"}
 @app.command(cls=GroupedCommand)
 @with_method_options(methods())
 def recall_report(
+    ctx: typer.Context,
     index: IndexOption = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Method to measure; repeatable. Default: all that can run.")
+        list[str] | None,
+        typer.Option(
+            help="Method to measure; repeatable. Default: all that can run.", autocompletion=names_of(methods, "all")
+        ),
     ] = None,
     budget: Annotated[
         list[str] | None,
@@ -140,7 +146,7 @@ def recall_report(
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png
     """
     if queries is None:
-        _refuse_model_options(model, dtype)
+        _refuse_model_options({name: ctx.params[name] for name in ("model", "dtype") if on_command_line(ctx, name)})
     where = choose_device(device)
     if not 0 < within <= 1:
         raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")
@@ -197,15 +203,10 @@ def recall_report(
         print_report(artifact, report, groups, within)
 
 
-def _refuse_model_options(model: str | None, dtype: str) -> None:
+def _refuse_model_options(given: dict[str, str]) -> None:
     """Raise UsageError for an option that needs a model: without --queries none runs, as the index has the queries."""
-    given = {
-        "--model": model,
-        "--dtype": None if dtype == "auto" else dtype,
-    }
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(f"{option} {value}: means nothing without --queries, for no model is run; leave it out")
+    for name, value in given.items():
+        raise UsageError(f"--{name} {value}: means nothing without --queries, for no model is run; leave it out")
 
 
 def _groups(by: str | None) -> list[str]:

@@ -11,7 +11,16 @@ from rich.table import Table
 from sparsekv.cli.common.console import note, progress, say, show
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
-from sparsekv.cli.common.options import DeviceOption, DtypeOption, IndexOption, JsonOption, ModelOption, QuietOption
+from sparsekv.cli.common.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    JsonOption,
+    ModelOption,
+    QuietOption,
+    names_of,
+)
+from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -22,6 +31,7 @@ from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
 from sparsekv.runtime.tuning.tuned import Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
@@ -35,6 +45,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def tune(
+    ctx: typer.Context,
     index: IndexOption = None,
     target_recall: Annotated[
         float | None,
@@ -58,7 +69,8 @@ def tune(
         ),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Method to tune; repeatable. Default: all that can run.")
+        list[str] | None,
+        typer.Option(help="Method to tune; repeatable. Default: all that can run.", autocompletion=names_of(methods)),
     ] = None,
     cheapest: Annotated[
         str,
@@ -92,7 +104,7 @@ def tune(
     """
     if sum(target is not None for target in (target_recall, target_error, target_perplexity)) != 1:
         raise UsageError("give one target: --target-recall 0.9, --target-error 0.05 or --target-perplexity 1.02")
-    if model is not None and target_perplexity is None:
+    if on_command_line(ctx, "model") and target_perplexity is None:
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     if cheapest not in CHEAPEST:
         raise UsageError(f"--cheapest {cheapest}: {choose_one(cheapest, CHEAPEST)}")

@@ -19,6 +19,8 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
         one.__traceback__ = None  # frees what its frames hold: memory may have run out
     usage = getattr(error, "format_message", None)  # typer's usage errors, by attribute: typer may not be loaded
     message = describe(error, command) if usage is None else usage()
+    notes = getattr(error, "__notes__", [])
+    message += f" ({'; '.join(notes)})" if notes else ""
     end(int(getattr(error, "exit_code", 1)), f"error: {message}")
 
 

@@ -1,5 +1,6 @@
 """Options that mean the same in every command."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,26 @@ def check_model(name: str | None) -> str | None:
     return name
 
 
+def names_of(registry: Callable[[], Iterable[str]], *more: str) -> Callable[[], list[str]]:
+    """For `typer.Option(autocompletion=...)`: the names of a registry, read when completion learns them, and others."""
+    return lambda: [*registry(), *more]
+
+
+def _embedded() -> list[str]:
+    from sparsekv.formats.models.embedded import EMBEDDED  # here: it imports torch
+
+    return [EMBEDDED]
+
+
 IndexOption = Annotated[
     Path | None,
-    typer.Option("--index", "-i", metavar="NAME.skv", help="The index. Default: the current folder's only *.skv."),
+    typer.Option(
+        "--index",
+        "-i",
+        metavar="NAME.skv",
+        help="The index. Default: the current folder's only *.skv.",
+        envvar="SPARSEKV_INDEX",
+    ),
 ]
 ModelOption = Annotated[
     str | None,
@@ -30,10 +48,26 @@ ModelOption = Annotated[
         "-m",
         help="A name of `sparsekv models list`, a Hugging Face id or a local folder.",
         callback=check_model,
+        envvar="SPARSEKV_MODEL",
+        autocompletion=_embedded,
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[str, typer.Option(help="Of the model, keys and values: auto, float32, float16 or bfloat16.")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="auto (a GPU if there is one), cpu, cuda or cuda:N.",
+        envvar="SPARSEKV_DEVICE",
+        autocompletion=lambda: ["auto", "cpu", "cuda"],
+    ),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="Of the model, keys and values: auto, float32, float16 or bfloat16.",
+        envvar="SPARSEKV_DTYPE",
+        autocompletion=lambda: ["auto", "float32", "float16", "bfloat16"],
+    ),
+]
 SpecialTokensOption = Annotated[
     bool,
     typer.Option(

@@ -29,13 +29,13 @@ def _checked(callback: Any, names: dict[str, str]) -> Any:
     def run(**values: Any) -> Any:
         for name, value in values.items():
             for one in value if isinstance(value, list) else [value]:
-                _check(names[name], one)
+                check_value(names[name], one)
         return callback(**values)
 
     return run
 
 
-def _check(name: str, value: Any) -> None:
+def check_value(name: str, value: Any) -> None:
     """Raise UsageError for a bad value. Paths are not checked: a file name may be any bytes."""
     if isinstance(value, str) and not _is_utf8(value):
         raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")

@@ -1,26 +1,30 @@
-"""Remember which models the user has named: only those are loaded when an index asks for them.
+"""Remember which models the user has named: only those are loaded when an index or a project's file asks for them.
 
-An index may come from someone else, who must not decide which models are downloaded and run.
+These may come from someone else, who must not decide which models are downloaded and run.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Callable
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path
-from sparsekv.formats.user_cache import cache_root, read_small, replace_small
-
-_FILE = "named_models.json"
+from sparsekv.formats.models.model_names import keep_named, named_models
 
 
 def remember(name: str) -> None:
     """Keep the whole name of a model that the user named and that loaded; a cache that cannot be written keeps none."""
-    known = _known()
-    if name == EMBEDDED or name in known:
-        return
-    replace_small(cache_root() / _FILE, json.dumps(sorted({*known, name}), indent=1) + "\n")
+    known = named_models()
+    if name != EMBEDDED and name not in known:
+        keep_named([*known, name])
+
+
+def may_be_loaded(name: str) -> bool:
+    """Whether a model may be loaded that a file of somebody else names: the user has too, or it is the embedded one."""
+    if name == EMBEDDED:
+        return True
+    # A local folder with the name of a hub model is not the model that was named.
+    return name in named_models() and (os.path.isabs(name) or not os.path.lexists(name))
 
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
@@ -38,8 +42,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
         return name
     if os.path.isabs(name) and not os.path.isdir(name):
         raise SparsekvError(f"the index was built with {name}, and no such folder is here; add --model PATH")
-    # A local folder with the name of a hub model is not the model that was named.
-    if name not in _known() or (not os.path.isabs(name) and os.path.lexists(name)):
+    if not may_be_loaded(name):
         raise SparsekvError(
             f"the index was built with {name}, which you have not named on this machine: add --model "
             f"{shlex.quote(name)} if you trust it"
@@ -50,12 +53,4 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
 
 def is_named(name: str) -> bool:
     """Whether the user has named this model on this machine, or it is the embedded one."""
-    return name == EMBEDDED or name in _known()
-
-
-def _known() -> list[str]:
-    try:
-        found = json.loads(read_small(cache_root() / _FILE) or "[]")
-    except (ValueError, RecursionError):
-        return []
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    return name == EMBEDDED or name in named_models()

@@ -53,6 +53,8 @@ ROOMS = (
     "cli/common",
     "cli/building",
     "cli/pages",
+    "cli/configuring",
+    "cli/completing",
     "cli/answering",
     "cli/tracing",
     "cli/reporting",

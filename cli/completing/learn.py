@@ -1,0 +1,61 @@
+"""Learn from the commands themselves what completion has to know; their modules are imported for it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sparsekv.cli.completing.known import KnownCommand, KnownOption
+from sparsekv.cli.configuring.option_values import kinds_of
+from sparsekv.cli.configuring.sources import owners
+
+_LITERAL = re.compile(r"[a-z0-9][\w.:-]*")
+
+
+def learn(command: Any, ctx: Any, help_text: str = "") -> KnownCommand:
+    """A command as completion knows it, with all below it.
+
+    Args:
+        ctx: a context of the command's parent, or of itself at the top.
+        help_text: one line about it, where the command's own help is longer.
+    """
+    kinds = {} if hasattr(command, "list_commands") else kinds_of(command)
+    found = [(one, kinds.get(one.name)) for one in command.get_params(ctx)]
+    options = [known for one, kind in found if one.param_type_name == "option" for known in _options(one, kind, ctx)]
+    arguments = [_known([], one, kind, ctx) for one, kind in found if one.param_type_name == "argument"]
+    names = command.list_commands(ctx) if hasattr(command, "list_commands") else []
+    below = {name: learn(command.get_command(ctx, name), ctx) for name in names}
+    return KnownCommand(help_text or _first_sentence(command.help or ""), options, arguments, below)
+
+
+def _options(option: Any, kind: Any, ctx: Any) -> list[KnownOption]:
+    return [_known(names, option, kind, ctx) for names in (option.opts, option.secondary_opts) if names]
+
+
+def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption:
+    value, choices = ("none", []) if getattr(parameter, "is_flag", False) else _value(parameter, kind, ctx)
+    repeatable = bool(getattr(parameter, "multiple", False))
+    return KnownOption(names, _help(parameter), value, choices, repeatable, sorted(owners(parameter)))
+
+
+def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
+    """What a value is, and the names that it may be: those that the option's metavar lists or its completion gives."""
+    metavar = parameter.metavar or ""
+    choices = [part for part in metavar.split("|") if _LITERAL.fullmatch(part)]
+    choices += [str(item.value) for item in parameter.shell_complete(ctx, "") if item.type == "plain"]
+    if parameter.name in ("index", "model"):
+        return parameter.name, choices
+    if choices:
+        return "names", list(dict.fromkeys(choices))
+    if "FOLDER" in metavar or parameter.name == "output":
+        return "folder", []
+    is_file = kind is Path or re.search(r"FILE|DOC|MORE|\.skv", metavar) or parameter.name.endswith("_file")
+    return ("file" if is_file else "any"), []
+
+
+def _help(parameter: Any) -> str:
+    return _first_sentence(getattr(parameter, "help", "") or "")
+
+
+def _first_sentence(text: str) -> str:
+    first = " ".join(text.split("\n\n")[0].replace("\b", "").split())
+    return re.split(r"(?<=[a-z)`*])[.;:] ", first)[0].rstrip(".")

@@ -1,0 +1,33 @@
+"""`sparsekv completion`: print the script that completes commands and options in a shell."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from sparsekv.cli.common.console import say
+from sparsekv.cli.completing.answer import program
+from sparsekv.cli.completing.learn import learn
+from sparsekv.cli.completing.scripts import SCRIPTS
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def completion(
+    ctx: typer.Context,
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print the script that completes commands, options, methods, models and indices in a shell.
+
+    The lines below put it where each shell finds it; the next shell has it. The folders must exist, and zsh needs
+    fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc. In this shell, eval "$(sparsekv completion bash)" has it at
+    once, and zsh's likewise.
+
+    \b
+    sparsekv completion bash > ~/.local/share/bash-completion/completions/sparsekv
+    sparsekv completion zsh > ~/.zfunc/_sparsekv
+    sparsekv completion fish > ~/.config/fish/completions/sparsekv.fish
+    """
+    root = ctx.find_root()
+    program(lambda: learn(root.command, root))  # so that the first completion need not wait for it
+    say(SCRIPTS[shell], end="")

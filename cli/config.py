@@ -1,0 +1,60 @@
+"""`sparsekv config`: show which defaults are set, and where."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from sparsekv.cli.common.console import note, say, show
+from sparsekv.cli.common.options import JsonOption
+from sparsekv.cli.configuring.defaults import variable
+from sparsekv.cli.configuring.settings import SetDefault, set_defaults
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def config(ctx: typer.Context, as_json: JsonOption = False) -> None:
+    """Show which defaults are set, and where: in the project's sparsekv.toml, and in the environment.
+
+    A sparsekv.toml is looked for in the current folder and those above it, up to the home folder; the first one counts.
+    It has index, model, device and dtype for all commands, and below a command's name in brackets any of its options:
+
+    \b
+    index = "manual.skv"
+    [generate]
+    budget = "5%"
+    max-new-tokens = 64
+
+    The command line outranks the environment (SPARSEKV_INDEX, SPARSEKV_MODEL, SPARSEKV_DEVICE, SPARSEKV_DTYPE), that
+    the file, the file what `tune` found, and that the built-in defaults. The file cannot set options that name other
+    files or decide what is replaced, an index outside of its folder, or a model that you have never named with --model
+    on this machine.
+
+    \b
+    sparsekv config
+    sparsekv config --json
+    """
+    root: Any = ctx.find_root().command
+    path, defaults = set_defaults(root.list_commands(ctx), lambda name: root.get_command(ctx, name))
+    if as_json:
+        say(json.dumps({"file": path, "defaults": [asdict(one) for one in defaults]}, indent=1))
+    elif defaults:
+        show(_table(defaults))
+    else:
+        where = "no sparsekv.toml is here or above" if path is None else f"{path} is empty"
+        note(f"no defaults are set: {where}, and no variable such as {variable('index')} is set", quiet=False)
+
+
+def _table(defaults: list[SetDefault]) -> Table:
+    table = Table()
+    for name in ("command", "option", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for one in defaults:
+        outranked = "" if one.used else f"; {variable(one.option)} outranks it"
+        values = one.value if isinstance(one.value, list) else [one.value]
+        text = ", ".join(json.dumps(value) if isinstance(value, bool) else str(value) for value in values)
+        table.add_row(one.command or "all", one.option, text, f"{one.origin}{outranked}")
+    return table
