@@ -19,6 +19,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
+    names_of,
 )
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
@@ -40,7 +41,12 @@ def trace(
     model: ModelOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the trace to this file; its ending is .json."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the trace to this file: a page for any browser (.html), or JSON (.json).",
+        ),
     ] = None,
     truth: Annotated[
         bool,
@@ -62,7 +68,9 @@ def trace(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method that selects the tokens to attend to. Default: what `tune` found, or the index's first."
+            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
+            "what `tune` found, or the index's first.",
+            autocompletion=names_of(methods, "dense"),
         ),
     ] = None,
     budget: Annotated[
@@ -114,7 +122,8 @@ def trace(
     stood for and, with --truth, what was missed. Attention is no explanation; --without tests one.
 
     \b
-    sparsekv trace --index manual.skv "How is it installed?" -o trace.json
+    sparsekv trace --index manual.skv "How is it installed?" --truth -o trace.html
+    sparsekv trace --index manual.skv "How is it installed?" --without "Run make." -o without.html
     sparsekv trace --index manual.skv "How is it installed?" --truth --json | python3 -m json.tool
     """
     refuse_little_room()
@@ -123,7 +132,7 @@ def trace(
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
-    if setting.form.residual:
+    if setting.residual:
         residual_source(artifact)
     question = read_question(prompt, prompt_file)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.

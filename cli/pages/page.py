@@ -81,14 +81,23 @@ def write_page(page: Page, path: Path, option: str) -> int:
 
 def refuse_unwritable_page(path: Path | None, option: str) -> None:
     """Check, before anything is measured, that a page can be written there; what it raises is as for `write_page`."""
-    if path is None:
-        return
+    if path is not None:
+        refuse_impossible_name(path, option)
+        refuse_other_file(path, option)
+
+
+def refuse_impossible_name(path: Path, option: str) -> None:
+    """Raise UsageError for a folder, a name that is too long, or one in a folder that is missing."""
     if not os.path.isdir(path.absolute().parent):
         raise UsageError(f"{option} {path}: its folder does not exist; make it first")
     if os.path.isdir(path):
         raise UsageError(f"{option} {path} is a folder; give the name of a file in it")
     if len(os.fsencode(path.name)) > os.pathconf(path.absolute().parent, "PC_NAME_MAX"):
         raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
+
+
+def refuse_other_file(path: Path, option: str) -> None:
+    """Raise SparsekvError where something lies that is no page of ours."""
     if os.path.lexists(path) and not _is_ours(path):
         raise SparsekvError(f"{path} is there and no page of sparsekv; give {option} another name")
 

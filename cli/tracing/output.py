@@ -8,48 +8,46 @@ from typing import Any
 
 from sparsekv.cli.common.console import say
 from sparsekv.cli.common.printable import json_text
+from sparsekv.cli.pages.page import refuse_impossible_name, refuse_other_file
+from sparsekv.cli.pages.trace import write_trace_page
 from sparsekv.formats.errors import SparsekvError, UsageError
 
-Write = Callable[[dict[str, Any], Path], None]
 
-
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """Write a trace as JSON; raises OSError."""
-    path.write_text(json_text(document) + "\n", encoding="utf-8")
-
-
-WRITERS: dict[str, Write] = {".json": write_json}
-"""What writes a trace, by the ending of the file's name; it may raise OSError."""
-
-
-def refuse_unwritable(output: Path | None) -> None:
-    """Raise UsageError for a file whose folder is missing, or whose ending no trace has."""
-    if output is None:
-        return
-    if output.suffix.lower() not in WRITERS:
-        raise UsageError(f"-o {output}: a trace is written to a file that ends in {' or '.join(WRITERS)}")
-    if not os.path.isdir(output.absolute().parent):
-        raise UsageError(f"-o {output}: its folder does not exist; make it first")
-    if os.path.isdir(output):
-        raise UsageError(f"-o {output} is a folder; give the name of a file in it")
-    if len(os.fsencode(output.name)) > os.pathconf(output.absolute().parent, "PC_NAME_MAX"):
-        raise UsageError(f"-o {output}: the name is too long; give a shorter one")
-
-
-def write(document: dict[str, Any], output: Path) -> int:
-    """Write a trace, whole or not at all, and return its size in bytes; SparsekvError if it cannot be written."""
-    unfinished = output.with_name(f".trace-{os.getpid()}{output.suffix}")
+def write_json(document: dict[str, Any], path: Path) -> int:
+    """Write a trace as JSON, whole or not at all, and return its size in bytes; SparsekvError if it cannot be."""
+    text, unfinished = (json_text(document) + "\n").encode(), path.with_name(f".trace-{os.getpid()}.json")
     try:
-        WRITERS[output.suffix.lower()](document, unfinished)
-        size = unfinished.stat().st_size
-        os.replace(unfinished, output)
+        unfinished.write_bytes(text)
+        os.replace(unfinished, path)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise SparsekvError(f"cannot write the trace {output}: {reason}; give -o another name") from None
+        raise SparsekvError(f"cannot write the trace {path}: {reason}; give --output another name") from None
     finally:
         with suppress(OSError):
             unfinished.unlink()
-    return size
+    return len(text)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
+"""What writes a trace and returns its size in bytes, by the ending of the file's name."""
+
+
+def refuse_unwritable(output: Path | None) -> None:
+    """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for a page in
+    the place of what is none of ours."""
+    if output is None:
+        return
+    ending = output.suffix.lower()
+    if ending not in WRITERS:
+        raise UsageError(f"--output {output}: a trace is written to a file that ends in {' or '.join(WRITERS)}")
+    refuse_impossible_name(output, "--output")
+    if ending == ".html":
+        refuse_other_file(output, "--output")
+
+
+def write(document: dict[str, Any], output: Path) -> int:
+    """Write a trace in the form of the file's ending, and return its size in bytes; raises what its writer raises."""
+    return WRITERS[output.suffix.lower()](document, output)
 
 
 def say_json(document: dict[str, Any]) -> int:

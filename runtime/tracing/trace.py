@@ -63,9 +63,14 @@ class TracedIndex:
         Raises:
             UsageError: the setting moves tokens of the answer into the index; and what `Asker.ask` raises.
         """
-        tracer = Tracer(self.index, self.setting, self.passages, truth=truth)
-        answer = self._asker(self.setting, tracer.gather).ask(question, Sampling(max_new_tokens), on_text)
+        tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
+        answer = self._asker(self._attending, tracer.gather).ask(question, Sampling(max_new_tokens), on_text)
         return answer, {**self._about(answer), "truth": truth, **tracer.shares()}
+
+    @property
+    def _attending(self) -> Setting:
+        """The setting as selectors carry it out, whose choice is recorded, of dense attention too."""
+        return EVERYTHING if self.setting.form is None else self.setting
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
         """[N] bool: the tokens of some passages of the prompt; raises what `tokens_of` raises."""
@@ -80,11 +85,11 @@ class TracedIndex:
         Args:
             hidden: [N] bool, those tokens.
         """
-        again = self._asker(self.setting, self._hiding(hidden))
+        again = self._asker(self._attending, self._hiding(hidden))
         answer = again.ask(question, Sampling(max_new_tokens))
         found = {
             "answer": answer.text,
-            "log_probability": self._log_probabilities(self.setting, hidden, question, first),
+            "log_probability": self._log_probabilities(self._attending, hidden, question, first),
         }
         if truth:
             found["dense_log_probability"] = self._log_probabilities(EVERYTHING, hidden, question, first)
@@ -107,15 +112,15 @@ class TracedIndex:
 
     def _about(self, answer: Answer) -> dict[str, Any]:
         """What was asked, and of which tokens the prompt and the answer are made."""
-        manifest, form = self.index.artifact.manifest, self.setting.form
+        manifest = self.index.artifact.manifest
         heads = len(self.index.artifact.context(manifest.indexed_layers[0])[0])
         return {
             "version": VERSION,
             "index": str(self.index.artifact.folder),
             "model": manifest.model.id,
-            "method": form.name,
+            "method": self.setting.name,
             "budget": self.setting.budget.value,
-            "residual": form.residual,
+            "residual": self.setting.residual,
             "answer": answer.text,
             "n_context": manifest.split.tokens,
             "n_sinks": manifest.split.sinks,

@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 from support.command import Outcome, fails, run_here
 from support.forked import zygote
 from support.trace_document import synthetic_trace
+from support.trace_page import read_trace_page
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "schemas" / "trace.json").read_text("utf-8"))
 QUESTION = ("trace", "What is 7 times 7?", "--index", "doc.skv", "--model", "model", "--max-new-tokens", "3")
@@ -85,11 +86,11 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("-o", "trace.txt"), ("-o trace.txt", "ends in .json")),
-        (("-o", "trace"), ("-o trace", "ends in .json")),
-        (("-o", "none/trace.json"), ("-o none/trace.json: its folder does not exist", "make it first")),
+        (("-o", "trace.txt"), ("--output trace.txt", "ends in .html or .json")),
+        (("-o", "trace"), ("--output trace", "ends in .html or .json")),
+        (("-o", "none/trace.json"), ("--output none/trace.json: its folder does not exist", "make it first")),
         (("-o", f"{'n' * 255}.json"), ("the name is too long", "shorter")),
-        (("-o", "folder.json"), ("-o folder.json is a folder", "name of a file")),
+        (("-o", "folder.json"), ("--output folder.json is a folder", "name of a file")),
         (("--without", "No such line."), ("--without No such line.", "no such passage", "copy it from the document")),
         (("--without", " "), ("--without is empty", "give a passage")),
         (("--stream",), ("--stream", "leave it out")),
@@ -104,6 +105,27 @@ def test_what_it_refuses(place: Path, options: tuple[str, ...], says: tuple[str,
     assert not (place / "trace.json").exists()
 
 
+def test_a_page_holds_the_trace_that_is_printed(place: Path) -> None:
+    printed = run_here(*QUESTION, "--truth", "--json", "-q", "-o", "trace.html")
+    assert printed.code == 0, printed.stderr
+    assert read_trace_page(place / "trace.html") == json.loads(printed.stdout)
+
+
+def test_a_page_takes_the_place_of_no_other_file(place: Path) -> None:
+    (place / "mine.html").write_text("<p>Mine.</p>")
+    fails(1, *QUESTION, "-o", "mine.html", says=("mine.html is there and no page of sparsekv",))
+    assert (place / "mine.html").read_text() == "<p>Mine.</p>"
+
+
+def test_dense_attention_chooses_everything_and_misses_nothing(place: Path) -> None:
+    traced = json.loads(run_here(*QUESTION, "--method", "dense", "--truth", "--json", "-q").stdout)
+    answer = json.loads(run_here("generate", *QUESTION[1:], "--method", "dense", "--json", "-q").stdout)
+    assert (traced["method"], traced["answer"]) == ("dense", answer["text"])
+    assert traced["measures"]["recall"] == traced["measures"]["attention_mass"] == 1
+    assert traced["measures"]["output_error"] < 1e-5
+    assert all(one["stood_for"] == 0 and one["missed"] < 1e-6 for one in traced["records"])
+
+
 def test_a_passage_in_too_many_places_is_refused(place: Path) -> None:
     fails(2, *QUESTION, "--without", "s", says=("--without s", "more than 64 places"))
 
@@ -112,5 +134,5 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(place: Path) -> None:
     """A limit on a file's size stands for a full disk."""
     done = zygote().run(*QUESTION, "-q", "-o", "trace.json", folder=place, limits={"FSIZE": 10_000})
     assert done.code == 1
-    assert "cannot write the trace trace.json: file too large; give -o another name" in done.stderr
+    assert "cannot write the trace trace.json: file too large; give --output another name" in done.stderr
     assert not list(place.glob("*trace*"))
