@@ -189,6 +189,7 @@ def generate(
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.asker import Asker
     from sparsekv.runtime.decoding.generate import Answer, Sampling
+    from sparsekv.runtime.decoding.talk import Turn
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if save_to is not None and batch_file is not None:
@@ -243,4 +244,4 @@ def generate(
     output.total()
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
-        save_session(opened, save_to, batch[0], result.ids, **encoding, quiet=quiet)
+        save_session(opened, save_to, [Turn(batch[0], result.ids)], **encoding, quiet=quiet)
