@@ -12,6 +12,7 @@ from sparsekv.cli.common.values import with_checked_values
 COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
     "generate": "Answer questions over an index.",
+    "chat": "Ask one question after another over an index, in a terminal.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
     "eval": "Measure what each method's answers are worth beside dense attention's.",
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",

@@ -51,6 +51,7 @@ ROOMS = (
     "runtime",
     "cli/common",
     "cli/answering",
+    "cli/chatting",
     "cli/reporting",
     "cli/inspecting",
     "cli/evaluating",
