@@ -81,6 +81,6 @@ def test_wrong_usage_is_told_before_a_model_is_loaded(place: Path, options: tupl
 
 
 def test_residual_needs_centroids(place: Path) -> None:
-    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "-o", "bare.skv", "-q")
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "h2o", "-o", "bare.skv", "-q")
     assert built.code == 0, built.stderr
-    fails(2, "chat", "-i", "bare.skv", "--method", "squeezed", "--residual", says=("--residual needs clusters",))
+    fails(2, "chat", "-i", "bare.skv", "--method", "quest", "--residual", says=("--residual needs clusters",))

@@ -1,19 +1,22 @@
 """A talk: each question sees the document and all turns before it, whatever the setting is and was."""
 
-from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
+from support.plain_talk import QUESTIONS, SAMPLING, plain_answer, plain_talk
 from support.small_index import INDEXERS, build_small
 from support.tiny_models import END
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.question import DENSE, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.decoding import generate
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.talk import Talk, Turn, chat_after
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
@@ -26,9 +29,6 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 
-TOKENS = 12
-SAMPLING = Sampling(max_new_tokens=TOKENS)
-QUESTIONS = ("What is an assertion?", "And what raises one?", "Which of them came first?")
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
     "codes": Codes(),
@@ -55,27 +55,18 @@ def plain(every_index: OpenIndex) -> list[list[int]]:
     return list(plain_talk(every_index))
 
 
-@torch.inference_mode()
-def plain_answer(index: OpenIndex, before: torch.Tensor) -> list[int]:
-    """Token ids of transformers' own greedy answer after token ids [N], over no cache of ours."""
-    answer = index.model.generate(before[None], max_new_tokens=TOKENS, do_sample=False)[0, len(before) :]
-    return answer.tolist()
-
-
-def plain_talk(index: OpenIndex) -> Iterator[list[int]]:
-    """The plain model's answers to `QUESTIONS`, each after all that came before it, in the chat template's words."""
-    said, between = index.input_ids, "\n\n"
-    for question in QUESTIONS:
-        text = f"{between}{question}<|end|>\n<|start|>assistant\n"
-        said = torch.cat([said, torch.tensor(index.tokenizer(text, add_special_tokens=False).input_ids)])
-        answer = plain_answer(index, said)
-        yield answer
-        said = torch.cat([said, torch.tensor(answer)])
-        between = f"{'' if answer[-1] == END else '<|end|>'}\n<|start|>user\n"
-
-
 def test_a_talk_that_reads_everything_is_the_plain_models(family_index: OpenIndex) -> None:
     """Longer than the window of layers that have one."""
+    talk = Talk(family_index, setting("squeezed"))
+    answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
+    assert answers == list(plain_talk(family_index))
+
+
+def test_steps_whose_lengths_lie_on_the_device_go_on_too(
+    family_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: each answer's rows are written to slots, each question's behind them."""
+    monkeypatch.setattr(generate, "captured_step", partial(DecodeStep, capture=False))
     talk = Talk(family_index, setting("squeezed"))
     answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
     assert answers == list(plain_talk(family_index))
