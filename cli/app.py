@@ -14,6 +14,7 @@ from sparsekv.formats.errors import UsageError
 COMMANDS = {
     "build-index": "Prefill a document once and index what its attention reads.",
     "generate": "Answer questions over an index.",
+    "chat": "Ask one question after another over an index, in a terminal.",
     "trace": "Answer a question, and show what each token of the answer attended to.",
     "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
     "eval": "Measure what each method's answers are worth beside dense attention's.",

@@ -8,7 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.options import AnswersJsonOption, BatchSizeOption, CompileOption, ResumeOption
+from sparsekv.cli.answering.options import (
+    AnswersJsonOption,
+    BatchSizeOption,
+    BudgetOption,
+    CompileOption,
+    MaxNewTokensOption,
+    MethodOption,
+    PlacementOption,
+    PrefillBudgetOption,
+    PrefillOption,
+    RawOption,
+    ResidualOption,
+    ResumeOption,
+    SamplingSeedOption,
+    StatsOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
@@ -24,14 +42,12 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
-    names_of,
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
-from sparsekv.runtime.attention.question import QUESTION_BUDGET
-from sparsekv.runtime.cache.kv_store import PLACEMENTS, check_placement
+from sparsekv.runtime.cache.kv_store import check_placement
 from sparsekv.runtime.decoding.compiled import check_mode
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import choose_setting, refuse_beside_dense
@@ -52,23 +68,8 @@ def generate(
     batch_size: BatchSizeOption = "auto",
     resume: ResumeOption = None,
     model: ModelOption = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-            "what `tune` found, or the index's first.",
-            autocompletion=names_of(methods, "dense"),
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "0.1, for codes 0.05.",
-            show_default=False,
-            rich_help_panel="What is attended to",
-        ),
-    ] = None,
+    method: MethodOption = None,
+    budget: BudgetOption = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -77,14 +78,7 @@ def generate(
             rich_help_panel="What is attended to",
         ),
     ] = None,
-    residual: Annotated[
-        bool,
-        typer.Option(
-            "--residual",
-            help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
-            rich_help_panel="What is attended to",
-        ),
-    ] = False,
+    residual: ResidualOption = False,
     guard: Annotated[
         float | None,
         typer.Option(
@@ -94,33 +88,9 @@ def generate(
             rich_help_panel="What is attended to",
         ),
     ] = None,
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="dense|METHOD",
-            help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
-            "--method selects.",
-            rich_help_panel="What is attended to",
-            autocompletion=names_of(methods),
-        ),
-    ] = None,
-    prefill_budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
-            f"METHOD. Default: {QUESTION_BUDGET}.",
-            rich_help_panel="What is attended to",
-        ),
-    ] = None,
-    placement: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(PLACEMENTS),
-            help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
-            "(host), or in the index's files (disk).",
-            rich_help_panel="Where the document lies",
-        ),
-    ] = "device",
+    prefill: PrefillOption = None,
+    prefill_budget: PrefillBudgetOption = None,
+    placement: PlacementOption = "device",
     ahead: Annotated[
         bool,
         typer.Option(
@@ -129,19 +99,12 @@ def generate(
             rich_help_panel="Where the document lies",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel="Sampling")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", rich_help_panel="Sampling")] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel="Sampling"
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel="Sampling")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel="Sampling")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")] = False,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SamplingSeedOption = 0,
+    raw: RawOption = False,
     special_tokens: SpecialTokensOption = False,
     save_to: Annotated[
         Path | None,
@@ -149,7 +112,7 @@ def generate(
             metavar="NAME.skv", help="Save document, question and answer as a new index, to ask the next question of."
         ),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print times, and the share of keys and values read.")] = False,
+    stats: StatsOption = False,
     gauge: Annotated[
         bool,
         typer.Option(
@@ -193,6 +156,7 @@ def generate(
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.asker import Asker
     from sparsekv.runtime.decoding.generate import Answer, Sampling
+    from sparsekv.runtime.decoding.talk import Turn
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     if save_to is not None and batch_file is not None:
@@ -250,4 +214,4 @@ def generate(
     output.total()
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
-        save_session(opened, save_to, batch[0], result.ids, **encoding, quiet=quiet)
+        save_session(opened, save_to, [Turn(batch[0], result.ids)], **encoding, quiet=quiet)

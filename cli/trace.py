@@ -5,6 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.answering.options import (
+    BudgetOption,
+    MaxNewTokensOption,
+    MethodOption,
+    PrefillBudgetOption,
+    PrefillOption,
+    RawOption,
+    ResidualOption,
+)
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -19,12 +28,10 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     SpecialTokensOption,
-    names_of,
 )
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
-from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
@@ -65,50 +72,13 @@ def trace(
             "other tokens took over from it when the document was prefilled stays.",
         ),
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-            "what `tune` found, or the index's first.",
-            autocompletion=names_of(methods, "dense"),
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "0.1, for codes 0.05.",
-            show_default=False,
-            rich_help_panel="What is attended to",
-        ),
-    ] = None,
-    residual: Annotated[
-        bool,
-        typer.Option(
-            "--residual",
-            help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
-            rich_help_panel="What is attended to",
-        ),
-    ] = False,
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="dense|METHOD",
-            help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what "
-            "--method selects. The answer's first token is the question's last step.",
-            rich_help_panel="What is attended to",
-        ),
-    ] = None,
-    prefill_budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
-            f"METHOD. Default: {QUESTION_BUDGET}.",
-            rich_help_panel="What is attended to",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")] = False,
+    method: MethodOption = None,
+    budget: BudgetOption = None,
+    residual: ResidualOption = False,
+    prefill: PrefillOption = None,
+    prefill_budget: PrefillBudgetOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    raw: RawOption = False,
     special_tokens: SpecialTokensOption = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",

@@ -9,7 +9,8 @@ from sparsekv.cli.app import app
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 COMMANDS = ["", *MAIN, "models list", "models pull"]
-OF_METHODS = {name: ["--method", "all"] for name in ("build-index", "generate", "recall-report", "eval", "bench")}
+WITH_METHODS = ("build-index", "generate", "chat", "recall-report", "eval", "bench")
+OF_METHODS = {name: ["--method", "all"] for name in WITH_METHODS}
 HEAD = "# Commands\n\nWritten by `make docs` from each command's `--help`.\n"
 
 

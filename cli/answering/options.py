@@ -1,11 +1,17 @@
-"""Options of `generate` that say how many questions are answered at a time, and how fast."""
+"""Options of commands that answer questions: what is attended to, how tokens are sampled, how many at a time."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sparsekv.cli.common.options import names_of
+from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET
+from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.compiled import WORTH_IT
+from sparsekv.runtime.selection.registry import methods
+
+ATTENDED, SAMPLING = "What is attended to", "Sampling"
 
 AT_ONCE = {"cpu": 16, "cuda": 64}
 """How many questions `--batch-size auto` answers at once; on a GPU fewer where they do not fit."""
@@ -41,3 +47,67 @@ CompileOption = Annotated[
         "token of every question that is answered at once.",
     ),
 ]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
+        "what `tune` found, or the index's first.",
+        autocompletion=names_of(methods, DENSE),
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or 0.1, "
+        "for codes 0.05.",
+        show_default=False,
+        rich_help_panel=ATTENDED,
+    ),
+]
+ResidualOption = Annotated[
+    bool,
+    typer.Option(
+        "--residual",
+        help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
+        rich_help_panel=ATTENDED,
+    ),
+]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="dense|METHOD",
+        help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what --method "
+        "selects.",
+        rich_help_panel=ATTENDED,
+        autocompletion=names_of(methods, DENSE),
+    ),
+]
+PrefillBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
+        f"METHOD. Default: {QUESTION_BUDGET}.",
+        rich_help_panel=ATTENDED,
+    ),
+]
+PlacementOption = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(PLACEMENTS),
+        help="Where the document's keys and values are kept: in the memory of the model's device, in main memory "
+        "(host), or in the index's files (disk).",
+        rich_help_panel="Where the document lies",
+    ),
+]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy decoding.", rich_help_panel=SAMPLING)]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the most likely tokens whose probabilities add up to this.", rich_help_panel=SAMPLING
+    ),
+]
+TopKOption = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)]
+SamplingSeedOption = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
+RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
+StatsOption = Annotated[bool, typer.Option("--stats", help="Print times, and the share of keys and values read.")]

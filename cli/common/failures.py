@@ -14,6 +14,7 @@ LESS_MEMORY = {
     "build-index": "give fewer --max-tokens, a smaller --chunk-size or --dtype bfloat16",
     "append": "append less at a time, or give a smaller --chunk-size",
     "generate": "give --placement disk, or ask a shorter question",
+    "chat": "give --placement disk, ask a shorter question, or /forget the talk so far",
     "recall-report": "give fewer --method or --budget at a time",
     "tune": "give fewer --method at a time",
     "eval": "give a smaller --length or --chunk-size",

@@ -13,6 +13,7 @@ KEPT = {
     "append": "the index is as it was; what is prefilled is kept, and the same command goes on from there",
     "eval": "the answers are kept, and the same command goes on from there",
     "generate": "the index is as it was",
+    "chat": "the index is as it was",
     "tune": "the index is as it was",
 }
 """What a command keeps when it is interrupted; the others keep nothing and change nothing."""

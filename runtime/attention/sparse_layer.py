@@ -54,12 +54,15 @@ class SparseLayer(StoredLayer):
     def missed(self) -> MissedShares | None:
         return None if self.plan.meter is None else self.plan.meter.means()
 
+    def start_counting(self) -> None:
+        self.plan.read.reset()
+        if self.plan.meter is not None:
+            self.plan.meter.reset()
+
     def rewind(self) -> None:
         super().rewind()
+        self.start_counting()
         plan = self.plan
-        plan.read.reset()
-        if plan.meter is not None:
-            plan.meter.reset()
         if plan.prefetcher is not None:
             plan.prefetcher.forget()
         if isinstance(plan.selector, ObservesQuestion):

@@ -13,8 +13,8 @@ from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's missed-mass figures since `rewind`: the estimated missed share, mean over heads and queries, and the
-    shares of heads for which a guard raised the budget or fell back to dense attention."""
+    """One layer's missed-mass figures since counting began: the estimated missed share, mean over heads and queries,
+    and the shares of heads for which a guard raised the budget or fell back to dense attention."""
 
     layer: int
     missed: float
@@ -99,8 +99,13 @@ class IndexCache(Cache):
         for layer in self.stored_layers:
             layer.rewind()
 
+    def start_counting(self) -> None:
+        """Begin to count for another answer: rows read, and missed mass; `rewind` does it too."""
+        for layer in self.stored_layers:
+            layer.start_counting()
+
     def kv_fraction(self) -> float:
-        """Rows read for the middle over those dense attention reads, over all decode steps since `rewind`; one sync.
+        """Rows read for the middle over those dense attention reads, in all decode steps counted; one sync.
 
         1 where all layers are dense, as these count nothing.
         """

@@ -100,8 +100,11 @@ class StoredLayer(CacheLayerMixin):
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
     def missed(self) -> MissedShares | None:
-        """Missed-mass figures since `rewind`; None where they are not measured; one sync."""
+        """Missed-mass figures since counting began; None where they are not measured; one sync."""
         return None
+
+    def start_counting(self) -> None:
+        """Set what is counted to zero; nothing is here."""
 
     def rewind(self) -> None:
         """Drop the tokens after the stored ones."""

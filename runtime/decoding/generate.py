@@ -10,16 +10,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import captured_step
+from sparsekv.runtime.decoding.streaming import Stopping, Streamer
 
 LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
 
@@ -51,7 +59,8 @@ class Sampling:
 class Answer:
     """A generated text, its tokens and its cost; seconds are wall time, `kv_fraction` is over all decode steps.
 
-    finish_reason: `stop` where the model ended it, `length` where no more tokens were allowed, empty for an empty line.
+    finish_reason: `stop` where the model ended it, `length` where no more tokens were allowed, `interrupted` where the
+    caller stopped it, empty for an empty line.
     `layers` are the missed-mass figures of each layer, if the cache was opened to measure them.
     """
 
@@ -70,25 +79,6 @@ NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
 """The answer to an empty line."""
 
 
-class _Streamer(TextStreamer):
-    """Passes text on as it is decoded, and records the times of the first and the last token."""
-
-    def __init__(self, index: OpenIndex, on_text: Callable[[str], None]):
-        super().__init__(index.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-        self.first = self.last = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.last = time.perf_counter()
-            self.first = self.first or self.last
-        super().put(value)  # type: ignore[no-untyped-call]
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.on_text(text)
-
-
 def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_tokens: bool = False) -> torch.Tensor:
     """Token ids [Q] that follow the stored prompt: the question within the rest of the chat template, or alone.
 
@@ -100,14 +90,20 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
         UsageError: the question is empty.
         SparsekvError: its special tokens cannot be read as plain text.
     """
+    chat = None if raw else index.artifact.manifest.prompt.chat
+    return framed_ids(index, question, chat, special_tokens=special_tokens)
+
+
+def framed_ids(
+    index: OpenIndex, question: str, chat: ChatFrame | None, *, special_tokens: bool = False
+) -> torch.Tensor:
+    """Token ids [Q] of a question with what a chat frame puts around it; raises what `question_ids` raises."""
     if not question.strip():
         raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
-    chat = None if raw else index.artifact.manifest.prompt.chat
     parts = [question] if chat is None else [Trusted(chat.between), question, Trusted(chat.after)]
     return torch.tensor(encode_text(index.tokenizer, *parts, special_tokens=special_tokens).ids)
 
 
-@torch.inference_mode()
 def generate(
     index: OpenIndex,
     cache: IndexCache,
@@ -126,10 +122,35 @@ def generate(
         NotFiniteError: the model's logits are not finite.
     """
     cache.rewind()
-    prompt = torch.cat([index.input_ids, question])[None].to(index.model.device)
+    return answer_after(index, cache, index.input_ids, question, sampling, on_text)
+
+
+@torch.inference_mode()
+def answer_after(
+    index: OpenIndex,
+    cache: IndexCache,
+    before: torch.Tensor,
+    question: torch.Tensor,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda text: None,
+    stop: Callable[[], bool] | None = None,
+) -> Answer:
+    """Answer a question after other tokens; all but the answer's last stay in the cache.
+
+    Args:
+        before: [N] token ids, of the stored prompt and of all that followed; those the cache lacks are prefilled too.
+        question: [Q] token ids.
+        stop: asked after each token; the answer ends with the first for which it is True.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+        NotFiniteError: the model's logits are not finite.
+    """
+    prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
-    streamer = _Streamer(index, on_text)
+    streamer = Streamer(index.tokenizer, on_text)
     torch.manual_seed(sampling.seed)
+    cache.start_counting()
     start = time.perf_counter()
     with route_attention(index.model, cache.attend):
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
@@ -137,17 +158,19 @@ def generate(
             attention_mask=torch.ones_like(prompt),
             past_key_values=cache,
             generation_config=config,
+            stopping_criteria=None if stop is None else StoppingCriteriaList([Stopping(stop)]),
             streamer=streamer,
             **_decoding(index, cache, streamer),
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
+    ended = finish_reason(generated.tolist(), ending_tokens(index.model))
     return Answer(
         text=str(index.tokenizer.decode(generated, skip_special_tokens=True)),
         ids=generated.tolist(),
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),
-        finish_reason=finish_reason(generated.tolist(), ending_tokens(index.model)),
+        finish_reason="interrupted" if ended == "length" and stop is not None and stop() else ended,
         tokens_per_second=steps / seconds if steps and seconds else 0.0,
         time_to_first_token=streamer.first - start,
         kv_fraction=cache.kv_fraction(),

@@ -87,6 +87,18 @@ def choose_setting(
     return Setting(form, wanted or Budget(kind.default_budget))
 
 
+def options_of(artifact: Artifact, method: str) -> set[str]:
+    """The options that mean something to a method: its parameters, `budget` and `residual`; none to dense attention.
+
+    Raises:
+        UsageError: the index cannot be used with it.
+    """
+    if method == DENSE:
+        return set()
+    kind = methods()[methods_of(artifact, [method])[0]]
+    return {"budget", "residual", *(field.name for field in fields(kind))}
+
+
 def refuse_beside_dense(given: Mapping[str, Any]) -> None:
     """Raise UsageError for the first of these options that was given: dense attention reads everything."""
     for option, value in given.items():

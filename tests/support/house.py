@@ -57,6 +57,7 @@ ROOMS = (
     "cli/completing",
     "cli/answering",
     "cli/tracing",
+    "cli/chatting",
     "cli/reporting",
     "cli/inspecting",
     "cli/evaluating",

@@ -1,0 +1,114 @@
+"""`sparsekv chat`: one question after another over an index, in a terminal."""
+
+import time
+from itertools import chain
+from typing import Any
+
+import typer
+
+from sparsekv.cli.answering.options import (
+    BudgetOption,
+    MaxNewTokensOption,
+    MethodOption,
+    PlacementOption,
+    PrefillBudgetOption,
+    PrefillOption,
+    RawOption,
+    ResidualOption,
+    SamplingSeedOption,
+    StatsOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
+from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
+from sparsekv.cli.common.console import note
+from sparsekv.cli.common.help_panels import GroupedCommand
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.memory_limit import refuse_little_room
+from sparsekv.cli.common.method_options import with_method_options
+from sparsekv.cli.common.options import (
+    DeviceOption,
+    DtypeOption,
+    IndexOption,
+    ModelOption,
+    QuietOption,
+    SpecialTokensOption,
+)
+from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.selection.registry import methods
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(cls=GroupedCommand)
+@with_method_options(methods())
+def chat(
+    index: IndexOption = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    budget: BudgetOption = None,
+    residual: ResidualOption = False,
+    prefill: PrefillOption = None,
+    prefill_budget: PrefillBudgetOption = None,
+    placement: PlacementOption = "device",
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SamplingSeedOption = 0,
+    raw: RawOption = False,
+    special_tokens: SpecialTokensOption = False,
+    stats: StatsOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    quiet: QuietOption = False,
+    **parameters: Any,
+) -> None:
+    """Ask one question after another over an index; each sees the document and the talk before it.
+
+    Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
+    lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its
+    lines is a question, and the answers go to stdout one after another, without a prompt.
+
+    \b
+    sparsekv chat --index manual.skv
+    sparsekv chat --index manual.skv --method quest --budget 5% --stats
+    printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
+    """
+    refuse_little_room()
+    artifact = open_artifact(index)
+    prefilling = prefill_method(artifact, prefill)
+    # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
+    from sparsekv.cli.chatting.choices import Choices
+    from sparsekv.cli.chatting.loop import HOW, converse
+    from sparsekv.cli.chatting.piped import is_piped, piped_questions
+    from sparsekv.cli.chatting.session import Session, describe
+    from sparsekv.cli.common.loading import load_for
+    from sparsekv.runtime.decoding.generate import Sampling
+    from sparsekv.runtime.decoding.talk import Talk
+
+    choices = Choices(artifact, budget, parameters, prefilling, residual)
+    setting = choices.setting(method)
+    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    check_placement(placement)
+    if setting.residual:
+        residual_source(artifact)
+    piped, questions = is_piped(), piped_questions()
+    first = [next(questions)] if piped else []
+    started, loading, hold = time.perf_counter(), list[float](), placement == "device"
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append)
+    talk = Talk(opened, setting, placement=placement, prefill=asking, raw=raw, special_tokens=special_tokens)
+    took = time.perf_counter() - started - sum(loading)
+    note_small_budgets([setting.budget], quiet=quiet)
+    note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
+    session = Session(talk, choices, sampling, stats=stats and not quiet, quiet=quiet, dtype=dtype)
+    if piped:
+        for question in chain(first, questions):
+            session.ask(question)
+        return
+    note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(setting)}; {HOW}", quiet=quiet)
+    converse(session)

@@ -1,0 +1,61 @@
+"""An open chat: its talk, how its answers are sampled and shown, and what its commands change."""
+
+from dataclasses import dataclass, field
+
+from sparsekv.cli.chatting.choices import Choices
+from sparsekv.cli.chatting.interrupts import Interrupts
+from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.stats import print_stats
+from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.decoding.talk import Talk
+
+
+@dataclass
+class Session:
+    """What questions and commands of a chat act on.
+
+    stats: print times after each answer. dtype: as it was asked for. left: the chat is to end.
+    """
+
+    talk: Talk
+    choices: Choices
+    sampling: Sampling
+    stats: bool
+    quiet: bool
+    dtype: str
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    left: bool = False
+
+    def ask(self, question: str) -> None:
+        """Print the answer to the next question as it comes; raises what `Talk.ask` raises."""
+        shown = False
+
+        def show(text: str) -> None:
+            nonlocal shown
+            say(text, end="")
+            shown = True
+
+        try:
+            with self.interrupts.answering() as stop:
+                answer = self.talk.ask(question, self.sampling, show, stop)
+                shown = True
+        finally:
+            if shown:
+                say("")
+        note("stopped; what came of the answer stays in the talk", quiet=self.quiet or not self.interrupts.came)
+        if self.stats:
+            print_stats(answer)
+
+    def switch(self, setting: Setting) -> None:
+        """Answer with another setting from now on, and say so; raises what `Talk.switch` raises."""
+        self.talk.switch(setting)
+        note(describe(setting), quiet=self.quiet)
+
+
+def describe(setting: Setting) -> str:
+    """A setting in a few words."""
+    if setting.form is None:
+        return "dense attention to all of the document"
+    residual = ", with --residual" if setting.residual else ""
+    return f"{setting.form.title} at {setting.budget} of the document{residual}"

@@ -1,0 +1,57 @@
+"""Ctrl-C: an answer that has begun ends after its next token; all else, and a second one, ends at once."""
+
+import signal
+
+import pytest
+
+from sparsekv.cli.chatting.interrupts import Interrupts
+
+
+def _press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_answer_that_has_begun_goes_on_to_its_next_token() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled(), interrupts.answering() as stop:
+        assert not stop()
+        _press()
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            _press()
+
+
+def test_before_an_answer_begins_nothing_is_waited_for() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled(), interrupts.answering() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            _press()
+        assert stop(), "a library may have lost it"
+
+
+def test_outside_an_answer_it_interrupts_and_is_forgotten_at_the_next_entry() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled():
+        with interrupts.answering() as stop:
+            stop()
+        with pytest.raises(KeyboardInterrupt):
+            _press()
+        assert interrupts.came
+        interrupts.reset()
+        assert not interrupts.came
+
+
+def test_whoever_handled_it_before_does_so_after() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts().handled():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_where_it_is_ignored_it_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts().handled():
+            _press()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,95 @@
+"""`sparsekv chat` where nobody sits at standard input: every line is a question, and answers alone go to stdout."""
+
+from pathlib import Path
+
+import pytest
+from support.command import fails, run_here, shell, sparsekv
+
+ASK = ("chat", "--model", "model", "--max-new-tokens", "8")
+
+
+def test_lines_are_questions_one_after_another(place: Path) -> None:
+    """Of which each sees those before it, and blank ones are none."""
+    done = sparsekv(*ASK, "-q", cwd=place, stdin="Why?\n\n  \nWhy?")
+    assert (done.returncode, done.stderr) == (0, "")
+    first = run_here("generate", "Why?", *ASK[1:], "-q").stdout
+    assert done.stdout.startswith(first)
+    second = done.stdout.removeprefix(first)
+    assert second.endswith("\n")
+    assert second != first
+
+
+def test_a_line_is_never_a_command(place: Path) -> None:
+    done = sparsekv(*ASK, "-q", cwd=place, stdin="/save talk.skv\nquit\n!multi\n//\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (place / "talk.skv").exists()
+    first = run_here("generate", "/save talk.skv", *ASK[1:], "-q").stdout
+    assert done.stdout.startswith(first)
+
+
+def test_dense_attention_talks_as_a_method_does_that_chooses_everything(place: Path) -> None:
+    dense, everything = (
+        sparsekv(*ASK, "-q", "--method", name, *how, cwd=place, stdin="Why?\nWhat is 7 times 7?\n")
+        for name, how in (("dense", ()), ("oracle", ("--budget", "1.0")))
+    )
+    assert (dense.returncode, dense.stderr) == (0, "")
+    assert dense.stdout == everything.stdout
+
+
+def test_stats_go_to_stderr(place: Path) -> None:
+    done = sparsekv(*ASK, "--stats", cwd=place, stdin="Why?\nWhy?\n")
+    assert done.stderr.count("prompt tokens, first token after") == 2
+    assert "> " not in done.stdout + done.stderr
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(place: Path) -> None:
+    done = shell("yes 'Why?' | sparsekv chat --model model -q --max-new-tokens 8 | head -1", place)
+    assert done.returncode == 141
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("stdin", "told"),
+    [
+        (b"", "no question: write one a line to standard input, or start it at a terminal"),
+        (b"\n \n", "no question"),
+        (b"caf\xe9?\n", "standard input line 1 is not text in UTF-8"),
+        (b"\xef\xbb\xbfWhy?\ncaf\xe9?\n", "standard input line 2 is not text in UTF-8"),
+    ],
+    ids=["nothing", "blank", "first line", "a later line"],
+)
+def test_what_is_no_question_is_wrong_usage(place: Path, stdin: bytes, told: str) -> None:
+    (place / "questions").write_bytes(stdin)
+    done = shell("sparsekv chat --model model --max-new-tokens 2 -q < questions", place)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"sparsekv: error: {told}")
+
+
+def test_a_talk_that_fills_the_model_ends_with_how_to_go_on(place: Path) -> None:
+    done = sparsekv(*ASK, "-q", cwd=place, stdin=f"Why?\n{'x' * 4000}\n")
+    assert done.returncode == 2
+    assert "the model has 4096 positions; " in done.stderr
+    assert "or forget the " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--budget", "lots"), "--budget lots"),
+        (("--method", "nope"), "no method 'nope'"),
+        (("--method", "quest", "--hash-bits", "4"), "--hash-bits means nothing to quest"),
+        (("--temperature", "-1"), "--temperature -1"),
+        (("--placement", "nowhere"), "--placement nowhere"),
+        (("--prefill-budget", "5%"), "--prefill-budget 5%"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_wrong_usage_is_told_before_a_model_is_loaded(place: Path, options: tuple[str, ...], told: str) -> None:
+    fails(2, "chat", "--model", "no-such-model", *options, says=(told,))
+
+
+def test_residual_needs_centroids(place: Path) -> None:
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "h2o", "-o", "bare.skv", "-q")
+    assert built.code == 0, built.stderr
+    fails(2, "chat", "-i", "bare.skv", "--method", "quest", "--residual", says=("--residual needs clusters",))

@@ -1,0 +1,217 @@
+"""A talk: each question sees the document and all turns before it, whatever the setting is and was."""
+
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from support.plain_talk import QUESTIONS, SAMPLING, plain_answer, plain_talk
+from support.small_index import INDEXERS, build_small
+from support.tiny_models import END
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.question import DENSE, QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.decoding import generate
+from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.decoding.step import DecodeStep
+from sparsekv.runtime.decoding.talk import Talk, Turn, chat_after
+from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.oracle import Oracle
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.tidaldecode import TidalDecode
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Method
+
+METHODS: dict[str, Method] = {
+    "squeezed": Squeezed(),
+    "codes": Codes(),
+    "multipole": Multipole(stream=True, buffer=16),
+    "snapkv": SnapKV(),
+    "tidaldecode": TidalDecode(),
+}
+
+
+def setting(name: str, budget: float = 1.0) -> Setting:
+    return Setting(Form(name, "", METHODS[name], False), Budget(budget))
+
+
+@pytest.fixture(scope="module")
+def every_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """Of the tiny llama, with every method that `METHODS` names."""
+    built = {name: INDEXERS[name] for name in METHODS if name in INDEXERS}
+    return build_small(tmp_path_factory.mktemp("talk") / "small.skv", methods=built)
+
+
+@pytest.fixture(scope="module")
+def plain(every_index: OpenIndex) -> list[list[int]]:
+    """The plain model's answers to `QUESTIONS`."""
+    return list(plain_talk(every_index))
+
+
+def test_a_talk_that_reads_everything_is_the_plain_models(family_index: OpenIndex) -> None:
+    """Longer than the window of layers that have one."""
+    talk = Talk(family_index, setting("squeezed"))
+    answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
+    assert answers == list(plain_talk(family_index))
+
+
+def test_steps_whose_lengths_lie_on_the_device_go_on_too(
+    family_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: each answer's rows are written to slots, each question's behind them."""
+    monkeypatch.setattr(generate, "captured_step", partial(DecodeStep, capture=False))
+    talk = Talk(family_index, setting("squeezed"))
+    answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS]
+    assert answers == list(plain_talk(family_index))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_talk_goes_on_by_every_kind_of_method(every_index: OpenIndex, plain: list[list[int]], name: str) -> None:
+    talk = Talk(every_index, setting(name))
+    assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
+
+
+@pytest.mark.parametrize(("before", "name"), [*(("multipole", name) for name in METHODS), ("squeezed", "multipole")])
+def test_another_setting_sees_the_same_turns(
+    every_index: OpenIndex, plain: list[list[int]], before: str, name: str
+) -> None:
+    """Also where the method before had moved the turns' tokens into its clusters."""
+    talk = Talk(every_index, setting(before))
+    answers = [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]]
+    talk.switch(setting(name))
+    answers.append(talk.ask(QUESTIONS[2], SAMPLING).ids)
+    assert answers == plain
+
+
+def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
+    every_index: OpenIndex, plain: list[list[int]]
+) -> None:
+    talk = Talk(every_index, setting("snapkv"), prefill=QuestionPrefill(DENSE, None, Budget(1.0), 7))
+    assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
+
+
+def test_a_question_is_ranked_by_its_own_window(every_index: OpenIndex) -> None:
+    """A method that observes questions observes each of a talk, and a setting that is switched to the last one."""
+    talk = Talk(every_index, setting("snapkv", 0.1))
+    orders = []
+    for question in QUESTIONS[:2]:
+        talk.ask(question, SAMPLING)
+        orders.append(_order(talk))
+    assert not torch.equal(*orders)
+    again = Talk(every_index, setting("snapkv", 0.1))
+    again.turns = talk.turns[:1]
+    again.switch(setting("snapkv", 0.1))
+    assert not torch.equal(_order(again), _order(Talk(every_index, setting("snapkv", 0.1))))
+
+
+def _order(talk: Talk) -> torch.Tensor:
+    """The ranking of the middle's tokens in the last layer."""
+    layer = talk._cache().stored_layers[-1]
+    assert isinstance(layer, SparseLayer)
+    order: torch.Tensor = layer.plan.selector.order  # type: ignore[attr-defined]  # snapkv's
+    return order.clone()
+
+
+def test_what_came_of_a_stopped_answer_stays(every_index: OpenIndex, plain: list[list[int]]) -> None:
+    talk, pieces, tokens = Talk(every_index, setting("squeezed")), list[str](), count(1)
+    answer = talk.ask(QUESTIONS[0], SAMPLING, pieces.append, stop=lambda: next(tokens) >= 5)
+    assert answer.finish_reason == "interrupted"
+    assert answer.ids == plain[0][:5]
+    assert "".join(pieces) == answer.text
+    told = torch.tensor(
+        every_index.tokenizer(
+            f"<|end|>\n<|start|>user\n{QUESTIONS[1]}<|end|>\n<|start|>assistant\n", add_special_tokens=False
+        ).input_ids
+    )
+    before = torch.cat([every_index.input_ids, talk.turns[0].tokens, told])
+    assert talk.ask(QUESTIONS[1], SAMPLING).ids == plain_answer(every_index, before)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, MemoryError])
+def test_a_failure_leaves_the_talk_as_it_was(
+    every_index: OpenIndex, plain: list[list[int]], failure: type[BaseException]
+) -> None:
+    talk = Talk(every_index, setting("multipole"))
+
+    def fail(piece: str) -> None:
+        raise failure
+
+    assert talk.ask(QUESTIONS[0], SAMPLING).ids == plain[0]
+    with pytest.raises(failure):
+        talk.ask("Never mind?", SAMPLING, fail)
+    assert len(talk.turns) == 1
+    assert talk.ask(QUESTIONS[1], SAMPLING).ids == plain[1]
+
+
+def test_a_setting_that_cannot_be_leaves_the_old_one(every_index: OpenIndex, plain: list[list[int]]) -> None:
+    talk = Talk(every_index, setting("squeezed"))
+    talk.ask(QUESTIONS[0], SAMPLING)
+    before = talk.setting
+    with pytest.raises(UsageError, match="--select-layer 9: the index has 3 layers"):
+        talk.switch(Setting(Form("tidaldecode", "", TidalDecode(select_layer=9), False), Budget(0.1)))
+    assert talk.setting is before
+    assert talk.ask(QUESTIONS[1], SAMPLING).ids == plain[1]
+
+
+def test_a_forgotten_talk_begins_anew(every_index: OpenIndex) -> None:
+    talk = Talk(every_index, setting("multipole"))
+    first = [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]]
+    talk.forget()
+    assert not talk.turns
+    assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]] == first
+
+
+def test_each_answer_counts_what_it_read_itself(every_index: OpenIndex) -> None:
+    talk = Talk(every_index, Setting(Form("quest", "", Quest(page_size=8), False), Budget(0.2)))
+    first, second = (talk.ask(question, SAMPLING).kv_fraction for question in QUESTIONS[:2])
+    assert first == pytest.approx(second)
+    talk.switch(Setting(Form("oracle", "", Oracle(), False), Budget(1.0)))
+    assert talk.ask(QUESTIONS[2], SAMPLING).kv_fraction > first
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["chat", "raw"])
+def test_questions_have_their_frame_or_none(every_index: OpenIndex, raw: bool) -> None:
+    talk = Talk(every_index, setting("squeezed"), raw=raw)
+    for question in QUESTIONS[:2]:
+        talk.ask(question, Sampling(max_new_tokens=3))
+    asked = [str(every_index.tokenizer.decode(turn.question)) for turn in talk.turns]
+    framed = [
+        f"\n\n{QUESTIONS[0]}<|end|>\n<|start|>assistant\n",
+        f"<|end|>\n<|start|>user\n{QUESTIONS[1]}<|end|>\n<|start|>assistant\n",
+    ]
+    assert asked == (list(QUESTIONS[:2]) if raw else framed)
+    assert torch.equal(talk.before(1), torch.cat([every_index.input_ids, talk.turns[0].tokens]))
+
+
+@pytest.mark.parametrize(
+    ("ending", "between"),
+    [([END], "\n<|start|>user\n"), ([*b"1 <"], "<|end|>\n<|start|>user\n"), ([], "<|end|>\n<|start|>user\n")],
+    ids=["ended", "cut off before text like an end", "nothing"],
+)
+def test_a_turn_ends_once(every_index: OpenIndex, ending: list[int], between: str) -> None:
+    chat = every_index.artifact.manifest.prompt.chat
+    ids = every_index.tokenizer.convert_tokens_to_ids
+    answer = [token if token == END else int(ids("\u0120" if token == 32 else chr(token))) for token in ending]
+    after = chat_after(every_index, chat, Turn(torch.tensor([1]), answer))
+    assert after is not None
+    assert after.between == between
+
+
+def test_a_full_model_is_told_from_a_long_question(every_index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(every_index, setting("squeezed"))
+    monkeypatch.setattr(every_index.model.config, "max_position_embeddings", len(every_index.input_ids) + 90)
+    with pytest.raises(UsageError, match=r"--rope-scaling$"):
+        talk.ask("?" * 100, SAMPLING)
+    talk.ask(QUESTIONS[0], SAMPLING)
+    spoken = len(talk.turns[0].tokens)
+    with pytest.raises(UsageError, match=f"or forget the {spoken} tokens of the talk so far"):
+        talk.ask("?" * 50, SAMPLING)
+    talk.forget()
+    talk.ask(QUESTIONS[0], SAMPLING)

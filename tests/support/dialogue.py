@@ -1,0 +1,68 @@
+"""Talking with the real command on a terminal of its own, as `pexpect` does with a process that it starts itself."""
+
+import fcntl
+import os
+import struct
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pexpect import EOF
+from pexpect.fdpexpect import fdspawn
+
+from .forked import LIMITS, zygote
+
+PATIENCE = 30
+"""Seconds after which what is expected does not come any more."""
+
+
+class Dialogue(fdspawn):
+    """A command whose standard files are all one terminal, its controlling one; forked, because it imports for seconds.
+
+    What it remembers lies in `cwd/cache`.
+    """
+
+    def __init__(self, *arguments: str | Path, cwd: Path):
+        ours, theirs = os.openpty()
+        name = os.ttyname(theirs)
+        files = {"stdin": name, "stdout": name, "stderr": name}
+        environment = {"TERM": "xterm", "SPARSEKV_CACHE": str(cwd / "cache")}
+        limits = LIMITS | {"AS": 1 << 40}
+        self.started = zygote().start(
+            *arguments, folder=cwd, environment=environment, seconds=120, limits=limits, **files
+        )
+        while os.readlink(f"/proc/{self.started.pid}/fd/2") != name:
+            time.sleep(0.001)
+        os.close(theirs)
+        super().__init__(ours, timeout=PATIENCE, encoding="utf-8", codec_errors="replace")
+
+    def resize(self, lines: int, columns: int) -> None:
+        """Change the window's size, of which the terminal tells the command."""
+        fcntl.ioctl(self.fileno(), termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
+
+    def press(self, letter: str) -> None:
+        """Ctrl and a letter."""
+        self.send(chr(ord(letter.upper()) - 64))
+
+    def paste(self, text: str) -> None:
+        """Text as a terminal sends it that marks what is pasted."""
+        self.send(f"\x1b[200~{text.replace(chr(10), chr(13))}\x1b[201~")
+
+    def until(self, pattern: str) -> str:
+        """What is shown before a pattern, with line ends as in a file."""
+        self.expect(pattern)
+        return str(self.before).replace("\r\n", "\n")
+
+
+@contextmanager
+def dialogue(*arguments: str | Path, cwd: Path) -> Iterator[Dialogue]:
+    """A command to talk with, which must have been told to leave at the end of the context, and end well."""
+    one = Dialogue(*arguments, cwd=cwd)
+    try:
+        yield one
+        one.expect_exact(EOF)
+        assert one.started.wait().code == 0
+    finally:
+        one.close()
