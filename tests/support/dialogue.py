@@ -22,12 +22,15 @@ class Dialogue(fdspawn):
     """A command whose standard files are all one terminal, its controlling one; forked, because it imports for seconds.
 
     What it remembers lies in `cwd/cache`.
+
+    Args:
+        stdout: a file that takes standard output in place of the terminal.
     """
 
-    def __init__(self, *arguments: str | Path, cwd: Path):
+    def __init__(self, *arguments: str | Path, cwd: Path, stdout: Path | None = None):
         ours, theirs = os.openpty()
         name = os.ttyname(theirs)
-        files = {"stdin": name, "stdout": name, "stderr": name}
+        files = {"stdin": name, "stdout": str(stdout or name), "stderr": name}
         environment = {"TERM": "xterm", "SPARSEKV_CACHE": str(cwd / "cache")}
         limits = LIMITS | {"AS": 1 << 40}
         self.started = zygote().start(
@@ -57,9 +60,9 @@ class Dialogue(fdspawn):
 
 
 @contextmanager
-def dialogue(*arguments: str | Path, cwd: Path) -> Iterator[Dialogue]:
+def dialogue(*arguments: str | Path, cwd: Path, stdout: Path | None = None) -> Iterator[Dialogue]:
     """A command to talk with, which must have been told to leave at the end of the context, and end well."""
-    one = Dialogue(*arguments, cwd=cwd)
+    one = Dialogue(*arguments, cwd=cwd, stdout=stdout)
     try:
         yield one
         one.expect_exact(EOF)
