@@ -20,7 +20,9 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.output import print_rows
+from sparsekv.cli.evaluating.output import evaluation_record, print_rows
+from sparsekv.cli.evaluating.page import evaluation_page
+from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.builder import Builder
@@ -152,6 +154,7 @@ def evaluate_methods(
         Path | None,
         typer.Option(metavar="FILE.png", help="Plot scores against KV read, and needles also by length and depth."),
     ] = None,
+    html: HtmlOption = None,
     model: ModelOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -167,12 +170,13 @@ def evaluate_methods(
     \b
     sparsekv eval manual.txt
     sparsekv eval book.txt --task niah-single --length 2048 --length 4096 --contexts 10 --plot depth.png
-    sparsekv eval manual.txt --task qa --pairs questions.jsonl --method multipole --budget 5%
+    sparsekv eval manual.txt --task qa --pairs questions.jsonl --method multipole --budget 5% --html qa.html
     sparsekv eval --data hotpotqa.jsonl --format longbench --questions 1 --json > hotpotqa.json
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
+    refuse_unwritable_html(html)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     chosen = _methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
@@ -225,6 +229,8 @@ def evaluate_methods(
         plot_scores(found, mapped, f"{loaded.name} on {inputs.name}", plot)
         note(f"plot: {plot}", quiet=quiet)
     about = {"model": loaded.name, "document": inputs.name, "seed": seed, "work": str(folder)}
+    if html is not None:
+        write_html(evaluation_page(evaluation_record(found, places, about)), html, quiet=quiet)
     print_rows(found, places, about, as_json=as_json, as_csv=as_csv)
 
 

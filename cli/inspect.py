@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers import PreTrainedTokenizerBase
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
@@ -14,7 +15,9 @@ from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, Qu
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.words import telling_words, words_of
+from sparsekv.cli.inspecting.page import inspection_page, token_texts
 from sparsekv.cli.inspecting.tables import print_inspection
+from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import choose_device, load_tokenizer
 from sparsekv.formats.models.named import named_by_index
@@ -36,10 +39,10 @@ def inspect(
             help="Method to describe; repeatable. Default: all in the index.", autocompletion=names_of(indexers)
         ),
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Layer whose biggest clusters are shown. Default: the middle one.")
-    ] = None,
-    clusters: Annotated[int, typer.Option(min=0, help="How many of the biggest clusters to show.")] = 8,
+    layer: Annotated[int | None, typer.Option(help="Layer whose clusters are shown. Default: the middle one.")] = None,
+    clusters: Annotated[
+        int, typer.Option(min=0, help="How many of the biggest and of the most spread clusters to show.")
+    ] = 8,
     by: Annotated[
         str | None,
         typer.Option(metavar="layer", help="Show clusters and posting lists layer by layer, not as a summary."),
@@ -52,15 +55,16 @@ def inspect(
             help="Plot cluster sizes by layer, or how much each subspace of the posting lists decides.",
         ),
     ] = None,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Show an index's sizes and parameters, and each method's blocks, clusters and posting lists.
 
-    Of clusters: the distribution of their sizes, and the words of the biggest. Key spread and value spread are the
-    distance of keys and values from their cluster's centroid, relative to their distance from the mean: 0 where a
-    centroid represents its tokens exactly, 1 where it says no more than the mean.
+    Of clusters: the distribution of their sizes, and the words of the biggest and of those with the largest key spread.
+    Key spread and value spread are the distance of keys and values from their cluster's centroid, relative to their
+    distance from the mean: 0 where a centroid represents its tokens exactly, 1 where it says no more than the mean.
 
     Of posting lists (csattention): the share of keys that are in at least one list (keys listed), the share of the
     lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
@@ -73,12 +77,13 @@ def inspect(
     sparsekv inspect --index manual.skv
     sparsekv inspect --index manual.skv --by layer
     sparsekv inspect --index manual.skv --verify
-    sparsekv inspect --index manual.skv --method csattention --plot shares.png
+    sparsekv inspect --index manual.skv --method csattention --plot shares.png --html shares.html
     sparsekv inspect --index manual.skv --json | python -m json.tool
     """
     if by not in (None, "layer"):
         raise UsageError(f"--by {by}: give layer")
     refuse_unwritable_plot(plot)
+    refuse_unwritable_html(html)
     artifact = open_artifact(index, thorough=True)
     shown, names = _shown_layer(artifact, layer), _shown_methods(artifact, method or [])
     if verify:
@@ -87,8 +92,12 @@ def inspect(
                 show("verify", done, len(artifact.manifest.files))
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
     described = _describe(artifact, names, clusters, quiet=quiet)
-    words = _words(artifact, model, quiet=quiet)
+    tokenizer, ids = _tokenizer(artifact, model, quiet=quiet), artifact.input_ids().tolist()
+    words = [] if tokenizer is None else words_of(tokenizer, ids)
     inspection = _inspection(artifact, described, shown, words, verified=verify)
+    if html is not None:
+        texts = [] if tokenizer is None else token_texts(tokenizer, ids)
+        write_html(inspection_page(inspection, described, shown, texts), html, quiet=quiet)
     if plot is not None:
         _plot(artifact, described, plot)
         note(f"plot: {plot}", quiet=quiet)
@@ -131,15 +140,14 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
     return described
 
 
-def _words(artifact: Artifact, model: str | None, *, quiet: bool) -> list[str]:
-    """The word of each token of the prompt; empty where the model's tokenizer is not on this machine or not trusted."""
+def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None where it is not on this machine or not trusted."""
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
-        tokenizer = load_tokenizer(name)
+        return load_tokenizer(name)
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)
-        return []
-    return words_of(tokenizer, artifact.input_ids().tolist())
+        return None
 
 
 def _inspection(
@@ -178,7 +186,7 @@ def _inspection(
 
 
 def _clusters(found: Described, layer: int, words: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Levels of all layers; blocks and biggest clusters of one layer. All empty for a method without clusters."""
+    """Levels of all layers; blocks and some clusters of one layer. All empty for a method without clusters."""
     clusterings = {one.layer: one.clusters for one in found if one.clusters is not None}
     levels = [{"layer": number, **asdict(level)} for number, one in clusterings.items() for level in one.levels]
     shown = clusterings.get(layer)
@@ -186,6 +194,7 @@ def _clusters(found: Described, layer: int, words: list[str]) -> dict[str, list[
         "layers": levels,
         "blocks": [] if shown is None else [asdict(block) for block in shown.blocks],
         "biggest": [] if shown is None else [_cluster(cluster, layer, words) for cluster in shown.biggest],
+        "most_spread": [] if shown is None else [_cluster(cluster, layer, words) for cluster in shown.most_spread],
     }
 
 
@@ -195,6 +204,7 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
         "kv_head": cluster.kv_head,
         "cluster": cluster.cluster,
         "tokens": len(cluster.positions),
+        "key_spread": cluster.key_spread,
         "words": telling_words(words, cluster.positions) if words else {},
     }
 

@@ -1,5 +1,6 @@
 """`sparsekv recall-report`: measure how much of dense attention each method keeps on a document, and what it reads."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,9 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.configuring.sources import on_command_line
-from sparsekv.cli.reporting.output import print_csv, print_report, report_json
+from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.cli.reporting.output import answers_line, print_csv, print_report, report_record
+from sparsekv.cli.reporting.page import recall_page
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import choose_device
 from sparsekv.runtime.attention.guard import Guard
@@ -95,6 +98,7 @@ def recall_report(
         Path | None,
         typer.Option(metavar="FILE.png", help="Plot recall and error against KV read, and recall by layer and head."),
     ] = None,
+    html: HtmlOption = None,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
     device: DeviceOption = "auto",
@@ -143,7 +147,7 @@ def recall_report(
     sparsekv recall-report --index manual.skv
     sparsekv recall-report --index manual.skv --method csattention --method quest --rerank 4
     sparsekv recall-report --index manual.skv --budget 0.05 --by layer --csv > layers.csv
-    sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png
+    sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png --html recall.html
     """
     if queries is None:
         _refuse_model_options({name: ctx.params[name] for name in ("model", "dtype") if on_command_line(ctx, name)})
@@ -155,6 +159,7 @@ def recall_report(
     groups, shared = _groups(by), _together(together)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     refuse_unwritable_plot(plot)
+    refuse_unwritable_html(html)
     artifact = open_artifact(index, thorough=True)
     names = methods_of(artifact, method or [])
     chosen = {name: methods()[name] for name in names}
@@ -194,13 +199,15 @@ def recall_report(
 
         plot_recall(report, plot)
         note(f"plot: {plot}", quiet=quiet)
-    rows = report.by(*groups)
+    rows, answers = report.by(*groups), answers_line(artifact, report.best_within(within))
+    if html is not None:
+        write_html(recall_page(report, within, answers), html, quiet=quiet)
     if as_json:
-        say(report_json(report, report.by() + (rows if groups else []), within))
+        say(json.dumps(report_record(report, report.by() + (rows if groups else []), within), indent=1))
     elif as_csv:
         print_csv(rows)
     else:
-        print_report(artifact, report, groups, within)
+        print_report(report, groups, within, answers)
 
 
 def _refuse_model_options(given: dict[str, str]) -> None:

@@ -12,13 +12,17 @@ from sparsekv.runtime.evaluation.table import Cell, Row
 from sparsekv.runtime.selection.budget import Budget
 
 
+def evaluation_record(rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
+    """What --json prints."""
+    return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
+
+
 def print_rows(
     rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any], *, as_json: bool, as_csv: bool
 ) -> None:
     """Everything on stdout."""
     if as_json:
-        told = {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
-        say(json.dumps(told, indent=1))
+        say(json.dumps(evaluation_record(rows, cells, about), indent=1))
     elif as_csv:
         say_csv([field.name for field in fields(Row)], (asdict(row) for row in rows))
     else:

@@ -106,15 +106,23 @@ def _sizes(rows: list[dict[str, Any]]) -> Table:
 
 
 def _biggest(clusters: list[dict[str, Any]]) -> Table:
-    title = f"biggest clusters of layer {clusters[0]['layer']}"
+    return _clusters(clusters, "biggest")
+
+
+def _most_spread(clusters: list[dict[str, Any]]) -> Table:
+    return _clusters(clusters, "most spread")
+
+
+def _clusters(clusters: list[dict[str, Any]], which: str) -> Table:
+    title = f"{which} clusters of layer {clusters[0]['layer']}"
     table = Table(title=title, title_justify="left", title_style="")
-    for name in ("KV head", "tokens"):
+    for name in ("KV head", "tokens", "key spread"):
         table.add_column(name, justify="right")
     table.add_column("words, by how often", overflow="fold")
     for cluster in clusters:
         words = list(cluster["words"].items())[:WORDS_SHOWN]
         text = "  ".join(f"{word} {count}" for word, count in words)
-        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), text)
+        table.add_row(str(cluster["kv_head"]), str(cluster["tokens"]), f"{cluster['key_spread']:.3f}", text)
     return table
 
 
@@ -142,7 +150,13 @@ def _lists(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-TABLES = {"blocks": _blocks, "layers": cluster_summary, "biggest": _biggest, "lists": list_summary}
+TABLES = {
+    "blocks": _blocks,
+    "layers": cluster_summary,
+    "biggest": _biggest,
+    "most_spread": _most_spread,
+    "lists": list_summary,
+}
 """The function that makes a table of each part of a method's record."""
 BY_LAYER = {"layers": _sizes, "lists": _lists}
 """Those that have a row for each layer."""

@@ -1,6 +1,5 @@
 """A recall report as a table with its legend, as CSV and as JSON: their columns have the same names."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -34,11 +33,11 @@ they have. output error: of attention's output, relative. kv fraction: what is r
 index included. missed: share of all attention on tokens that were not selected."""
 
 
-def report_json(report: RecallReport, rows: Sequence[RecallRow], within: float) -> str:
-    """The whole report, unrounded."""
+def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
+    """The whole report as --json prints it, with these rows."""
     best = report.best_within(within)
-    told = {**asdict(report), "within": within, "best": None if best is None else asdict(best)}
-    return json.dumps({**told, "rows": _records(rows)}, indent=1)
+    about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
+    return {**about, "within": within, "best": None if best is None else asdict(best), "rows": _records(rows)}
 
 
 def print_csv(rows: Sequence[RecallRow]) -> None:
@@ -51,11 +50,12 @@ def _records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
     return [{**asdict(row), "front": row in front} for row in rows]
 
 
-def print_report(artifact: Artifact, report: RecallReport, groups: Sequence[str], within: float) -> None:
+def print_report(report: RecallReport, groups: Sequence[str], within: float, answers: str) -> None:
     """The table, its legend, the row of lowest error that reads at most `within`, and how answers are measured.
 
     Args:
         groups: the columns that rows are grouped by, of `layer` and `kv_head`.
+        answers: the result of `answers_line`.
     """
     rows, best = report.by(*groups), report.best_within(within)
     show(_table(report, rows, groups))
@@ -64,9 +64,14 @@ def print_report(artifact: Artifact, report: RecallReport, groups: Sequence[str]
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+    say(answers)
+
+
+def answers_line(artifact: Artifact, best: RecallRow | None) -> str:
+    """How right answers are measured, which an error is not."""
     chosen = [] if best is None else ["--method", best.method, "--budget", str(Budget(best.budget))]
     how = eval_hint(artifact.folder, artifact.manifest, *chosen)
-    say(f"A mean error hides the failure of a single token: right answers are measured with {how}.")
+    return f"A mean error hides the failure of a single token: right answers are measured with {how}."
 
 
 def best_line(best: RecallRow | None, within: float) -> str:

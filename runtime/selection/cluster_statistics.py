@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from sparsekv.runtime.selection.distortion import relative_spreads
+from sparsekv.runtime.selection.distortion import cluster_spreads, relative_spreads
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One cluster of the finest level: its KV head, its number and the positions of its tokens in the prompt."""
+    """One cluster of the finest level: its KV head, its number and the positions of its tokens in the prompt.
+
+    `key_spread` is the distance of its keys to its centroid (`cluster_spreads`).
+    """
 
     kv_head: int
     cluster: int
     positions: list[int]
+    key_spread: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Clustering:
     blocks: list[Block]
     counts: torch.Tensor
     biggest: list[Cluster]
+    most_spread: list[Cluster]
 
 
 def describe_clusters(
@@ -69,16 +74,25 @@ def describe_clusters(
     Args:
         keys, values: [Hk, M, D] of the middle, as attended, in order of position.
         first_token: position in the prompt of the first middle token.
-        biggest: how many of the biggest clusters to list, over all KV heads.
+        biggest: how many of the biggest clusters, and of the most spread ones of several tokens, to list, over all KV
+            heads.
     """
     counts = tensors["level0.counts"]
-    largest = counts.flatten().topk(min(biggest, counts.numel())).indices.tolist()
+    own = cluster_spreads(keys, tensors)
+    several = torch.where(counts > 1, own, -1.0)
+    largest, loosest = (one.flatten().topk(min(biggest, counts.numel())).indices.tolist() for one in (counts, several))
+
+    def clusters(numbers: list[int]) -> list[Cluster]:
+        places = (divmod(number, counts.shape[1]) for number in numbers)
+        return [_cluster(tensors, first_token, *place, float(own[place])) for place in places]
+
     spreads = (relative_spreads(keys, tensors, "centroids"), relative_spreads(values, tensors, "value_centroids"))
     return Clustering(
         levels=_levels(tensors, *spreads),
         blocks=_blocks(tensors, first_token),
         counts=counts,
-        biggest=[_cluster(tensors, first_token, *divmod(number, counts.shape[1])) for number in largest],
+        biggest=clusters(largest),
+        most_spread=clusters(loosest),
     )
 
 
@@ -114,7 +128,7 @@ def _blocks(tensors: dict[str, torch.Tensor], first_token: int) -> list[Block]:
     ]
 
 
-def _cluster(tensors: dict[str, torch.Tensor], first_token: int, kv_head: int, cluster: int) -> Cluster:
+def _cluster(tensors: dict[str, torch.Tensor], first_token: int, kv_head: int, cluster: int, spread: float) -> Cluster:
     start, stop = tensors["token_offsets"][kv_head, cluster : cluster + 2].tolist()
     positions = tensors["token_order"][kv_head, start:stop] + first_token
-    return Cluster(kv_head, cluster, sorted(positions.tolist()))
+    return Cluster(kv_head, cluster, sorted(positions.tolist()), spread)
