@@ -16,6 +16,8 @@ from sparsekv.cli.common.plots import plot_clusters, plot_lists
 from sparsekv.cli.common.words import telling_words, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.identity import check_tokenizer
+from sparsekv.formats.models.identify import tokenizer_identity
 from sparsekv.formats.models.load import choose_device, load_tokenizer
 from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
@@ -123,10 +125,11 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _words(artifact: Artifact, model: str | None, *, quiet: bool) -> list[str]:
-    """The word of each token of the prompt; empty where the model's tokenizer is not on this machine or not trusted."""
+    """The word of each token of the prompt; empty where the index's tokenizer is not on this machine or not trusted."""
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
+        check_tokenizer(artifact.manifest, tokenizer_identity(tokenizer))
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)
         return []
