@@ -19,6 +19,8 @@ from sparsekv.cli.inspecting.page import inspection_page, token_texts
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.identity import check_tokenizer
+from sparsekv.formats.models.identify import tokenizer_identity
 from sparsekv.formats.models.load import choose_device, load_tokenizer
 from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
@@ -141,10 +143,12 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None where it is not on this machine or not trusted."""
+    """The index's tokenizer; None where it is not on this machine or not trusted."""
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
-        return load_tokenizer(name)
+        tokenizer = load_tokenizer(name)
+        check_tokenizer(artifact.manifest, tokenizer_identity(tokenizer))
+        return tokenizer
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)
         return None

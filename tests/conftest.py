@@ -25,6 +25,8 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Whoever starts the tests in the background has them ignore Ctrl-C, and what they start with them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("INDEX", "MODEL", "DEVICE", "DTYPE"):
+        os.environ.pop(f"SPARSEKV_{name}", None)
     if _hands_out(config.option):
         return
     _own_cache(config)

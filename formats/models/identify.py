@@ -1,15 +1,20 @@
 """Identity of a loaded model and tokenizer, stored in an index's manifest and checked when the index is opened."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparsekv.formats.fingerprints import identify_model, identify_tokenizer
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 
+if TYPE_CHECKING:  # transformers takes a second to import
+    from transformers import PreTrainedTokenizerBase
+
 
 def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
     """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
     adapters = getattr(model, "peft_config", None)
     with torch.no_grad():
         model_identity = identify_model(
@@ -19,10 +24,15 @@ def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
             model.state_dict().items(),
             ",".join(sorted(adapters)) if adapters else None,
         )
+    return model_identity, tokenizer_identity(loaded.tokenizer)
+
+
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
+    """Fingerprints of a tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template
-    return model_identity, identify_tokenizer(
+    return identify_tokenizer(
         serialized,
         template if template is None else str(template),
         tokenizer.special_tokens_map,

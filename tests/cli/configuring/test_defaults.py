@@ -9,6 +9,7 @@ from support.command import fails, run_here
 
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.schema import Defaults, Target
 
 ASK = ("generate", "Why?", "--json", "--max-new-tokens", "1", "-q")
@@ -135,6 +136,14 @@ def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> N
     schedule = ("--schedule", "0.2-step-2", "--method", "csattention")
     outcome = run_here(*ASK, *schedule)
     assert "not built with 'csattention'" in outcome.error()
+
+
+def test_a_default_model_gives_an_index_of_another_no_words(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be those of another tokenizer, and nothing would say so."""
+    monkeypatch.setenv("SPARSEKV_MODEL", EMBEDDED)
+    outcome = run_here("inspect", "--json")
+    assert "no words, only counts: tokenizer differs" in outcome.stderr
+    assert not any(one["words"] for one in json.loads(outcome.stdout)["methods"]["squeezed"]["biggest"])
 
 
 def test_help_is_the_same_everywhere_and_needs_no_valid_file(place: Path) -> None:
