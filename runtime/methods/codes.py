@@ -13,6 +13,7 @@ from torch.nn.functional import embedding_bag
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
@@ -94,9 +95,23 @@ class CodesSelector(Selector):
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
         self.context = context
-        everything, on_cpu = method.scan == 1, self.codes.device.type == "cpu"
-        self.by_kernels = everything and CodeScan.serves(tensors)
-        self.places = self._places() if everything and on_cpu else None
+        self.by_kernels = method.scan == 1 and CodeScan.serves(tensors)
+
+    @cached_property
+    def fused(self) -> StepCodes:
+        """What the compiled step reads, on a CPU."""
+        return StepCodes(
+            turn=self.turn.contiguous(),
+            books=self.codebooks.contiguous(),
+            codes=self.codes,
+            labels=self.clusters.labels.int(),
+            centroids=self.clusters.keys,
+            counts=self.clusters.counts,
+            masses=self.masses,
+            values=self.values,
+            softmax_scale=self.facts.softmax_scale,
+            softcap=self.facts.softcap,
+        )
 
     @cached_property
     def kernels(self) -> CodeScan:
@@ -135,6 +150,23 @@ class CodesSelector(Selector):
             Rest(lambda: self._rest(best, logits), attended=self.replace),
         )
 
+    def attend_fused(
+        self,
+        query: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        budget: Budget,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float] | None:
+        """Only where the codes of all keys are read, and no key is looked at again."""
+        tokens = budget.tokens(self.middle)
+        if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle):
+            return None
+        replace, sinks = self.replace, sink_logits
+        output = attend_by_codes(query, self.fused, rows, exact, tokens, replace=replace, sink_logits=sinks)
+        read = self._read(self.middle, 0) if tokens < self.middle else 0.0
+        return None if output is None else (output, 2.0 * tokens + read)
+
     def _everything(self, queries: int) -> Selection:
         """All tokens, for which nothing is read to choose."""
         rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
@@ -168,13 +200,14 @@ class CodesSelector(Selector):
     def _estimates_of_all(self, query: torch.Tensor) -> torch.Tensor:
         """The same of all tokens [Hk, G, Q, M], on a CPU as sums of tables' rows, for which torch has an operation."""
         Hk, G, Q, _ = query.shape
-        if self.places is None:
+        if query.is_cuda:
             return self.estimates(query, torch.arange(self.middle, device=query.device).expand(Hk, 1, -1))
         rows = self._tables(query).permute(0, 3, 4, 1, 2).reshape(-1, G * Q)
         sums = embedding_bag(self.places, rows, mode="sum").view(Hk, self.middle, G, Q)
         return self._capped(sums.permute(0, 2, 3, 1))
 
-    def _places(self) -> torch.Tensor:
+    @cached_property
+    def places(self) -> torch.Tensor:
         """[Hk * M, m] int32: the rows of each token's codes among all heads' and parts' tables."""
         (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
         tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)

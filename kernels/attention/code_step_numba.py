@@ -1,0 +1,159 @@
+"""A compiled decode step over codes on a CPU, from the query to the output: tables of products, a scan of all codes, the
+choice, and attention to what is chosen and to what stands for the rest, in one function."""
+
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from sparsekv.kernels.attention.code_choice_numba import keep_best, last_rank, list_ranks, lowest_rank
+from sparsekv.kernels.attention.code_memory_numba import BINS, CODE_JOB, CODES, lanes_of, memory_of, weights_of
+from sparsekv.kernels.attention.code_scan_numba import ROW, log_total, scan, spread_query, write_table
+from sparsekv.kernels.attention.lanes_numba import LANES
+from sparsekv.kernels.attention.listed_rows_numba import add_listed_rows, write_listed_logits
+from sparsekv.kernels.attention.step_memory_numba import floats, ints
+from sparsekv.kernels.attention.step_output_numba import clear, join, to_weights
+from sparsekv.kernels.attention.step_rows_numba import NOTHING, add_rows, write_logits
+from sparsekv.kernels.attention.step_threads_numba import (
+    VERSION,
+    compiled,
+    share_of,
+    thread_count,
+    thread_number,
+    wait_for_all,
+)
+
+
+@njit(inline="always")
+def _prepare(job, memory, thread, threads):
+    """Tables of products, the logits of clusters and exact rows, and empty counts."""
+    H, D, C, E, parts = job.H, job.D, job.C, job.E, job.parts
+    queries, weights = floats(job.query, (H, job.G, D)), weights_of(job, memory)
+    turn, books = floats(job.turn, (H, D, D)), floats(job.books, (H, parts, CODES, job.size))
+    bins = ints(memory.bins, (threads, H, BINS))[thread]
+    spread, turned, _ = lanes_of(job, memory, thread)
+    for h in range(H):
+        start, stop = share_of(h * parts, parts, H * parts, thread, threads)
+        if start < stop and job.budget < job.M:
+            spread_query(job, queries[h], spread)
+            table = memory.tables + ROW * CODES * parts * job.fours * h
+            for part in range(start, stop):
+                write_table(job, turn[h], books[h, part], part, table, spread, turned)
+        start, stop = share_of(h * C, C, H * C, thread, threads)
+        write_logits(job, queries[h], floats(job.centroids, (H, C, D))[h], start, stop, weights[h], np.int64(0))
+        start, stop = share_of(h * E, E, H * E, thread, threads)
+        exact = floats(job.exact_keys + h * job.exact_key_step, (E, D))
+        write_logits(job, queries[h], exact, start, stop, weights[h], C + job.budget)
+        for bin in range(BINS):
+            bins[h, bin] = 0
+
+
+@njit(inline="always")
+def _scan(job, memory, thread, threads):
+    """Score a thread's share of all heads' keys."""
+    H, M, parts = job.H, job.M, job.parts
+    weights, masses = weights_of(job, memory), floats(job.masses, (H, job.C))
+    scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
+    bins = ints(memory.bins, (threads, H, BINS))[thread]
+    # The tables are made: their lanes are free for the group's log-sum-exps.
+    totals = floats(lanes_of(job, memory, thread)[0], (job.fours, LANES))
+    for h in range(H):
+        start, stop = share_of(h * M, M, H * M, thread, threads)
+        if start < stop:
+            for g in range(job.fours * LANES):
+                known = g < job.G
+                total = log_total(weights[h, g], masses[h], job.C + job.budget) if known else -NOTHING
+                totals[g // LANES, g % LANES] = total
+            table = memory.tables + ROW * CODES * parts * job.fours * h
+            codes = job.codes + h * M * parts
+            scan(job, memory, thread, codes, table, totals, scores[h], ranks[h], start, stop, bins[h])
+
+
+@njit(inline="always")
+def _choose(job, memory, thread, threads):
+    """List the best keys of a thread's heads, and leave to each cluster the weight of its other keys."""
+    H, M, C, budget = job.H, job.M, job.C, job.budget
+    ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
+    bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
+    for h in range(thread, H, threads):
+        if budget < M:
+            lowest = lowest_rank(bins[:, h], budget)
+            number = list_ranks(ranks[h], lowest, found[h])
+            keep_best(ranks[h], number, last_rank(ranks[h], number, lowest, budget), budget, found[h])
+        else:
+            for key in range(M):
+                found[h, key] = key
+        _leave(job, memory, h, found[h], labels[h])
+
+
+@njit(inline="always")
+def _leave(job, memory, h, found, labels):
+    """Add to the logits of a head's clusters what their keys weigh that are not chosen."""
+    C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
+    counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
+    weights = weights_of(job, memory)[h]
+    for c in range(C):
+        taken[c] = 0
+    for i in range(job.budget):
+        taken[labels[found[i]]] += 1
+    for c in range(C):
+        left = masses[c]
+        if taken[c] > 0:
+            left += np.float32(math.log(np.float32(counts[c] - taken[c]) / np.float32(counts[c])))
+        for g in range(job.G):
+            weights[g, c] += left
+
+
+@njit(inline="always")
+def _attend(job, memory, thread, threads):
+    """Attend to a thread's share of all heads' rows and centroids: partial outputs, with largest logits and sums."""
+    H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
+    outputs, sums = floats(memory.outputs, (threads, H, G, D))[thread], floats(memory.sums, (threads, H, G, 2))[thread]
+    clear(outputs, sums)
+    for h in range(H):
+        start, stop = share_of(h * each, each, H * each, thread, threads)
+        first, last = share_of(h * C, C, H * C, thread, threads) if job.replace else (0, 0)
+        if start < stop or first < last:
+            _attend_head(job, memory, h, outputs[h], sums[h], start, stop, first, last)
+
+
+@njit(inline="always")
+def _attend_head(job, memory, h, output, sums, start, stop, first, last):
+    """A thread's rows and centroids of one head: logits of the chosen rows, then weighted values of all."""
+    H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
+    query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]
+    keys, values = job.keys + h * job.key_step, job.values + h * job.value_step
+    exact = floats(job.exact_values + h * job.exact_value_step, (E, D))
+    weights, chosen = weights_of(job, memory)[h], min(stop, budget)
+    write_listed_logits(job, query, keys, values, found, start, chosen, weights, C)
+    to_weights(weights, sums, C + start, C + stop, first, last)
+    add_listed_rows(output, weights, C, floats(values, (M, D)), found, start, chosen)
+    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget)
+    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last)
+
+
+def _step(version):
+    """See `VERSION`."""
+
+    def step(address):
+        _ = version
+        job, thread, threads = carray(address, 1, CODE_JOB)[0], np.int64(thread_number()), np.int64(thread_count())
+        memory = memory_of(job, threads)
+        _prepare(job, memory, thread, threads)
+        wait_for_all()
+        if job.budget < job.M:
+            _scan(job, memory, thread, threads)
+            wait_for_all()
+        _choose(job, memory, thread, threads)
+        wait_for_all()
+        _attend(job, memory, thread, threads)
+        wait_for_all()
+        if thread == 0:
+            H, G, D = job.H, job.G, job.D
+            join(job, floats(memory.outputs, (threads, H, G, D)), floats(memory.sums, (threads, H, G, 2)))
+
+    return step
+
+
+# A global, because the machine code is freed with it.
+STEP = compiled(_step(VERSION))
