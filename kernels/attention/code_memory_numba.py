@@ -32,7 +32,7 @@ class CodeJob(ctypes.Structure):
 
 
 CODE_JOB = np.dtype(CodeJob)
-Memory = namedtuple("Memory", "scores found taken weights tables bins lanes outputs sums end")
+Memory = namedtuple("Memory", "scores found taken weights tables bins lanes outputs sums done end")
 
 
 def lay_out(job, threads):
@@ -40,22 +40,22 @@ def lay_out(job, threads):
 
     scores [H, M], or their bits; found [H, M] int32, the keys that are listed, in the end those that are chosen; taken
     [H, C] int32, how many are of each cluster; weights [H, G, C + budget + E], logits and later their exponentials, of
-    clusters, chosen rows and exact rows; tables [H, fours, parts, CODES, LANES], products of queries with codebooks. Of
-    each thread: bins [threads, H, BINS] int32, counts of scores; lanes [threads, fours * (D + size) + SCANNED, LANES];
-    outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2].
+    clusters, chosen rows and exact rows. Of each thread: tables [threads, fours, parts, CODES, LANES], products of a
+    head's queries with its codebooks; bins [threads, H, BINS] int32, counts of scores; lanes [threads, fours * (D + size)
+    + SCANNED, LANES]; outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]. Last, an int32 of
+    how many threads are done.
     """
     H, G, D, C = job.H, job.G, job.D, job.C
     found = job.scratch + NUMBER * H * job.M
     taken = found + NUMBER * H * job.M
     weights = taken + NUMBER * H * C
     tables = weights + NUMBER * H * G * (C + job.budget + job.E)
-    bins = tables + NUMBER * H * job.fours * job.parts * CODES * LANES
+    bins = tables + NUMBER * threads * job.fours * job.parts * CODES * LANES
     lanes = bins + NUMBER * threads * H * BINS
     outputs = lanes + NUMBER * threads * (job.fours * (D + job.size) + SCANNED) * LANES
     sums = outputs + NUMBER * threads * H * G * D
-    return Memory(
-        job.scratch, found, taken, weights, tables, bins, lanes, outputs, sums, sums + NUMBER * threads * H * G * 2
-    )
+    done = sums + NUMBER * threads * H * G * 2
+    return Memory(job.scratch, found, taken, weights, tables, bins, lanes, outputs, sums, done, done + NUMBER)
 
 
 memory_of = njit(inline="always")(lay_out)

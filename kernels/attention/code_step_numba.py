@@ -9,7 +9,7 @@ from numba import carray, njit
 from sparsekv.kernels.attention.code_choice_numba import keep_best, last_rank, list_ranks, lowest_rank
 from sparsekv.kernels.attention.code_memory_numba import BINS, CODE_JOB, CODES, lanes_of, memory_of, weights_of
 from sparsekv.kernels.attention.code_scan_numba import ROW, log_total, scan, spread_query, write_table
-from sparsekv.kernels.attention.lanes_numba import LANES
+from sparsekv.kernels.attention.lanes_numba import LANES, add_one
 from sparsekv.kernels.attention.listed_rows_numba import add_listed_rows, write_listed_logits
 from sparsekv.kernels.attention.step_memory_numba import floats, ints
 from sparsekv.kernels.attention.step_output_numba import clear, join, to_weights
@@ -25,48 +25,54 @@ from sparsekv.kernels.attention.step_threads_numba import (
 
 
 @njit(inline="always")
-def _prepare(job, memory, thread, threads):
-    """Tables of products, the logits of clusters and exact rows, and empty counts."""
-    H, D, C, E, parts = job.H, job.D, job.C, job.E, job.parts
-    queries, weights = floats(job.query, (H, job.G, D)), weights_of(job, memory)
-    turn, books = floats(job.turn, (H, D, D)), floats(job.books, (H, parts, CODES, job.size))
+def _score(job, memory, thread, threads):
+    """Score a thread's share of all heads' keys, and write the logits of clusters and exact rows of these heads: each
+    thread its own, the same numbers, so that none waits for another."""
+    H, M, parts = job.H, job.M, job.parts
+    scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
     bins = ints(memory.bins, (threads, H, BINS))[thread]
-    spread, turned, _ = lanes_of(job, memory, thread)
+    table = memory.tables + ROW * CODES * parts * job.fours * thread
+    # Once the table is made, its lanes are free for the group's log-sum-exps.
+    totals = floats(lanes_of(job, memory, thread)[0], (job.fours, LANES))
     for h in range(H):
-        start, stop = share_of(h * parts, parts, H * parts, thread, threads)
-        if start < stop and job.budget < job.M:
-            spread_query(job, queries[h], spread)
-            table = memory.tables + ROW * CODES * parts * job.fours * h
-            for part in range(start, stop):
-                write_table(job, turn[h], books[h, part], part, table, spread, turned)
-        start, stop = share_of(h * C, C, H * C, thread, threads)
-        write_logits(job, queries[h], floats(job.centroids, (H, C, D))[h], start, stop, weights[h], np.int64(0))
-        start, stop = share_of(h * E, E, H * E, thread, threads)
-        exact = floats(job.exact_keys + h * job.exact_key_step, (E, D))
-        write_logits(job, queries[h], exact, start, stop, weights[h], C + job.budget)
         for bin in range(BINS):
             bins[h, bin] = 0
+        start, stop = share_of(h * M, M, H * M, thread, threads)
+        if start < stop:
+            _write_logits(job, memory, h)
+            if job.budget < M:
+                _write_tables(job, memory, h, thread, table)
+                _write_totals(job, memory, h, totals)
+                codes = job.codes + h * M * parts
+                scan(job, memory, thread, codes, table, totals, scores[h], ranks[h], start, stop, bins[h])
 
 
 @njit(inline="always")
-def _scan(job, memory, thread, threads):
-    """Score a thread's share of all heads' keys."""
-    H, M, parts = job.H, job.M, job.parts
-    weights, masses = weights_of(job, memory), floats(job.masses, (H, job.C))
-    scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
-    bins = ints(memory.bins, (threads, H, BINS))[thread]
-    # The tables are made: their lanes are free for the group's log-sum-exps.
-    totals = floats(lanes_of(job, memory, thread)[0], (job.fours, LANES))
-    for h in range(H):
-        start, stop = share_of(h * M, M, H * M, thread, threads)
-        if start < stop:
-            for g in range(job.fours * LANES):
-                known = g < job.G
-                total = log_total(weights[h, g], masses[h], job.C + job.budget) if known else -NOTHING
-                totals[g // LANES, g % LANES] = total
-            table = memory.tables + ROW * CODES * parts * job.fours * h
-            codes = job.codes + h * M * parts
-            scan(job, memory, thread, codes, table, totals, scores[h], ranks[h], start, stop, bins[h])
+def _write_logits(job, memory, h):
+    H, D, C, E = job.H, job.D, job.C, job.E
+    query, weights = floats(job.query, (H, job.G, D))[h], weights_of(job, memory)[h]
+    exact = floats(job.exact_keys + h * job.exact_key_step, (E, D))
+    write_logits(job, query, floats(job.centroids, (H, C, D))[h], np.int64(0), C, weights, np.int64(0))
+    write_logits(job, query, exact, np.int64(0), E, weights, C + job.budget)
+
+
+@njit(inline="always")
+def _write_tables(job, memory, h, thread, table):
+    H, D, parts = job.H, job.D, job.parts
+    turn, books = floats(job.turn, (H, D, D))[h], floats(job.books, (H, parts, CODES, job.size))[h]
+    spread, turned, _ = lanes_of(job, memory, thread)
+    spread_query(job, floats(job.query, (H, job.G, D))[h], spread)
+    for part in range(parts):
+        write_table(job, turn, books[part], part, table, spread, turned)
+
+
+@njit(inline="always")
+def _write_totals(job, memory, h, totals):
+    """Log-sum-exps by which the group's logits become probabilities [fours, LANES]; infinite past the last head."""
+    weights, masses = weights_of(job, memory)[h], floats(job.masses, (job.H, job.C))[h]
+    for g in range(job.fours * LANES):
+        total = log_total(weights[g], masses, job.C + job.budget) if g < job.G else -NOTHING
+        totals[g // LANES, g % LANES] = total
 
 
 @njit(inline="always")
@@ -139,16 +145,14 @@ def _step(version):
         _ = version
         job, thread, threads = carray(address, 1, CODE_JOB)[0], np.int64(thread_number()), np.int64(thread_count())
         memory = memory_of(job, threads)
-        _prepare(job, memory, thread, threads)
+        _score(job, memory, thread, threads)
+        if thread == 0:
+            ints(memory.done, (1,))[0] = 0
         wait_for_all()
-        if job.budget < job.M:
-            _scan(job, memory, thread, threads)
-            wait_for_all()
         _choose(job, memory, thread, threads)
         wait_for_all()
         _attend(job, memory, thread, threads)
-        wait_for_all()
-        if thread == 0:
+        if add_one(memory.done) == threads - 1:
             H, G, D = job.H, job.G, job.D
             join(job, floats(memory.outputs, (threads, H, G, D)), floats(memory.sums, (threads, H, G, 2)))
 

@@ -114,3 +114,16 @@ def fetch(context, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def add_one(context, address):
+    """What was at an address, an int32, before one is added to it; what was written before is seen by those that add
+    later."""
+
+    def generate(context, builder, signature, arguments):
+        number = ir.IntType(32)
+        pointer = builder.inttoptr(arguments[0], number.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(number, 1), "seq_cst")
+
+    return types.int32(types.int64), generate
