@@ -45,7 +45,7 @@ def last_rank(ranks, number, lowest, budget):
 @njit
 def keep_best(ranks, number, last, budget, found):
     """Keep, in order, the listed keys above the last rank, and the first ones of that rank."""
-    kept, equal = 0, np.int64(budget)
+    kept, equal = np.int64(0), np.int64(budget)
     for i in range(number):
         equal -= ranks[i] > last
     for i in range(number):

@@ -9,7 +9,9 @@ from numba import njit
 from sparsekv.kernels.attention.lanes_numba import LANES
 from sparsekv.kernels.attention.step_memory_numba import floats
 
-ADDRESSES = "turn books codes labels centroids counts masses rest_values query keys values exact_keys exact_values sinks"
+ADDRESSES = (
+    "turn books codes labels centroids counts masses rest_values query keys values exact_keys exact_values sinks"
+)
 SIZES = "scratch output H G D M C E fours parts size budget replace key_step value_step exact_key_step exact_value_step"
 CODES = 256  # rows of a table: the values of a byte
 BLOCK = 256  # keys whose logits are summed before their exponentials are
@@ -32,7 +34,7 @@ class CodeJob(ctypes.Structure):
 
 
 CODE_JOB = np.dtype(CodeJob)
-Memory = namedtuple("Memory", "scores found taken weights tables bins lanes outputs sums done end")
+Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
 
 
 def lay_out(job, threads):
@@ -41,21 +43,22 @@ def lay_out(job, threads):
     scores [H, M], or their bits; found [H, M] int32, the keys that are listed, in the end those that are chosen; taken
     [H, C] int32, how many are of each cluster; weights [H, G, C + budget + E], logits and later their exponentials, of
     clusters, chosen rows and exact rows. Of each thread: tables [threads, fours, parts, CODES, LANES], products of a
-    head's queries with its codebooks; bins [threads, H, BINS] int32, counts of scores; lanes [threads, fours * (D + size)
-    + SCANNED, LANES]; outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]. Last, an int32 of
-    how many threads are done.
+    head's queries with its codebooks; logits [threads, G, C + E] of its clusters and exact rows; bins [threads, H,
+    BINS] int32, counts of scores; lanes [threads, fours * (D + size) + SCANNED, LANES]; outputs [threads, H, G, D], and
+    their largest logits and sums [threads, H, G, 2]. Last, an int32 of how many threads are done.
     """
     H, G, D, C = job.H, job.G, job.D, job.C
     found = job.scratch + NUMBER * H * job.M
     taken = found + NUMBER * H * job.M
     weights = taken + NUMBER * H * C
     tables = weights + NUMBER * H * G * (C + job.budget + job.E)
-    bins = tables + NUMBER * threads * job.fours * job.parts * CODES * LANES
+    logits = tables + NUMBER * threads * job.fours * job.parts * CODES * LANES
+    bins = logits + NUMBER * threads * G * (C + job.E)
     lanes = bins + NUMBER * threads * H * BINS
     outputs = lanes + NUMBER * threads * (job.fours * (D + job.size) + SCANNED) * LANES
     sums = outputs + NUMBER * threads * H * G * D
     done = sums + NUMBER * threads * H * G * 2
-    return Memory(job.scratch, found, taken, weights, tables, bins, lanes, outputs, sums, done, done + NUMBER)
+    return Memory(job.scratch, found, taken, weights, tables, logits, bins, lanes, outputs, sums, done, done + NUMBER)
 
 
 memory_of = njit(inline="always")(lay_out)
@@ -73,3 +76,10 @@ def lanes_of(job, memory, thread):
     query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
     turned = query + NUMBER * LANES * job.fours * job.D
     return query, turned, turned + NUMBER * LANES * job.fours * job.size
+
+
+def scratch_size(job: CodeJob, threads: int) -> int:
+    """Size of the scratch memory in 32-bit numbers."""
+    memory = lay_out(job, threads)
+    size: int = (memory.end - memory.scores) // NUMBER
+    return size

@@ -64,7 +64,8 @@ def add_products(parts, codes, number, table, logits):
 
 @njit(**SUMS)
 def cap(numbers, count, softcap):
-    """Replace so many numbers by softcap * tanh(number / softcap), by a polynomial: a function call would not be vectorised."""
+    """Replace so many numbers by softcap * tanh(number / softcap), by a polynomial: a function call would not be
+    vectorised."""
     for i in range(count):
         shrunk = exp_of(np.float32(-2) * abs(numbers[i] / softcap))
         capped = softcap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
@@ -79,21 +80,22 @@ def _largest_of_sums(numbers, others, most):
 
 
 @njit(**SUMS)
-def log_total(logits, masses, start):
-    """Log-sum-exp of the clusters' logits and masses [C] and of the logits from `start` on."""
-    largest = largest_of(logits, start, len(logits), _largest_of_sums(logits, masses, NOTHING))
+def log_total(logits, masses):
+    """Log-sum-exp of logits [C + E], of which the first are clusters', with masses [C] that are added to these."""
+    largest = largest_of(logits, len(masses), len(logits), _largest_of_sums(logits, masses, NOTHING))
     largest, total = np.float32(0) if largest == NOTHING else largest, np.float32(0)
     for c in range(len(masses)):
         total += exp_of(logits[c] + masses[c] - largest)
-    for i in range(start, len(logits)):
+    for i in range(len(masses), len(logits)):
         total += exp_of(logits[i] - largest)
     return largest + np.float32(math.log(total))
 
 
 @njit(**SUMS)
 def add_probabilities(logits, totals, sums, scores, first, number):
-    """Add to scores, from the first on, the probabilities of logits [number * LANES] by their log-sum-exps [LANES]; what is
-    no number becomes 0. `sums` is room for so many numbers, because sums of what is read in fours are vectorised only where they are new."""
+    """Add to scores, from the first on, the probabilities of logits [number * LANES] by their log-sum-exps [LANES];
+    what is no number becomes 0. `sums` is room for so many numbers, because sums of what is read in fours are
+    vectorised only where they are new."""
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):
         sums[key] = (

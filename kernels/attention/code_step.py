@@ -7,31 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparsekv.kernels.attention.compiled import compiled_kernels, have_addresses, in_reach
+from sparsekv.kernels.attention.types import CodeTensors
 
 if TYPE_CHECKING:
     from sparsekv.kernels.attention.compiled_code_step import CompiledCodeStep
 
 
 @dataclass(frozen=True)
-class StepCodes:
-    """Codes [H, M, m] uint8 of the keys of each of H heads, what they name, and C clusters, every key in one.
-
-    turn [H, D, D], by which queries are multiplied; books [H, m, 256 or fewer, D / m], centroids of m parts of the
-    turned channels; labels [H, M] int32, each key's cluster. Of the clusters: centroids [H, C, D], counts [H, C] int32 of
-    keys, masses [H, C] that are added to a logit where it stands for all keys of a cluster, and values [H, C, D]. And the
-    scale and soft cap of logits.
-    """
-
-    turn: torch.Tensor
-    books: torch.Tensor
-    codes: torch.Tensor
-    labels: torch.Tensor
-    centroids: torch.Tensor
-    counts: torch.Tensor
-    masses: torch.Tensor
-    values: torch.Tensor
-    softmax_scale: float
-    softcap: float | None
+class StepCodes(CodeTensors):
+    """`CodeTensors` with the compiled kernel for them."""
 
     @cached_property
     def compiled(self) -> "CompiledCodeStep | None":
@@ -55,14 +39,14 @@ def attend_by_codes(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """One softmax over the rows of highest score, exact rows and, with `replace`, centroids for all other rows; None where
-    no compiled kernel takes all of these.
+    """One softmax over the rows of highest score, exact rows and, with `replace`, centroids for all other rows; None
+    where no compiled kernel takes all of these.
 
-    A row's score is its probability by its code, the mean over the group: exp(logit - total), where the logit is the sum
-    over the parts of the turned query's products with the centroids that the code names, and the total is the log-sum-exp
-    of the exact rows' logits and of the clusters' logits and masses. Rows whose scores differ by rounding, one part in
-    10,000, may take each other's place. A centroid's weight is that of its cluster, times the share of it that is not
-    chosen.
+    A row's score is its probability by its code, the mean over the group: exp(logit - total), where the logit is the
+    sum over the parts of the turned query's products with the centroids that the code names, and the total is the
+    log-sum-exp of the exact rows' logits and of the clusters' logits and masses. Rows whose scores differ by rounding,
+    one part in 10,000, may take each other's place. A centroid's weight is that of its cluster, times the share of it
+    that is not chosen.
 
     Args:
         query: [H, G, D].

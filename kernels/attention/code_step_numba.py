@@ -1,5 +1,5 @@
-"""A compiled decode step over codes on a CPU, from the query to the output: tables of products, a scan of all codes, the
-choice, and attention to what is chosen and to what stands for the rest, in one function."""
+"""A compiled decode step over codes on a CPU, from the query to the output: tables of products, a scan of all codes,
+the choice, and attention to what is chosen and to what stands for the rest, in one function."""
 
 import math
 
@@ -26,12 +26,13 @@ from sparsekv.kernels.attention.step_threads_numba import (
 
 @njit(inline="always")
 def _score(job, memory, thread, threads):
-    """Score a thread's share of all heads' keys, and write the logits of clusters and exact rows of these heads: each
-    thread its own, the same numbers, so that none waits for another."""
+    """Score a thread's share of all heads' keys. Threads that share a head make its tables each for themselves, so that
+    none waits for another; the one that has the first key writes the logits of clusters and exact rows for all."""
     H, M, parts = job.H, job.M, job.parts
     scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
     bins = ints(memory.bins, (threads, H, BINS))[thread]
     table = memory.tables + ROW * CODES * parts * job.fours * thread
+    logits = floats(memory.logits, (threads, job.G, job.C + job.E))[thread]
     # Once the table is made, its lanes are free for the group's log-sum-exps.
     totals = floats(lanes_of(job, memory, thread)[0], (job.fours, LANES))
     for h in range(H):
@@ -39,21 +40,33 @@ def _score(job, memory, thread, threads):
             bins[h, bin] = 0
         start, stop = share_of(h * M, M, H * M, thread, threads)
         if start < stop:
-            _write_logits(job, memory, h)
+            _write_logits(job, h, logits)
+            if start == 0:
+                _share_logits(job, memory, h, logits)
             if job.budget < M:
                 _write_tables(job, memory, h, thread, table)
-                _write_totals(job, memory, h, totals)
+                _write_totals(job, h, logits, totals)
                 codes = job.codes + h * M * parts
                 scan(job, memory, thread, codes, table, totals, scores[h], ranks[h], start, stop, bins[h])
 
 
 @njit(inline="always")
-def _write_logits(job, memory, h):
+def _write_logits(job, h, logits):
+    """Logits [G, C + E] of a head's clusters and exact rows."""
     H, D, C, E = job.H, job.D, job.C, job.E
-    query, weights = floats(job.query, (H, job.G, D))[h], weights_of(job, memory)[h]
-    exact = floats(job.exact_keys + h * job.exact_key_step, (E, D))
-    write_logits(job, query, floats(job.centroids, (H, C, D))[h], np.int64(0), C, weights, np.int64(0))
-    write_logits(job, query, exact, np.int64(0), E, weights, C + job.budget)
+    query, exact = floats(job.query, (H, job.G, D))[h], floats(job.exact_keys + h * job.exact_key_step, (E, D))
+    write_logits(job, query, floats(job.centroids, (H, C, D))[h], np.int64(0), C, logits, np.int64(0))
+    write_logits(job, query, exact, np.int64(0), E, logits, C)
+
+
+@njit(inline="always")
+def _share_logits(job, memory, h, logits):
+    C, weights = job.C, weights_of(job, memory)[h]
+    for g in range(job.G):
+        for c in range(C):
+            weights[g, c] = logits[g, c]
+        for e in range(job.E):
+            weights[g, C + job.budget + e] = logits[g, C + e]
 
 
 @njit(inline="always")
@@ -67,18 +80,18 @@ def _write_tables(job, memory, h, thread, table):
 
 
 @njit(inline="always")
-def _write_totals(job, memory, h, totals):
+def _write_totals(job, h, logits, totals):
     """Log-sum-exps by which the group's logits become probabilities [fours, LANES]; infinite past the last head."""
-    weights, masses = weights_of(job, memory)[h], floats(job.masses, (job.H, job.C))[h]
+    masses = floats(job.masses, (job.H, job.C))[h]
     for g in range(job.fours * LANES):
-        total = log_total(weights[g], masses, job.C + job.budget) if g < job.G else -NOTHING
+        total = log_total(logits[g], masses) if g < job.G else -NOTHING
         totals[g // LANES, g % LANES] = total
 
 
 @njit(inline="always")
 def _choose(job, memory, thread, threads):
     """List the best keys of a thread's heads, and leave to each cluster the weight of its other keys."""
-    H, M, C, budget = job.H, job.M, job.C, job.budget
+    H, M, budget = job.H, job.M, job.budget
     ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
     for h in range(thread, H, threads):

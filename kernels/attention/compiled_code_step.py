@@ -4,11 +4,11 @@ numba."""
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.code_memory_numba import CODES, NUMBER, CodeJob, lay_out
-from sparsekv.kernels.attention.code_step import StepCodes
+from sparsekv.kernels.attention.code_memory_numba import CODES, CodeJob, scratch_size
 from sparsekv.kernels.attention.code_step_numba import STEP
 from sparsekv.kernels.attention.lanes_numba import LANES
 from sparsekv.kernels.attention.step_threads_numba import run
+from sparsekv.kernels.attention.types import CodeTensors
 
 
 class CompiledCodeStep:
@@ -18,12 +18,21 @@ class CompiledCodeStep:
         codes: float32, codes uint8, labels and counts int32, all contiguous.
     """
 
-    def __init__(self, codes: StepCodes):
+    def __init__(self, codes: CodeTensors):
         (H, M, parts), C, D = codes.codes.shape, codes.counts.shape[1], codes.turn.shape[1]
         # A byte that names no centroid is an index that someone made: its row is there to be read.
         books = pad(codes.books, (0, 0, 0, CODES - codes.books.shape[2]))
         self.codes, self.books, size = codes, books, D // parts
-        tensors = codes.turn, books, codes.codes, codes.labels, codes.centroids, codes.counts, codes.masses, codes.values
+        tensors = (
+            codes.turn,
+            books,
+            codes.codes,
+            codes.labels,
+            codes.centroids,
+            codes.counts,
+            codes.masses,
+            codes.values,
+        )
         self.job = CodeJob(
             *(tensor.data_ptr() for tensor in tensors),
             H=H,
@@ -49,7 +58,7 @@ class CompiledCodeStep:
         job, G, threads = CodeJob.from_buffer_copy(self.job), query.shape[1], torch.get_num_threads()
         (keys, values), (exact_keys, exact_values) = rows, exact
         job.G, job.fours, job.E, job.budget, job.replace = G, -(-G // LANES), exact_keys.shape[1], budget, replace
-        scratch = query.new_empty(lay_out(job, threads).end // NUMBER)
+        scratch = query.new_empty(scratch_size(job, threads))
         output = torch.empty_like(query)
         job.query, job.scratch, job.output = query.data_ptr(), scratch.data_ptr(), output.data_ptr()
         job.keys, job.values = keys.data_ptr(), values.data_ptr()

@@ -12,7 +12,7 @@ LANES_IR = ir.VectorType(ir.FloatType(), LANES)
 FUSED = ("contract",)
 
 
-class LanesType(types.Type):
+class LanesType(types.Type):  # type: ignore[misc]
     """Four float32."""
 
     def __init__(self):
@@ -23,7 +23,7 @@ LANES_OF = LanesType()
 
 
 @register_model(LanesType)
-class LanesModel(models.PrimitiveModel):
+class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     """A vector register."""
 
     def __init__(self, manager, kind):

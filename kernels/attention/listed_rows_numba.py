@@ -14,8 +14,9 @@ AHEAD = 8  # rows that are loaded before they are used
 
 @njit(**SUMS)
 def write_listed_logits(job, query, keys, values, listed, start, stop, logits, ahead):
-    """Write the logits of queries [G, D] on the keys with listed numbers `start` to `stop` of [N] int32; number i's go to
-    logits [:, ahead + i]. Rows are far apart, so the next keys are loaded while these are read, and their values too.
+    """Write the logits of queries [G, D] on the keys with listed numbers `start` to `stop` of [N] int32; number i's go
+    to logits [:, ahead + i]. Rows are far apart, so the next keys are loaded while these are read, and their values
+    too.
     """
     D = query.shape[1]
     for i in range(start, stop):
@@ -45,7 +46,9 @@ def add_listed_rows(output, weights, ahead, rows, listed, start, stop):
                 weights[g, place], weights[g, place + 1], weights[g, place + 2], weights[g, place + 3]
             )  # fmt: skip
             for d in range(output.shape[1]):
-                output[g, d] += first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
+                output[g, d] += (
+                    first * rows[one, d] + second * rows[two, d] + third * rows[three, d] + fourth * rows[four, d]
+                )
     for i in range(fours, stop):
         for g in range(output.shape[0]):
             weight = weights[g, ahead + i]

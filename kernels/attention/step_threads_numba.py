@@ -33,8 +33,8 @@ def sources(folder: Path) -> int:
 
 
 VERSION = sources(Path(__file__).parent)
-"""Each step closes over it: numba caches what it compiled by the date of the step's file and by what it closes over, and
-the functions that it calls, of other files too, are compiled into it."""
+"""Each step closes over it: numba caches what it compiled by the date of the step's file and by what it closes over,
+and the functions that it calls, of other files too, are compiled into it."""
 
 
 def compiled(step):
