@@ -1,33 +1,19 @@
 """A decode step over clusters on a CPU: choosing clusters, and attention over them and the rest."""
 
-import ctypes
-import importlib
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from types import ModuleType
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparsekv.kernels.attention.attention import attend_once
+from sparsekv.kernels.attention.compiled import compiled_kernels, have_addresses, in_reach
 from sparsekv.kernels.attention.types import ScoredCentroids, StepTensors
 from sparsekv.kernels.clusters.best_clusters import best_clusters
 from sparsekv.kernels.common.runs import expand_full_runs
 
 if TYPE_CHECKING:
     from sparsekv.kernels.attention.compiled_step import CompiledStep
-
-
-@lru_cache(maxsize=1)
-def compiled_kernels() -> ModuleType | None:
-    """The module compiled by numba, which takes seconds the first time and is read from disk later; None without numba,
-    or where the process has no GNU OpenMP, whose threads torch uses."""
-    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return None
-    try:
-        return importlib.import_module("sparsekv.kernels.attention.compiled_step")
-    except ImportError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -41,9 +27,9 @@ class StepClusters(StepTensors):
         wanted = [(counted.centroids, torch.float32), (counted.log_counts, torch.float32)]
         wanted += [(counted.counts, torch.int32), (self.starts, torch.int64)]
         wanted += [] if self.values is None else [(self.values, torch.float32)]
-        if not all(tensor.dtype == dtype and tensor.is_contiguous() and tensor.is_cpu for tensor, dtype in wanted):
+        if not have_addresses(*wanted):
             return None
-        kernels = compiled_kernels()
+        kernels = compiled_kernels("compiled_step")
         return None if kernels is None else kernels.CompiledStep(self)
 
 
@@ -74,17 +60,10 @@ def attend_to_best(
         [H, G, D] in the query's dtype.
     """
     compiled = clusters.compiled
-    if compiled is not None and _reached(query, *rows, *exact):
+    if compiled is not None and in_reach(query, *rows, *exact):
         sinks = None if sink_logits is None else sink_logits.float().contiguous()
         return compiled.attend(query.contiguous(), rows, exact, budget, replace, sinks)
     return attend_to_best_reference(query, clusters, rows, exact, budget, replace=replace, sink_logits=sink_logits)
-
-
-def _reached(query: torch.Tensor, *rows: torch.Tensor) -> bool:
-    if query.dtype != torch.float32 or query.requires_grad:
-        return False
-    D = query.shape[2]
-    return all(held.dtype == torch.float32 and held.stride()[1:] == (D, 1) for held in rows)
 
 
 def attend_to_best_reference(

@@ -2,8 +2,9 @@
 
 import torch
 
-from sparsekv.kernels.attention.cluster_step_numba import run_step
+from sparsekv.kernels.attention.cluster_step_numba import STEP
 from sparsekv.kernels.attention.step_memory_numba import Job, scratch_size
+from sparsekv.kernels.attention.step_threads_numba import run
 from sparsekv.kernels.attention.types import StepTensors
 
 
@@ -53,5 +54,5 @@ class CompiledStep:
         job.exact_key_step, job.exact_value_step = 4 * exact_keys.stride(0), 4 * exact_values.stride(0)
         if sink_logits is not None:
             job.sinks = sink_logits.data_ptr()
-        run_step(job, threads)
+        run(STEP, job, threads)
         return output

@@ -55,9 +55,15 @@ def write_logits(job, query, rows, start, stop, logits, ahead):
             for d in range(query.shape[1]):
                 product += query[g, d] * rows[t, d]
             logits[g, ahead + t] = product * job.scale
+    cap_logits(job, logits, ahead + start, ahead + stop)
+
+
+@njit(**SUMS)
+def cap_logits(job, logits, start, stop):
+    """Cap logits [G, start : stop], where the job has a soft cap."""
     if job.softcap > 0:
-        for g in range(query.shape[0]):
-            for place in range(ahead + start, ahead + stop):
+        for g in range(logits.shape[0]):
+            for place in range(start, stop):
                 logits[g, place] = job.softcap * np.float32(math.tanh(logits[g, place] / job.softcap))
 
 

@@ -1,4 +1,4 @@
-"""Inputs of one decode step's attention: runs of rows, centroids with logits, and clusters to choose from."""
+"""Inputs of one decode step's attention: runs of rows, centroids with logits, and clusters or codes to choose by."""
 
 from dataclasses import dataclass
 
@@ -67,5 +67,27 @@ class StepTensors:
     counted: CountedClusters
     starts: torch.Tensor
     values: torch.Tensor | None
+    softmax_scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class CodeTensors:
+    """Codes [H, M, m] uint8 of the keys of each of H heads, what they name, and C clusters, every key in one.
+
+    turn [H, D, D], by which queries are multiplied; books [H, m, 256 or fewer, D / m], centroids of m parts of the
+    turned channels; labels [H, M] int32, each key's cluster. Of the clusters: centroids [H, C, D], counts [H, C] int32
+    of keys, masses [H, C] that are added to a logit where it stands for all keys of a cluster, and values [H, C, D].
+    And the scale and soft cap of logits.
+    """
+
+    turn: torch.Tensor
+    books: torch.Tensor
+    codes: torch.Tensor
+    labels: torch.Tensor
+    centroids: torch.Tensor
+    counts: torch.Tensor
+    masses: torch.Tensor
+    values: torch.Tensor
     softmax_scale: float
     softcap: float | None

@@ -10,16 +10,17 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
-from torch.nn.functional import embedding_bag
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
+from sparsekv.runtime.selection.code_estimates import CodeEstimates
 from sparsekv.runtime.selection.code_scan import CodeScan
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -78,14 +79,14 @@ class Codes(Method):
 
 
 class CodesSelector(Selector):
-    """codes [Hk, M, m] uint8, codebooks [Hk, m, C, D / m]; one selection for all query heads of a KV head."""
+    """One selection for all query heads of a KV head, by codes [Hk, M, m] uint8."""
 
     question_piece = PIECE
 
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
         self.keys, self.facts, self.method = context.keys, context.facts, method
-        self.turn, self.codebooks = tensors["query_turn"].float(), tensors["codebooks"].float()
+        self.estimates = CodeEstimates(tensors, context.facts)
         self.codes, self.order = tensors["codes"], tensors["token_order"].long()
         self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
         self.values, self.starts = tensors["rest_values"], tensors["token_offsets"].long()[:, :-1]
@@ -95,9 +96,23 @@ class CodesSelector(Selector):
         self.row_bytes = self.keys.shape[2] * self.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
         self.context = context
-        everything, on_cpu = method.scan == 1, self.codes.device.type == "cpu"
-        self.by_kernels = everything and CodeScan.serves(tensors)
-        self.places = self._places() if everything and on_cpu else None
+        self.by_kernels = method.scan == 1 and CodeScan.serves(tensors)
+
+    @cached_property
+    def fused(self) -> StepCodes:
+        """What the compiled step reads, on a CPU."""
+        return StepCodes(
+            turn=self.estimates.turn.contiguous(),
+            books=self.estimates.codebooks.contiguous(),
+            codes=self.codes,
+            labels=self.clusters.labels.int(),
+            centroids=self.clusters.keys,
+            counts=self.clusters.counts,
+            masses=self.masses,
+            values=self.values,
+            softmax_scale=self.facts.softmax_scale,
+            softcap=self.facts.softcap,
+        )
 
     @cached_property
     def kernels(self) -> CodeScan:
@@ -121,11 +136,11 @@ class CodesSelector(Selector):
         masses = (logits + self.masses[:, None, None]).logsumexp(-1)
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
         if scanned == self.middle:
-            scores = _probability(self._estimates_of_all(query), beside, joint=queries.joint)
+            scores = _probability(self.estimates.of_all(query), beside, joint=queries.joint)
             best = best_tokens(scores, candidates)
         else:
             found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
-            scores = _probability(self.estimates(query, found), beside, joint=queries.joint)
+            scores = _probability(self.estimates.of(query, found), beside, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
         if candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
@@ -135,6 +150,23 @@ class CodesSelector(Selector):
             Cost(self._read(scanned, candidates - tokens)),
             Rest(lambda: self._rest(best, logits), attended=self.replace),
         )
+
+    def attend_fused(
+        self,
+        query: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        budget: Budget,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, float] | None:
+        """Only where the codes of all keys are read, and no key is looked at again."""
+        tokens = budget.tokens(self.middle)
+        if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle):
+            return None
+        replace, sinks = self.replace, sink_logits
+        output = attend_by_codes(query, self.fused, rows, exact, tokens, replace=replace, sink_logits=sinks)
+        read = self._read(self.middle, 0) if tokens < self.middle else 0.0
+        return None if output is None else (output, 2.0 * tokens + read)
 
     def _everything(self, queries: int) -> Selection:
         """All tokens, for which nothing is read to choose."""
@@ -157,42 +189,8 @@ class CodesSelector(Selector):
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
-    def estimates(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
-        codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
-        codes = codes.view(*tokens.shape, -1)[:, None]
-        logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
-        for part, table in enumerate(self._tables(query).unbind(3)):
-            logits += table.gather(-1, codes[..., part].long().expand_as(logits))
-        return self._capped(logits)
-
-    def _estimates_of_all(self, query: torch.Tensor) -> torch.Tensor:
-        """The same of all tokens [Hk, G, Q, M], on a CPU as sums of tables' rows, for which torch has an operation."""
-        Hk, G, Q, _ = query.shape
-        if self.places is None:
-            return self.estimates(query, torch.arange(self.middle, device=query.device).expand(Hk, 1, -1))
-        rows = self._tables(query).permute(0, 3, 4, 1, 2).reshape(-1, G * Q)
-        sums = embedding_bag(self.places, rows, mode="sum").view(Hk, self.middle, G, Q)
-        return self._capped(sums.permute(0, 2, 3, 1))
-
-    def _places(self) -> torch.Tensor:
-        """[Hk * M, m] int32: the rows of each token's codes among all heads' and parts' tables."""
-        (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
-        tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)
-        return (self.codes + tables).flatten(0, 1)
-
-    def _tables(self, query: torch.Tensor) -> torch.Tensor:
-        """Products [Hk, G, Q, m, C] of each part of the turned queries with its centroids."""
-        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
-        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
-        return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
-
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return attention_logits(query, keys, self.facts.softmax_scale, self.facts.softcap)
-
-    def _capped(self, products: torch.Tensor) -> torch.Tensor:
-        logits = products * self.facts.softmax_scale
-        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
 
     def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
         """The tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""

@@ -1,4 +1,4 @@
-"""A small layer with codes of its keys, on the device that kernels are tested on."""
+"""A small layer with codes of its keys, by default on the device that kernels are tested on."""
 
 from dataclasses import replace
 
@@ -14,7 +14,9 @@ from .random_tensors import normal
 from .small_layer import SINKS, SmallLayer, small_layer
 
 
-def coded_layer(middle: int, dtype: torch.dtype = torch.float32) -> tuple[SmallLayer, MiddleContext]:
+def coded_layer(
+    middle: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
+) -> tuple[SmallLayer, MiddleContext]:
     """A layer with codes of 4 bytes, in which keys are of `dtype`."""
     layer = small_layer(3, middle=middle)
     keys, values = layer.context.keys, layer.context.load_values()
@@ -23,5 +25,5 @@ def coded_layer(middle: int, dtype: torch.dtype = torch.float32) -> tuple[SmallL
     given = LayerInput(keys, values, layer.context.facts, Split(sinks=SINKS, middle=middle, tail=16), queries)
     tensors = indexer.build_layer(given)
     tensors["token_order"] = tensors["token_order"] - SINKS
-    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    return layer, replace(layer.context, tensors=tensors, load_keys=lambda: keys.to(DEVICE, dtype))
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return layer, replace(layer.context, tensors=tensors, load_keys=lambda: keys.to(device, dtype))

@@ -2,24 +2,18 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_runs import poisoned_memory, uneven_counts
+from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.cluster_step import (
-    StepClusters,
-    attend_to_best,
-    attend_to_best_reference,
-    compiled_kernels,
-)
+from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best, attend_to_best_reference
+from sparsekv.kernels.attention.compiled import compiled_kernels
 from sparsekv.kernels.clusters.best_clusters import CountedClusters, logs_and_shares
 from sparsekv.kernels.common.runs import fill_budget
 
@@ -103,16 +97,6 @@ def some_step(
     return Step(query[:, :, 0], clusters, (keys, values), (exact_keys[:, :E], exact_values[:, :E]), round(share * M))
 
 
-@contextmanager
-def with_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @given(
     seed=st.integers(0, 1000),
     H=st.integers(1, 4),
@@ -150,7 +134,7 @@ def test_a_step_gives_what_its_definition_gives(
 
 
 def test_numba_is_there_to_be_tested() -> None:
-    assert compiled_kernels() is not None
+    assert compiled_kernels("compiled_step") is not None
     assert some_step().clusters.compiled is not None
 
 
@@ -230,7 +214,8 @@ sys.modules["numba"] = None  # as `import` finds it where it is not installed
 import torch
 
 from sparsekv.kernels.clusters.best_clusters import CountedClusters, logs_and_shares
-from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best, compiled_kernels
+from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
+from sparsekv.kernels.attention.compiled import compiled_kernels
 
 counts = torch.tensor([[2, 3]], dtype=torch.int32)
 logs, shares = logs_and_shares(counts)
@@ -238,7 +223,8 @@ centroids, rows = torch.tensor([[[9.0], [-9.0]]]), torch.arange(5.0).view(1, 5, 
 counted, starts = CountedClusters(centroids, counts, logs[:, None], shares, 5), torch.tensor([[3, 0]])
 clusters, nothing = StepClusters(counted, starts, None, 1.0, None), rows[:, :0]
 output = attend_to_best(torch.ones(1, 1, 1), clusters, (0 * rows, rows), (nothing, nothing), 2, replace=False)
-assert compiled_kernels() is None
+assert compiled_kernels("compiled_step") is None
+assert compiled_kernels("compiled_code_step") is None
 print(float(output))
 """
 

@@ -37,7 +37,8 @@ from dataclasses import replace
 import torch
 from support.fenced import fenced
 from support.odd_numbers import KINDS, odd
-from kernels.attention.test_cluster_step import some_step, with_threads
+from support.kernel_runs import with_threads
+from kernels.attention.test_cluster_step import some_step
 
 for behind in (False, True):
     for kind in KINDS:

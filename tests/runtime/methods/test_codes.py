@@ -20,6 +20,7 @@ from sparsekv.indexing.indexers.query_turn import key_turn
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.code_estimates import CodeEstimates
 from sparsekv.runtime.selection.context import MiddleContext
 
 properties = settings(max_examples=10, deadline=None)
@@ -74,7 +75,7 @@ def test_estimates_are_the_products_with_decoded_keys(seed: int, middle: int, so
     layer = small_layer(seed, middle=middle, softcap=softcap)
     context = _built(layer)
     everything = torch.arange(middle).expand(len(layer.queries), 1, -1)
-    estimates = Codes().prepare(context).estimates(layer.queries, everything)
+    estimates = CodeEstimates(context.tensors, context.facts).of(layer.queries, everything)
     assert_close(estimates, double_logits(layer.queries, _decoded(context), context.facts), 1e-4)
 
 

@@ -1,0 +1,55 @@
+"""Estimated logits of queries on keys that are known by their product codes."""
+
+from functools import cached_property
+
+import torch
+from torch.nn.functional import embedding_bag
+
+from sparsekv.formats.schema import LayerFacts
+
+
+class CodeEstimates:
+    """One layer's codes [Hk, M, m] uint8 and what they name: turn [Hk, D, D], codebooks [Hk, m, C, D / m] float32.
+
+    Args:
+        tensors: of the index; see `CodesIndexer.build_layer`.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], facts: LayerFacts):
+        self.turn, self.codebooks = tensors["query_turn"].float(), tensors["codebooks"].float()
+        self.codes, self.facts = tensors["codes"], facts
+
+    def of(self, query: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Estimated logits [Hk, G, Q, S] float32 of queries [Hk, G, Q, D] on tokens [Hk, Q or 1, S]."""
+        codes = self.codes.gather(1, tokens.flatten(1)[..., None].expand(-1, -1, self.codes.shape[2]))
+        codes = codes.view(*tokens.shape, -1)[:, None]
+        logits = torch.zeros(*query.shape[:3], tokens.shape[-1], device=query.device)
+        for part, table in enumerate(self._tables(query).unbind(3)):
+            logits += table.gather(-1, codes[..., part].long().expand_as(logits))
+        return self._capped(logits)
+
+    def of_all(self, query: torch.Tensor) -> torch.Tensor:
+        """The same of all tokens [Hk, G, Q, M], on a CPU as sums of tables' rows, for which torch has an operation."""
+        Hk, G, Q, _ = query.shape
+        if query.is_cuda:
+            return self.of(query, torch.arange(self.codes.shape[1], device=query.device).expand(Hk, 1, -1))
+        rows = self._tables(query).permute(0, 3, 4, 1, 2).reshape(-1, G * Q)
+        sums = embedding_bag(self.places, rows, mode="sum").view(Hk, -1, G, Q)
+        return self._capped(sums.permute(0, 2, 3, 1))
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """[Hk * M, m] int32: the rows of each token's codes among all heads' and parts' tables."""
+        (Hk, _, m), C = self.codes.shape, self.codebooks.shape[2]
+        tables = C * torch.arange(Hk * m, dtype=torch.int32).view(Hk, 1, m)
+        return (self.codes + tables).flatten(0, 1)
+
+    def _tables(self, query: torch.Tensor) -> torch.Tensor:
+        """Products [Hk, G, Q, m, C] of each part of the turned queries with its centroids."""
+        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
+        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
+        return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
+
+    def _capped(self, products: torch.Tensor) -> torch.Tensor:
+        logits = products * self.facts.softmax_scale
+        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)

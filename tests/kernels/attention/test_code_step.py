@@ -1,0 +1,232 @@
+"""A decode step over codes, compiled, against its definition in float64: scores, the best of them, and one softmax."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
+from support.random_tensors import normal
+from support.reference import assert_close, random_attention, reference_attention
+
+from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
+from sparsekv.kernels.attention.compiled import compiled_kernels
+
+SCALE = 0.1
+APART = 1e-4  # as a share of the last chosen score: rows that are nearer may take each other's place
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs of a step: queries [H, G, D], codes, rows and exact rows in larger buffers, and options."""
+
+    query: torch.Tensor
+    codes: StepCodes
+    rows: Pair
+    exact: Pair
+    budget: int
+    replace: bool = True
+    sinks: torch.Tensor | None = None
+
+    def attend(self) -> torch.Tensor:
+        with poisoned_memory():
+            output = attend_by_codes(
+                self.query, self.codes, self.rows, self.exact, self.budget, replace=self.replace, sink_logits=self.sinks
+            )
+        assert output is not None
+        return output
+
+    def logits(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        logits, cap = queries.double() @ keys.double().transpose(1, 2) * SCALE, self.codes.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def scores(self) -> torch.Tensor:
+        """[H, M] float64: probabilities by codes, the mean over the group."""
+        codes, exact = self.codes, self.logits(self.query, self.exact[0])
+        heads, parts = torch.arange(len(codes.codes))[:, None, None], torch.arange(codes.codes.shape[2])
+        named = codes.books.double()[heads, parts, codes.codes.long()].flatten(2)
+        weighed = self.logits(self.query, codes.centroids) + codes.masses[:, None].double()
+        total = torch.cat([weighed, exact], -1).logsumexp(-1, keepdim=True)
+        return (self.logits(self.query.double() @ codes.turn.double(), named) - total).exp().mean(1)
+
+    def is_clear(self) -> bool:
+        """Whether no row that is left has nearly the score of one that is chosen."""
+        ordered = self.scores().sort(-1, descending=True).values
+        last, after = ordered[:, self.budget - 1], ordered[:, self.budget : self.budget + 1]
+        return bool((after < (1 - APART) * last[:, None]).all())
+
+    def expected(self) -> torch.Tensor:
+        """Output [H, G, D] float64; a centroid that represents n rows is attended like n copies of it, each as heavy as
+        its cluster's mass says."""
+        codes, outputs = self.codes, []
+        for head, best in enumerate(self.scores().argsort(-1, descending=True)[:, : self.budget]):
+            keys, values = (
+                torch.cat([held[head, best], always[head]]).double()
+                for held, always in zip(self.rows, self.exact, strict=True)
+            )
+            logits = self.logits(self.query[head : head + 1], keys[None])[0]
+            if self.replace:
+                taken = torch.bincount(codes.labels[head, best], minlength=codes.counts.shape[1])
+                share = (codes.counts[head] - taken).double() / codes.counts[head].clamp(min=1)
+                weights = share.log() + codes.masses[head]
+                of_clusters = self.logits(self.query[head : head + 1], codes.centroids[head : head + 1])[0] + weights
+                logits = torch.cat([logits, of_clusters], -1)
+                values = torch.cat([values, codes.values[head].double()])
+            if self.sinks is not None:
+                logits = torch.cat([logits, self.sinks[head][:, None].double()], -1)
+                values = torch.cat([values, torch.zeros_like(values[:1])])
+            outputs.append(logits.softmax(-1) @ values)
+        return torch.stack(outputs)
+
+
+def some_step(
+    seed: int = 0,
+    *,
+    H: int = 3,
+    G: int = 3,
+    D: int = 64,
+    m: int = 8,
+    C: int = 40,
+    E: int = 20,
+    named: int = 256,
+    share: float = 0.1,
+    softcap: float | None = None,
+) -> Step:
+    """A step over random codes; clusters of uneven sizes, some empty; the budget is `share` of the rows."""
+    counts, generator = uneven_counts(seed, H, C), torch.Generator().manual_seed(seed)
+    M = int(counts[0].sum())
+    labels = [torch.arange(C).repeat_interleave(of_head)[torch.randperm(M, generator=generator)] for of_head in counts]
+    query, centroids, values = random_attention(Hk=H, G=G, Q=1, T=C, D=D, seed=seed)
+    _, keys, row_values = random_attention(Hk=H, T=M + 5, D=D, seed=seed + 1)
+    _, exact_keys, exact_values = random_attention(Hk=H, T=E + 3, D=D, seed=seed + 2)
+    codes = StepCodes(
+        turn=normal(seed, H, D, D) / D**0.5,
+        books=2 * normal(seed + 1, H, m, named, D // m),
+        codes=torch.randint(0, named, (H, M, m), generator=generator).byte(),
+        labels=torch.stack(labels).int(),
+        centroids=centroids,
+        counts=counts,
+        masses=counts.log() + 0.3 * normal(seed + 2, H, C),
+        values=values,
+        softmax_scale=SCALE,
+        softcap=softcap,
+    )
+    return Step(
+        query[:, :, 0], codes, (keys, row_values), (exact_keys[:, :E], exact_values[:, :E]), budget_of(share, M)
+    )
+
+
+def budget_of(share: float, rows: int) -> int:
+    return max(1, round(share * rows))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    H=st.integers(1, 4),
+    G=st.integers(1, 9),
+    shape=st.sampled_from([(20, 4), (64, 8), (64, 7), (96, 12), (128, 16), (256, 32), (48, 3)]),
+    C=st.integers(1, 60),
+    E=st.integers(0, 40),
+    named=st.sampled_from([256, 90]),
+    share=st.sampled_from([0.0, 1.0]) | st.floats(0, 1),
+    softcap=st.sampled_from([None, 3.0]),
+    stands=st.booleans(),
+    has_sinks=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_a_step_gives_what_its_definition_gives(
+    seed: int,
+    H: int,
+    G: int,
+    shape: tuple[int, int],
+    C: int,
+    E: int,
+    named: int,
+    share: float,
+    softcap: float | None,
+    stands: bool,
+    has_sinks: bool,
+    threads: int,
+) -> None:
+    D, m = shape
+    D -= D % m
+    step = some_step(seed, H=H, G=G, D=D, m=m, C=C, E=E, named=named, share=share, softcap=softcap)
+    step = replace(step, replace=stands, sinks=normal(seed, H, G) if has_sinks else None)
+    assume(step.is_clear())
+    with with_threads(threads):
+        assert_close(step.attend(), step.expected(), 1e-5)
+
+
+def test_numba_is_there_to_be_tested() -> None:
+    assert compiled_kernels("compiled_code_step") is not None
+    assert some_step().codes.compiled is not None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_more_rows_than_a_block_and_more_threads_than_heads(threads: int) -> None:
+    step = some_step(7, H=2, C=900, share=0.02)
+    assert step.codes.codes.shape[1] > 1000
+    assert step.is_clear()
+    with with_threads(threads):
+        assert_close(step.attend(), step.expected(), 1e-5)
+        assert torch.equal(step.attend(), step.attend())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_token_and_no_exact_row(rows: int) -> None:
+    step = some_step(3, C=1, E=0)
+    codes = step.codes
+    few = replace(codes, codes=codes.codes[:, :rows].contiguous(), labels=0 * codes.labels[:, :rows].contiguous())
+    few = replace(few, counts=torch.full_like(codes.counts, rows), masses=0 * codes.masses)
+    step = replace(step, codes=few, budget=rows)
+    for threads in (1, 3):
+        with with_threads(threads):
+            assert_close(step.attend(), step.expected(), 1e-5)
+
+
+def test_a_budget_of_everything_is_dense_attention() -> None:
+    step = some_step(share=1.0)
+    M = step.budget
+    keys, values = (torch.cat([held[:, :M], always], 1) for held, always in zip(step.rows, step.exact, strict=True))
+    assert_close(step.attend(), reference_attention(step.query[:, :, None], keys, values, SCALE)[:, :, 0], 1e-5)
+
+
+def test_of_rows_that_agree_the_output_is_that_of_some_of_them() -> None:
+    """All codes are equal, and so are all rows, so that the choice does not matter, but for its size."""
+    step = some_step()
+    same = replace(step.codes, codes=torch.full_like(step.codes.codes, 7))
+    rows = torch.zeros_like(step.rows[0]), torch.ones_like(step.rows[1])
+    step = replace(step, codes=same, rows=rows, replace=False)
+    assert_close(step.attend(), step.expected(), 1e-5)
+
+
+@pytest.mark.parametrize("far", [3e3, -3e3])
+def test_logits_far_above_or_below_what_the_clusters_weigh(far: float) -> None:
+    """All rows are attended: between, scores that are 0, or as large as scores can be, have no order."""
+    step = some_step(4, share=1.0)
+    step = replace(step, codes=replace(step.codes, books=far * step.codes.books))
+    assert_close(step.attend(), step.expected(), 1e-5)
+    assert bool(replace(step, budget=20).attend().isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_lost(bad: float) -> None:
+    """NaN must reach the output, so that a broken model does not produce text, nor a broken step a timing."""
+    step = some_step()
+    step.query[1, 2, 7] = bad
+    assert not bool(step.attend()[1, 2].isfinite().any())
+    step = some_step()
+    step.exact[0][2, 3] = torch.nan
+    assert not bool(step.attend()[2].isfinite().any())
+
+
+def test_half_precision_gradients_and_other_layouts_have_no_kernel() -> None:
+    step = some_step()
+    assert replace(step.codes, values=step.codes.values.half()).compiled is None
+    apart = tuple(held.repeat_interleave(2, 1)[:, ::2] for held in step.exact)
+    wanted = step.query.clone().requires_grad_()
+    for query, exact in ((step.query.half(), step.exact), (step.query, apart), (wanted, step.exact)):
+        assert attend_by_codes(query, step.codes, step.rows, (exact[0], exact[1]), 5, replace=True) is None
