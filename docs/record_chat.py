@@ -31,7 +31,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 BARS = re.compile(r"[^\n]*━[^\n]*\n")
 """Of progress: each time that one is drawn again would be a line of the page."""
 RECORDED = re.compile(r"(<!-- recorded: [^\n]*record_chat\.py -->\n```\n).*?```", re.DOTALL)
-PATIENCE = 300  # seconds
+PATIENCE = 1200  # seconds
 
 
 def transcript() -> str:

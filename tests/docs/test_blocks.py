@@ -25,6 +25,8 @@ COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
 LOOPS = re.compile(r"<<|^\s*(for|while|if|function) ", re.MULTILINE)
 LAYERS = 4  # of the embedded model, of 30
 ANSWER = "--max-new-tokens 4"
+TYPED = "cat questions.txt"
+"""In the place of a person, to whom a chat would talk."""
 RUNNING = [page for page in WRITTEN if any(block.runs for block in blocks(page))]
 Give = Callable[[str, Path], None]
 
@@ -114,7 +116,8 @@ def _run(block: Block, script: str, folder: Path, give: Give) -> None:
     """One line as it is shown, but for the length of answers; what a line begins with is run in this process where it
     is one command of sparsekv, for each process of its own imports for seconds."""
     _given(script, folder, give)
-    script = re.sub(rf"sparsekv generate (?!.*{ANSWER.split()[0]})", f"sparsekv generate {ANSWER} ", script)
+    script = re.sub(rf"sparsekv (generate|chat) (?!.*{ANSWER.split()[0]})", rf"sparsekv \1 {ANSWER} ", script)
+    script = f"{TYPED} | {script}" if script.startswith("sparsekv chat") else script
     first, separator, rest = re.sub(r"\s+#.*", "", script).partition(" | ")
     command, _, target = first.partition(" > ")
     if COMPOSED.search(command) or "sparsekv" in rest or not command.startswith("sparsekv "):
