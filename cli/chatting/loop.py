@@ -2,7 +2,8 @@
 
 import sys
 
-import sparsekv.cli.chatting.commands  # noqa: F401  # registers them
+import sparsekv.cli.chatting.commands
+import sparsekv.cli.chatting.trace  # noqa: F401  # registers it, as the one before does
 from sparsekv.cli.chatting.history import History
 from sparsekv.cli.chatting.lines import Lines
 from sparsekv.cli.chatting.session import Session

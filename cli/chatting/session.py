@@ -16,6 +16,7 @@ class Session:
     """What questions and commands of a chat act on.
 
     stats: print times after each answer. dtype: as it was asked for. left: the chat is to end.
+    asked: the last question.
     """
 
     talk: Talk
@@ -26,6 +27,7 @@ class Session:
     dtype: str
     interrupts: Interrupts = field(default_factory=Interrupts)
     left: bool = False
+    asked: str = ""
 
     def ask(self, question: str) -> None:
         """Print the answer to the next question as it comes; raises what `Talk.ask` raises."""
@@ -43,6 +45,7 @@ class Session:
         finally:
             if shown:
                 say("")
+        self.asked = question
         note("stopped; what came of the answer stays in the talk", quiet=self.quiet or not self.interrupts.came)
         if self.stats:
             print_stats(answer)

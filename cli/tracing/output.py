@@ -32,17 +32,17 @@ WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trac
 """What writes a trace and returns its size in bytes, by the ending of the file's name."""
 
 
-def refuse_unwritable(output: Path | None) -> None:
+def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
     """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for a page in
     the place of what is none of ours."""
     if output is None:
         return
     ending = output.suffix.lower()
     if ending not in WRITERS:
-        raise UsageError(f"--output {output}: a trace is written to a file that ends in {' or '.join(WRITERS)}")
-    refuse_impossible_name(output, "--output")
+        raise UsageError(f"{option} {output}: a trace is written to a file that ends in {' or '.join(WRITERS)}")
+    refuse_impossible_name(output, option)
     if ending == ".html":
-        refuse_other_file(output, "--output")
+        refuse_other_file(output, option)
 
 
 def write(document: dict[str, Any], output: Path) -> int:

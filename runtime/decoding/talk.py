@@ -78,6 +78,10 @@ class Talk:
         """Token ids [N] that the question of a turn follows: the stored prompt's, and those of the turns before it."""
         return torch.cat([self.index.input_ids, *(one.tokens for one in self.turns[:turn])])
 
+    def last_asked(self) -> torch.Tensor:
+        """Token ids [T] of what was said after the stored prompt, up to the last question, which is their end."""
+        return torch.cat([self.before(len(self.turns) - 1)[len(self.index.input_ids) :], self.turns[-1].question])
+
     def ask(
         self,
         question: str,

@@ -9,10 +9,11 @@ from support.chats import ANSWER, FRAME, PROMPT, answer, chat, prompt_tokens, to
 from support.command import run_here
 from support.dialogue import Dialogue, dialogue
 from support.doc_pages import ROOT
+from support.trace_page import read_trace_page
 
 from sparsekv.cli.common.printable import printable
 
-COMMANDS = ("/help", "/save", "/method", "/budget", "/stats", "/forget", "/quit")
+COMMANDS = ("/help", "/save", "/method", "/budget", "/stats", "/forget", "/quit", "/trace")
 
 
 def test_each_question_sees_the_talk_before_it(place: Path) -> None:
@@ -47,6 +48,8 @@ def test_help_lists_every_command_and_key(place: Path) -> None:
         ("/stats perhaps", "error: /stats perhaps: write /stats, /stats on or /stats off"),
         ("/save", "error: /save: give the new index a name"),
         ("/save talk.skv", "error: /save: nothing was asked yet"),
+        ("/trace", "error: /trace: give the page a name"),
+        ("/trace out.html", "error: /trace: nothing was asked yet"),
     ],
     ids=str,
 )
@@ -110,6 +113,21 @@ def test_a_saved_talk_goes_on_as_the_chat_does(place: Path) -> None:
     assert run_here("inspect", "-i", "talk.skv", "--verify", "-q").code == 0
     ask = ("generate", "What next?", "-i", "talk.skv", "--model", "model", "--max-new-tokens", str(ANSWER))
     assert printable(run_here(*ask, *options).stdout) == third
+
+
+def test_a_trace_is_of_the_last_question_after_the_talk_before_it(place: Path) -> None:
+    with chat(place, "--budget", "100%") as one:
+        answer(one, "Why?")
+        said = answer(one, "And then?")
+        assert "error: /trace out.txt: a trace is written to a file that ends in .html or .json" in answer(
+            one, "/trace out.txt"
+        )
+        told = answer(one, "/trace out.html")
+        one.press("d")
+    traced = read_trace_page(place / "out.html")
+    assert told.startswith("out.html: ")
+    assert "otherwise" not in told
+    assert (traced["question"], printable(traced["answer"]) + "\n", traced["truth"]) == ("And then?", said, True)
 
 
 def test_the_page_has_every_command() -> None:
