@@ -12,7 +12,7 @@ user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import choose_setting
+from sparsekv.runtime.reporting.front import row_records
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
@@ -98,7 +99,7 @@ class Index:
             configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
             device=self.opened.model.device,
         )
-        return [asdict(row) for row in report.by(*by)]
+        return row_records(report.by(*by))
 
 
 def open_index(

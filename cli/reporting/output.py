@@ -11,7 +11,7 @@ from sparsekv.cli.common.console import say, say_csv, show
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.reporting.front import in_order, pareto_front
+from sparsekv.runtime.reporting.front import in_order, pareto_front, row_records
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.selection.budget import Budget
 
@@ -26,6 +26,8 @@ COLUMNS = {
 """Fields of a row that every table shows, with the format of their numbers."""
 OPTIONAL_COLUMNS = ("missed_estimate", "recall_seen", "list_coverage", "raised", "dense")
 """Fields that are shown if at least one method has a value for them."""
+ANSWERING = 2
+"""How many methods a report suggests to evaluate."""
 LEGEND = """\
 *: on the Pareto front: no method here reads less of the document and errs less.
 recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
@@ -37,17 +39,12 @@ def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float
     """The whole report as --json prints it, with these rows."""
     best = report.best_within(within)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
-    return {**about, "within": within, "best": None if best is None else asdict(best), "rows": _records(rows)}
+    return {**about, "within": within, "best": None if best is None else asdict(best), "rows": row_records(rows)}
 
 
 def print_csv(rows: Sequence[RecallRow]) -> None:
     """A line for each row, as the table orders them, and a header."""
-    say_csv([*(field.name for field in fields(RecallRow)), "front"], _records(in_order(rows)))
-
-
-def _records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
-    front = set(pareto_front(rows))
-    return [{**asdict(row), "front": row in front} for row in rows]
+    say_csv([*(field.name for field in fields(RecallRow)), "front"], row_records(in_order(rows)))
 
 
 def print_report(report: RecallReport, groups: Sequence[str], within: float, answers: str) -> None:
@@ -67,10 +64,11 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, ans
     say(answers)
 
 
-def answers_line(artifact: Artifact, best: RecallRow | None) -> str:
-    """How right answers are measured, which an error is not."""
-    chosen = [] if best is None else ["--method", best.method, "--budget", str(Budget(best.budget))]
-    how = eval_hint(artifact.folder, artifact.manifest, *chosen)
+def answers_line(artifact: Artifact, report: RecallReport) -> str:
+    """How right answers are measured, which an error is not: of the methods on the front that err least."""
+    front = sorted(pareto_front(report.by()), key=lambda row: row.output_error)
+    names = list(dict.fromkeys(row.method for row in front if row.kv_fraction))[:ANSWERING]
+    how = eval_hint(artifact.folder, artifact.manifest, *(part for name in names for part in ("--method", name)))
     return f"A mean error hides the failure of a single token: right answers are measured with {how}."
 
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from sparsekv.runtime.reporting.report import RecallRow
 from sparsekv.runtime.selection.registry import methods
@@ -30,6 +32,12 @@ def _front(rows: list[RecallRow]) -> Iterator[RecallRow]:
 
 def _costs(row: RecallRow) -> tuple[float, float]:
     return row.kv_fraction, row.output_error
+
+
+def row_records(rows: Sequence[RecallRow]) -> list[dict[str, Any]]:
+    """Rows as flat dicts, in the order they are given in, each with `front`: whether it is on the Pareto front."""
+    front = set(pareto_front(rows))
+    return [{**asdict(row), "front": row in front} for row in rows]
 
 
 def in_order(rows: Sequence[RecallRow]) -> list[RecallRow]:

@@ -91,7 +91,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(gap: str, end: str, embedd
     for tokens in [1, 2, 3, 50, 299, 300, 301, 1000, 1500, len(document) - 1, len(document), len(document) + 1]:
         first = encode_prompt(embedded.tokenizer, text, max_tokens=tokens)
         assert first.input_ids.tolist() == [*head, *document[:tokens]]
-        assert first.cut == (tokens < len(document))
+        assert first.cut == (tokens if tokens < len(document) else None)
         assert first.text_sha256 == whole.text_sha256
 
 

@@ -119,6 +119,22 @@ def test_biggest_clusters_come_first_with_their_tokens() -> None:
         assert cluster.positions == sorted(SINKS + position for position in order.tolist())
 
 
+@properties
+@given(seed=seeds, repeated=st.sampled_from([0, 120]))
+def test_a_clusters_spread_is_its_keys_distance_over_that_of_the_head(seed: int, repeated: int) -> None:
+    layer = small_layer(seed, repeated=repeated)
+    keys, described = layer.context.keys.double(), _described(layer, 1000)
+    labels = token_labels(layer.context.tensors)
+    for one in described.biggest:
+        inside = keys[one.kv_head][labels[one.kv_head] == one.cluster]
+        whole = (keys[one.kv_head] - keys[one.kv_head].mean(0)).square().sum(-1).mean()
+        apart = (inside - inside.mean(0)).square().sum(-1).mean() if len(inside) else torch.zeros(())
+        assert one.key_spread == pytest.approx(float((apart / whole).sqrt()), rel=1e-3, abs=1e-4)
+    several = [one for one in described.biggest if len(one.positions) > 1]
+    spreads = [one.key_spread for one in described.most_spread[: len(several)]]
+    assert spreads == sorted((one.key_spread for one in several), reverse=True)
+
+
 def test_more_clusters_than_there_are_lists_all_and_a_method_without_them_none() -> None:
     layer = small_layer(levels=(0.02,))
     assert len(_described(layer, 1000).biggest) == 2 * 4
