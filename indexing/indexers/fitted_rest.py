@@ -10,7 +10,9 @@ nothing else, as those that are asked later see it; with another budget than `TA
 import torch
 
 from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 
 TAKEN = 0.03  # share of the tokens that each query takes
 PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
@@ -27,7 +29,7 @@ def fit_rest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of `values`.
 
-    Allocates four times the logits of `AT_ONCE` positions on all tokens.
+    Allocates three times the logits of `AT_ONCE` positions on all tokens.
 
     Args:
         keys, values: [Hk, M, D].
@@ -40,15 +42,14 @@ def fit_rest(
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         logits = attention_logits(some, keys, facts.softmax_scale, facts.softcap)
-        total = logits.logsumexp(-1, keepdim=True)
-        shares = (logits - total).exp()
-        best = shares.mean(1).topk(max(1, round(TAKEN * keys.shape[1])), -1).indices
+        shares, total = softmax_with_logsumexp(logits)
+        best = best_tokens(shares.mean(1), max(1, round(TAKEN * keys.shape[1])))
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
         of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
         left = counts[:, None].repeat(1, some.shape[2], 1)
         cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
         left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))
-        expected += ((of_means - total).exp() * left[:, None]).sum((1, 2))
+        expected += ((of_means - total[..., None]).exp() * left[:, None]).sum((1, 2))
     masses = torch.zeros_like(counts).scatter_add_(1, labels, weights)
     prior = PRIOR * masses.mean(1, keepdim=True).clamp(min=1e-12)
     outputs = torch.zeros(*counts.shape, values.shape[2], device=values.device)

@@ -3,8 +3,7 @@
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.clustering import kmeans
-from sparsekv.kernels.kmeans.kmeans import assign, cluster_means
+from sparsekv.kernels.kmeans.kmeans import assign, moved_centres, random_points
 
 CODES = 256  # centroids of a part: the values of a byte
 
@@ -18,23 +17,22 @@ def check_parts(option: str, parts: int, head_dim: int) -> None:
 def train_codebooks(keys: torch.Tensor, parts: int, iterations: int, seed: int) -> torch.Tensor:
     """Centroids [Hk, m, C, D / m] float16 of each part, by k-means over keys [Hk, M, D]; C is M if that is below 256.
 
-    Allocates the keys once more in float32.
+    All heads' parts move together, in one product. Allocates the keys once more in float32.
     """
-    clusters = min(CODES, keys.shape[1])
-    means = []
-    for part in _parts(keys, parts):
-        labels = kmeans(part, clusters, iterations, seed)
-        means.append(cluster_means(part, labels, clusters)[0])
-    return torch.stack(means, 1).half()
+    points = _parts(keys, parts)
+    first = random_points(points, min(CODES, keys.shape[1]), torch.Generator(points.device).manual_seed(seed))
+    # One more, because codes are of a last assignment, to what these are when they are rounded.
+    _, books = moved_centres(points, first, iterations + 1)
+    return books.view(len(keys), parts, -1, points.shape[2]).half()
 
 
 def encode(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Codes [Hk, M, m] uint8 of keys [Hk, M, D]: the nearest centroid of each part."""
-    books = codebooks.float().unbind(1)
-    nearest = [assign(part, book) for part, book in zip(_parts(keys, len(books)), books, strict=True)]
-    return torch.stack(nearest, -1).to(torch.uint8)
+    Hk, parts = codebooks.shape[:2]
+    nearest = assign(_parts(keys, parts), codebooks.float().flatten(0, 1))
+    return nearest.view(Hk, parts, -1).transpose(1, 2).to(torch.uint8, memory_format=torch.contiguous_format)
 
 
-def _parts(keys: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """m tensors [Hk, M, D / m] float32 of neighbouring channels."""
-    return [part.contiguous() for part in keys.float().chunk(parts, -1)]
+def _parts(keys: torch.Tensor, parts: int) -> torch.Tensor:
+    """[Hk * m, M, D / m] float32: neighbouring channels of a head's keys, part by part."""
+    return keys.float().unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1)

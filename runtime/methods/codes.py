@@ -16,6 +16,7 @@ from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
+from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
@@ -28,7 +29,7 @@ from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.residual import residual_clusters
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
-from sparsekv.runtime.selection.token_choice import best_tokens, token_logits
+from sparsekv.runtime.selection.token_choice import token_logits
 
 PIECE = 32  # tokens of a question that share a choice
 MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32

@@ -13,13 +13,14 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
+from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
-from sparsekv.runtime.selection.token_choice import best_tokens, group_probability, token_logits, top_tokens
+from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
 
 
 @methods.register("pqcache")

@@ -1,9 +1,9 @@
 """Selecting single tokens from exact or estimated logits: shared by the methods without clusters or pages."""
 
-import numpy as np
 import torch
 
 from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_beside
 from sparsekv.runtime.selection.queries import Queries
@@ -56,14 +56,3 @@ def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | flo
     """
     starts = best_tokens(scores, tokens)
     return Selection(single_rows(starts), Cost(index_rows))
-
-
-def best_tokens(scores: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Indices [..., K] int64 of the highest of scores [..., M] float32, in any order.
-
-    On a CPU numpy finds them, by introselect; torch's topk sorts, and takes five times as long from 32,768 on.
-    """
-    if scores.device.type != "cpu":
-        return scores.topk(tokens, -1).indices
-    left_out = scores.shape[-1] - tokens
-    return torch.from_numpy(np.argpartition(scores.numpy(), left_out, axis=-1)[..., left_out:])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 from sparsekv.kernels.tables.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
 from sparsekv.kernels.tables.tables import cosine_kmeans, insert, split_channels, top_lists
@@ -16,7 +17,7 @@ from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 from sparsekv.runtime.selection.tables.search import FEWEST_KEYS, ListSearch
-from sparsekv.runtime.selection.token_choice import best_tokens, token_logits
+from sparsekv.runtime.selection.token_choice import token_logits
 
 ENTRY_BYTES = 6  # int32 position, float16 score
 CENTROID_BYTES = 2  # per channel, float16

@@ -52,7 +52,8 @@ def test_a_code_names_the_nearest_centroid_of_each_part_of_a_turned_key(seed: in
     for part, book in enumerate(built["codebooks"].double().unbind(1)):
         squares = torch.cdist(turned[:, :, part], book).square()
         named = squares.gather(-1, built["codes"][..., part, None].long())[..., 0]
-        assert bool((named <= squares.amin(-1) + 1e-3 * squares.amax(-1)).all())
+        rounding = 1e-6 * turned[:, :, part].square().sum(-1)  # of products in float32, where centroids nearly agree
+        assert bool((named <= squares.amin(-1) + 1e-3 * squares.amax(-1) + rounding).all())
 
 
 def test_codes_lose_less_of_what_the_queries_ask_for() -> None:
