@@ -1,5 +1,6 @@
 """Whatever a document, question or answer says is text: shown as it is, and run by nothing."""
 
+import re
 import subprocess
 import unicodedata
 from pathlib import Path
@@ -100,6 +101,6 @@ def test_the_command_without_a_passage_is_quoted(opened: Open, trace: dict[str, 
     environment = {"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, env=environment)
     said = done.stdout.decode().split("\0")[:-1]
-    options = ["--without", text.strip(" \t\r\n"), "-o", "without.html"]
+    options = ["--without", " ".join(filter(None, re.split("[ \t\r\n]+", text))), "-o", "without.html"]
     beginning = ["trace", "--index", text]
     assert said == ([*beginning, *options, "--", text] if text.startswith("-") else [*beginning, text, *options])

@@ -175,7 +175,7 @@ def test_without_truth_missed_is_not_known(opened: Open, trace: dict[str, Any]) 
 
 
 def test_both_answers_are_shown_side_by_side(opened: Open, trace: dict[str, Any]) -> None:
-    passage = "".join(trace["passages"][7]["tokens"])
+    passage = "  " + "".join(trace["passages"][7]["tokens"]).replace(" ", "\n")
     without = {"passages": [passage], "answer": "Nobody <b>knows</b>.", "log_probability": [-4.21, -11.873]}
     one = opened(trace | {"without": without})
     left, right = (one.page.locator(name).bounding_box() for name in ("#answer-with", "#answer-without"))

@@ -45,6 +45,11 @@ function controlName(character) {
   return code === 0x7f ? "\u2421" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
+/** A regular expression (with the flag u) that finds exactly a text. */
+function escapedPattern(text) {
+  return text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
+}
+
 /** A span of somebody's text, kept apart from the direction of what is around it. */
 function quoted(text, properties = {}) {
   return element("bdi", { dir: "auto", ...properties }, visible(text));

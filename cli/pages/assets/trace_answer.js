@@ -69,7 +69,7 @@ function comparedAnswers(trace) {
   const { answer, log_probability: [kept, lost], passages } = trace.without;
   const change = lost - kept;
   const summary = Number.isFinite(change)
-    ? `Log-probability of the answer: ${fixed(kept, 2)} with, ${fixed(lost, 2)} without: ${fixed(Math.abs(change), 2)} ${change < 0 ? "lower" : "higher"}.`
+    ? `Log-probability of the first answer: ${fixed(kept, 2)} with, ${fixed(lost, 2)} without: ${fixed(Math.abs(change), 2)} ${change < 0 ? "lower" : "higher"}.`
     : "The answer's log-probability is not known.";
   return element("section", { class: "without", "aria-label": "The answer without some passages" },
     element("div", { class: "answers" },

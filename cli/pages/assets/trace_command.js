@@ -15,10 +15,10 @@ function shellWord(text) {
   return `$'${escaped}'`;
 }
 
-/** The command without a passage; null where a text has a character that no command can have. */
+/** The command without a passage, in which white space is any; null where a text has a character that no command can have. */
 function withoutCommand({ index, question }, passage) {
-  const text = passage.replace(/^[ \t\r\n]+|[ \t\r\n]+$/g, "");
-  if (/[\u0000\ud800-\udfff]/u.test(index + question + text)) return null;
+  const text = passage.split(/[ \t\r\n]+/).filter(Boolean).join(" ");
+  if (!text || /[\u0000\ud800-\udfff]/u.test(index + question + text)) return null;
   const options = `--without ${shellWord(text)} -o without.html`;
   const start = `sparsekv trace --index ${shellWord(index)}`;
   return question.startsWith("-") ? `${start} ${options} -- ${shellWord(question)}` : `${start} ${shellWord(question)} ${options}`;

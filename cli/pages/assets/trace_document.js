@@ -35,12 +35,14 @@ function blocksOf(prompt, spans) {
   return blocks;
 }
 
-/** Where a text that was taken out stands in the prompt, its passages are struck through. */
+/** Wherever a text that was taken out stands in the prompt, its passages are struck through; white space is any. */
 function removedPassage(prompt, spans, text) {
-  const from = text ? prompt.text.indexOf(text) : -1;
-  if (from < 0) return;
-  const last = prompt.passageOfText(from + text.length - 1);
-  for (let passage = prompt.passageOfText(from); passage <= last; passage += 1) spans[passage].classList.add("removed");
+  const words = text.split(/\s+/).filter(Boolean).map(escapedPattern);
+  if (!words.length) return;
+  for (const found of prompt.text.matchAll(new RegExp(words.join("\\s+"), "gu"))) {
+    const last = prompt.passageOfText(found.index + found[0].length - 1);
+    for (let passage = prompt.passageOfText(found.index); passage <= last; passage += 1) spans[passage].classList.add("removed");
+  }
 }
 
 function lighting(spans) {

@@ -52,7 +52,7 @@ function passageDetail(trace, passage, shares) {
 
 function withoutButton(trace, passage) {
   const command = withoutCommand(trace, trace.prompt.textOf(passage));
-  if (command === null) return element("p", { class: "small faint" }, "No command can have this passage as an argument: it has a character that none can.");
+  if (command === null) return element("p", { class: "small faint" }, "This passage cannot be named in a command.");
   const shownCommand = element("code", { class: "command", id: "command" }, visible(command));
   const copy = element("button", {
     type: "button", id: "copy",

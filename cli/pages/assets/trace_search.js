@@ -35,7 +35,7 @@ function searchBox(trace, onfind) {
 
 function matchesOf(text, wanted) {
   if (!wanted) return [];
-  const pattern = new RegExp(wanted.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
+  const pattern = new RegExp(escapedPattern(wanted), "giu");
   const found = [];
   for (const match of text.matchAll(pattern)) {
     found.push({ from: match.index, to: match.index + match[0].length });
