@@ -54,8 +54,11 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
     """
     if document == "-":
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
+    if not Path(document).name:
+        raise UsageError(f"{document} is a folder; name a text file in it")
     beside = Path(document).with_suffix(ENDING)
-    if len(os.fsencode(beside.name)) > _LONGEST_NAME:
+    # A name that is too long itself is told when it is opened.
+    if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
     return beside if parent is None else parent / beside.name
 

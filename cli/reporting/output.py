@@ -1,7 +1,7 @@
 """A recall report as a table with its legend, as CSV and as JSON: their columns have the same names."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -37,9 +37,10 @@ index included. missed: share of all attention on tokens that were not selected.
 
 def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
     """The whole report as --json prints it, with these rows."""
-    best = report.best_within(within)
+    best, records = report.best_within(within), row_records(rows)
+    lowest = next((record for row, record in zip(rows, records, strict=True) if row == best), None)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
-    return {**about, "within": within, "best": None if best is None else asdict(best), "rows": row_records(rows)}
+    return {**about, "within": within, "best": lowest, "rows": records}
 
 
 def print_csv(rows: Sequence[RecallRow]) -> None:

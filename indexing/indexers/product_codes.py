@@ -30,9 +30,10 @@ def encode(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Codes [Hk, M, m] uint8 of keys [Hk, M, D]: the nearest centroid of each part."""
     Hk, parts = codebooks.shape[:2]
     nearest = assign(_parts(keys, parts), codebooks.float().flatten(0, 1))
-    return nearest.view(Hk, parts, -1).transpose(1, 2).to(torch.uint8, memory_format=torch.contiguous_format)
+    return nearest.view(Hk, parts, -1).transpose(1, 2).byte().contiguous()
 
 
 def _parts(keys: torch.Tensor, parts: int) -> torch.Tensor:
     """[Hk * m, M, D / m] float32: neighbouring channels of a head's keys, part by part."""
-    return keys.float().unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1)
+    Hk, M, D = keys.shape
+    return keys.float().view(Hk, M, parts, D // parts).transpose(1, 2).flatten(0, 1)

@@ -43,7 +43,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate
         (RecursionError("maximum recursion depth exceeded"), ("nested too deeply", "files")),
         (
             TypeError("no\nsuch thing"),
-            ("internal error: TypeError: no such thing; run it again as `sparsekv --debug ",),
+            ("internal error: TypeError: no such thing; run it again as `sparsekv --debug` to see",),
         ),
         (OSError("could not get source code"), ("internal error: OSError: could not get source code",)),
     ],

@@ -39,6 +39,10 @@ CASES = {
         ("generate", "Why?", "--max-new-tokens", "2", "--gauge", "--guard", "0.2", "--method", "multipole"),
         ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--top-k", "3", "--prefill", "quoka"),
     ],
+    "trace": [
+        ("trace", "Why?", "--max-new-tokens", "2"),
+        ("trace", "Why?", "--max-new-tokens", "2", "--truth", "--without", "Line 7 says that 7 times 7 is 49."),
+    ],
     "recall-report": [
         ("recall-report", "--method", "multipole", "--guard", "0.2", "--by", "layer,head", "--budget", "5%"),
         ("recall-report", "--method", "quest", "--residual", "--budget", "40", "--within", "0.01", "--together", "1,4"),
@@ -47,6 +51,7 @@ CASES = {
     "tune": [
         ("tune", "--target-recall", "0.2", "--method", "quest"),
         ("tune", "--target-error", "0.0001", "--method", "quest", "--dry-run"),
+        ("tune", "--target-recall", "0.2", "--method", "quest", "--dry-run", "--cheapest", "time"),
     ],
     "inspect": [("inspect",), ("inspect", "--verify", "--clusters", "0"), ("inspect", "--index", "lists.skv")],
     "bench": [

@@ -1,7 +1,10 @@
 """Decoding with the document's keys and values on the device, in host memory and in the index's files: all the same."""
 
+from functools import partial
+
 import pytest
 import torch
+from support.reference import assert_close
 from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.formats.errors import UsageError
@@ -44,6 +47,10 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return build_small(tmp_path_factory.mktemp("placed") / "small.skv", request.param, methods=INDEXERS)
 
 
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> None:
     tokens = random_ids(24)  # of which the buffer above is filled three times
@@ -53,9 +60,11 @@ def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> Non
             for placement in PLACEMENTS
         )
         expected = stepped_logits(index, on_device, tokens, 8)
+        # A compiled step reads rows in memory alone, and rounds otherwise than torch does.
+        assert_same = partial(assert_close, tolerance=2e-6) if method == "codes" and guard is None else assert_equal
         for cache in others:
-            assert torch.equal(stepped_logits(index, cache, tokens, 8), expected)
-            assert torch.equal(stepped_logits(index, cache, tokens, 8), expected)
+            for _ in range(2):
+                assert_same(stepped_logits(index, cache, tokens, 8), expected)
             assert cache.kv_fraction() == on_device.kv_fraction()
 
 

@@ -109,6 +109,6 @@ def test_logits_that_are_no_numbers_are_told_and_not_made_text(
     everything: OpenIndex, number: float, temperature: float
 ) -> None:
     cache, question = everything.sparse_cache("squeezed", Squeezed(), Budget(0.2)), question_ids(everything, "Why?")
-    told = pytest.raises(SparsekvError, match=r"logits are not finite.*sparsekv inspect --verify")
+    told = pytest.raises(SparsekvError, match=r"logits are not finite.*inspect --verify")
     with logits_full_of(everything.model, number), told:
         generate(everything, cache, question, Sampling(temperature=temperature))
