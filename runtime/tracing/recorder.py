@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from sparsekv.kernels.attention.attention import attend_with_weights
 from sparsekv.runtime.attention.executors import Attended, GatherExecutor
@@ -45,7 +46,7 @@ class RecordingExecutor(GatherExecutor):
 @dataclass(frozen=True)
 class Largest:
     """The largest shares, the largest first: places [..., K] int64, of passages or of tokens of the middle, and their
-    shares [..., K], of passages what was chosen, stood for and missed [3, ..., K]."""
+    shares [1, ..., K], of passages what was chosen, stood for and missed [2 or 3, ..., K]."""
 
     places: torch.Tensor
     shares: torch.Tensor
@@ -53,8 +54,8 @@ class Largest:
 
 @dataclass(frozen=True)
 class Record:
-    """One layer's step: totals [4, Hk] of the shares, the largest of each KV head, and `MEASURES` [4, Hk] float64, NaN
-    if unknown."""
+    """One layer's step: totals [3 or 4, Hk] of the shares, the largest of each KV head, and `MEASURES` [4, Hk] float64,
+    NaN if unknown."""
 
     totals: torch.Tensor
     passages: Largest
@@ -68,14 +69,15 @@ class LayerRecorder:
     """Records the steps of one layer.
 
     Args:
-        passage_of: [M] int64, the passage of each token of the middle; passages: how many there are.
+        lengths: [P] int64, the tokens of the middle that each passage has; passage_of: [M + 1] int64, the passage of
+            each of these tokens, and P for none.
         wanted: tokens that the layer's budget allows.
         rows: the document's keys and values, for dense attention of the same queries; None: not computed.
-        step_done: called with each step's shares of all passages [3, Hk, P].
+        step_done: called with each step's shares of all passages [2 or 3, Hk, P].
     """
 
+    lengths: torch.Tensor
     passage_of: torch.Tensor
-    passages: int
     wanted: int
     rows: LayerRows | None
     step_done: Callable[[torch.Tensor], None]
@@ -84,18 +86,31 @@ class LayerRecorder:
 
     def __call__(self, one: AttendedStep) -> None:
         """Record a step; allocates [3, Hk, M] float32 a few times over, and with `rows` the logits on all tokens."""
-        shares, measures = self._measured(one, own_shares(one, len(self.passage_of)))
-        by_passage = shares.tokens.new_zeros(*shares.tokens.shape[:2], self.passages)
-        by_passage.index_add_(2, self.passage_of, shares.tokens)
+        shares, measures = self._measured(one, own_shares(one, self.middle))
+        by_passage = self._by_passage(shares)
         passages = largest_passages(by_passage, MOST_IN_RECORD)
-        chosen, missed = _largest(shares.tokens[0], MOST_CHOSEN), _largest(shares.tokens[2], MOST_MISSED)
+        chosen = _largest(shares.chosen, MOST_CHOSEN, shares.positions)
+        missed = _largest(shares.others[-1], 0 if self.rows is None else MOST_MISSED)
         self.records.append(Record(shares.totals(), passages, chosen, missed, measures))
         self.sums = self.sums + by_passage
         self.step_done(by_passage)
 
+    @property
+    def middle(self) -> int:
+        """M."""
+        return len(self.passage_of) - 1
+
     def mean(self) -> torch.Tensor:
-        """[3, Hk, P]: the mean over steps of what was chosen, stood for and missed of each passage."""
+        """[2 or 3, Hk, P]: the mean over steps of what was chosen, stood for and missed of each passage."""
         return self.sums / len(self.records)
+
+    def _by_passage(self, shares: Shares) -> torch.Tensor:
+        """[2 or 3, Hk, P]: what was chosen, stood for and missed of each passage."""
+        chosen = shares.chosen.new_zeros(len(shares.chosen), len(self.lengths) + 1)
+        chosen.scatter_add_(1, self.passage_of[shares.positions], shares.chosen)
+        lengths = self.lengths.expand(*shares.others.shape[:2], -1).contiguous()
+        others = torch.segment_reduce(shares.others, "sum", lengths=lengths, axis=2)
+        return torch.cat([chosen[None, :, :-1], others])
 
     def _measured(self, one: AttendedStep, own: Shares) -> tuple[Shares, torch.Tensor]:
         """The shares to record, and the step's `MEASURES`."""
@@ -103,23 +118,27 @@ class LayerRecorder:
             read = torch.as_tensor(one.fetched.rows_read, device=own.exact.device, dtype=torch.float64)
             read = read[..., -1] if read.ndim else read
             unknown = torch.full_like(own.exact, torch.nan, dtype=torch.float64)
-            return own, torch.stack([unknown, unknown, unknown, (read / (2 * len(self.passage_of))).expand_as(unknown)])
+            return own, torch.stack([unknown, unknown, unknown, (read / (2 * self.middle)).expand_as(unknown)])
         (truth,) = truths(self.rows, [last_query(one.step, self.rows)], own.exact.device)
         attempt = attempt_of(of_last_query(one.selection), one.layout, truth)
         found = step_measures(attempt, truth, self.wanted)
         measures = torch.stack([found[name][:, 0].double() for name in MEASURES])
-        return dense_shares(own, attempt.results[0][:, 0], truth.probability[:, 0]), measures
+        return dense_shares(own, truth.probability[:, 0]), measures
 
 
 def largest_passages(shares: torch.Tensor, most: int) -> Largest:
-    """The passages of the largest sums, from what was chosen, stood for and missed [3, ..., P] of each."""
+    """The passages of the largest sums, from what was chosen, stood for and missed [2 or 3, ..., P] of each."""
     places = shares.sum(0).topk(min(most, shares.shape[-1])).indices
-    return Largest(places, shares.gather(-1, places.expand(3, *places.shape)))
+    return Largest(places, shares.gather(-1, places.expand(len(shares), *places.shape)))
 
 
-def _largest(shares: torch.Tensor, most: int) -> Largest:
-    found = shares.topk(min(most, shares.shape[1]))
-    return Largest(found.indices, found.values)
+def _largest(shares: torch.Tensor, most: int, positions: torch.Tensor | None = None) -> Largest:
+    """The `most` largest of shares [Hk, R], zeros where there are fewer; at positions [Hk, R], by default their own."""
+    values, places = shares.topk(min(most, shares.shape[1]))
+    places = places if positions is None else positions.gather(1, places)
+    if (short := most - places.shape[1]) > 0:
+        values, places = pad(values, (0, short)), pad(places, (0, short))
+    return Largest(places, values[None])
 
 
 def last_query(step: Step, rows: LayerRows) -> QueryBlock:

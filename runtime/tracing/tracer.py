@@ -25,7 +25,7 @@ class TokenMeans:
     _added: int = 0
 
     def add(self, by_passage: torch.Tensor) -> None:
-        """Add a layer's shares of one token [3, Hk, P]."""
+        """Add a layer's shares of one token [2 or 3, Hk, P]."""
         mean = by_passage.mean(1, keepdim=True)
         self._sums, self._added = mean if self._sums is None else self._sums + mean, self._added + 1
         if self._added == self.layers:
@@ -43,15 +43,17 @@ class Tracer:
 
     def __init__(self, index: OpenIndex, setting: Setting, passages: Passages, *, truth: bool):
         manifest, device = index.artifact.manifest, index.model.device
-        self.split, self.truth = manifest.split, truth
+        self.split = manifest.split
         self.token_means = TokenMeans(len(manifest.indexed_layers))
         first, middle = self.split.sinks, self.split.middle
         passage_of = passages.of_tokens()[first : first + middle].to(device)
+        lengths = passage_of.bincount(minlength=len(passages))
+        passage_of = torch.cat([passage_of, passage_of.new_tensor([len(passages)])])
         budgets = setting.layer_budgets or {}
         self.layers = {
             layer: LayerRecorder(
+                lengths,
                 passage_of,
-                len(passages),
                 budgets.get(layer, setting.budget).tokens(middle),
                 LayerRows(index.artifact, layer) if truth else None,
                 self.token_means.add,
@@ -65,4 +67,4 @@ class Tracer:
 
     def shares(self) -> dict[str, Any]:
         """What was recorded, as `recorded` gives it."""
-        return recorded(self.layers, self.token_means.tokens, self.split.sinks, truth=self.truth)
+        return recorded(self.layers, self.token_means.tokens, self.split.sinks)
