@@ -2,49 +2,48 @@
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from sparsekv.runtime.tracing.recorder import MEASURES, Largest, LayerRecorder, largest_passages
+from sparsekv.runtime.tracing.largest import MOST_IN_MEAN, Largest, largest_passages
+from sparsekv.runtime.tracing.recorder import MEASURES
+from sparsekv.runtime.tracing.tokens import TokenRecorder
 
-MOST_PASSAGES = 64  # that a mean lists
 SHARES = ("exact", "chosen", "stood_for", "missed")
 LEAST = 1e-4
 """The smallest share that is listed."""
 
 
-def recorded(layers: Mapping[int, LayerRecorder], by_token: list[Largest], first_token: int) -> dict[str, Any]:
-    """The means and the records of layers, by their numbers; docs/how-to/trace.md says what each key holds.
+def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> dict[str, Any]:
+    """The means and the records of an answer; docs/how-to/trace.md says what each key holds.
 
     Args:
-        by_token: the passages of each answer token, means over layers and KV heads.
+        layers: numbers of the layers.
         first_token: position of the middle's first token.
     """
-    totals = torch.stack([torch.stack([one.totals for one in layer.records]) for layer in layers.values()])
-    measures = torch.stack([torch.stack([one.measures for one in layer.records]) for layer in layers.values()])
+    tokens = recorder.tokens
+    totals = torch.stack([one.totals for one in tokens]).double().cpu()  # [T, 3 or 4, L, Hk]
     # The first token's step is the question's last, whose choice many tokens share; a step of its own has no question.
-    measures = measures[:, 1:] if measures.shape[1] > 1 else measures
-    totals, measures = totals.double().cpu(), measures.mean(1).cpu()  # [L, T, 3 or 4, Hk] and [L, 4, Hk]
+    of_steps = torch.stack([one.measures for one in tokens[1:] or tokens]).mean(0).cpu()
     heads = [(number, layer, head) for number, layer in enumerate(layers) for head in range(totals.shape[3])]
-    of_head = {layer: _passages([largest_passages(one.mean(), MOST_PASSAGES)])[0] for layer, one in layers.items()}
-    means = totals.mean(1).transpose(1, 2).tolist()
+    of_head = _passages(largest_passages(recorder.sums / len(tokens), MOST_IN_MEAN))
     with _uncollected():
-        records = list(_records(layers, totals, first_token))
+        records = list(_records(recorder, totals, layers, first_token))
     return {
-        "measures": _measures(measures.mean((0, 2))),
+        "measures": _measures(of_steps.mean((1, 2))),
         "by_head_measures": [
-            {"layer": layer, "kv_head": head, **_measures(measures[number, :, head])} for number, layer, head in heads
+            {"layer": layer, "kv_head": head, **_measures(of_steps[:, number, head])} for number, layer, head in heads
         ],
         "by_token": [
-            _shares(of_token, passages)
-            for of_token, (passages,) in zip(totals.mean((0, 3)).tolist(), _passages(by_token), strict=True)
+            _shares(of_token, _passages(one.mean))
+            for of_token, one in zip(totals.mean((2, 3)).tolist(), tokens, strict=True)
         ],
         "by_head": [
-            {"layer": layer, "kv_head": head, **_shares(means[number][head], of_head[layer][head])}
-            for number, layer, head in heads
+            {"layer": layer, "kv_head": head, **_shares(of_head_totals, of_head[number][head])}
+            for (number, layer, head), of_head_totals in zip(heads, totals.mean(0).flatten(1).T.tolist(), strict=True)
         ],
         "records": records,
     }
@@ -63,27 +62,24 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _records(layers: Mapping[int, LayerRecorder], totals: torch.Tensor, first_token: int) -> Iterator[dict[str, Any]]:
+def _records(
+    recorder: TokenRecorder, totals: torch.Tensor, layers: list[int], first_token: int
+) -> Iterator[dict[str, Any]]:
     """By answer token, layer and KV head."""
-    lists = {
-        layer: (
-            _passages([one.passages for one in recorder.records]),
-            _listed([one.chosen for one in recorder.records], first_token),
-            _listed([one.missed for one in recorder.records], first_token),
-        )
-        for layer, recorder in layers.items()
-    }
-    of_records = totals.transpose(2, 3).tolist()
-    for token in range(totals.shape[1]):
-        for number, (layer, (passages, chosen, missed)) in enumerate(lists.items()):
-            for head, of_head in enumerate(of_records[number][token]):
+    of_records = totals.movedim(1, -1).tolist()
+    nothing: Any = [[[]] * totals.shape[3]] * totals.shape[2]
+    for token, one in enumerate(recorder.tokens):
+        passages, chosen = _passages(one.passages), _listed(one.chosen, first_token)
+        missed = nothing if one.missed is None else _listed(one.missed, first_token)
+        for number, layer in enumerate(layers):
+            for head, of_head in enumerate(of_records[token][number]):
                 yield {
                     "token": token,
                     "layer": layer,
                     "kv_head": head,
-                    **_shares(of_head, passages[token][head]),
-                    "chosen_tokens": chosen[token][head],
-                    "missed_tokens": missed[token][head],
+                    **_shares(of_head, passages[number][head]),
+                    "chosen_tokens": chosen[number][head],
+                    "missed_tokens": missed[number][head],
                 }
 
 
@@ -97,27 +93,23 @@ def _measures(means: torch.Tensor) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in known}
 
 
-def _passages(several: list[Largest]) -> list[list[list[list[float]]]]:
+def _passages(largest: Largest) -> Any:
     """`_listed`, with nothing missed where that is not known."""
-    known = [one.shares for one in several]
-    padded = [torch.cat([one, one.new_zeros(3 - len(one), *one.shape[1:])]) for one in known]
-    return _listed([Largest(one.places, shares) for one, shares in zip(several, padded, strict=True)])
+    shares = largest.shares
+    return _listed(Largest(largest.places, torch.cat([shares, shares.new_zeros(3 - len(shares), *shares.shape[1:])])))
 
 
-def _listed(several: list[Largest], first: int = 0) -> list[list[list[list[float]]]]:
-    """For each of several and each KV head its places, counted from `first`, with their shares [S, Hk, K], those of at
-    least `LEAST`."""
-    places = (torch.stack([one.places for one in several]) + first).tolist()
-    shares = torch.stack([one.shares for one in several])
-    counts = (shares.sum(1) >= LEAST).sum(-1).tolist()
-    rounded = _rounded(shares.double()).movedim(1, -1).tolist()
-    return [
-        [
-            [[place, *of_place] for place, of_place in zip(of_head[:count], share[:count], strict=True)]
-            for of_head, share, count in zip(*of_step, strict=True)
-        ]
-        for of_step in zip(places, rounded, counts, strict=True)
-    ]
+def _listed(largest: Largest, first: int = 0) -> Any:
+    """Lists as places [..., K] have them: each place, counted from `first`, with its shares, of at least `LEAST`."""
+    counts = (largest.shares.sum(0) >= LEAST).sum(-1).tolist()
+    shares = _rounded(largest.shares.double()).movedim(0, -1).tolist()
+    return _joined((largest.places + first).tolist(), shares, counts)
+
+
+def _joined(places: Any, shares: Any, counts: Any) -> Any:
+    if isinstance(counts, list):
+        return [_joined(*each) for each in zip(places, shares, counts, strict=True)]
+    return [[place, *of_place] for place, of_place in zip(places[:counts], shares[:counts], strict=True)]
 
 
 def _rounded(shares: torch.Tensor) -> torch.Tensor:
