@@ -77,7 +77,7 @@ def attend_with_logsumexp(
 @dataclass(frozen=True)
 class Weighed:
     """Attention output [Hk, G, Q, D], and the weights [Hk, G, Q, sum of T] float32 that gave it: of each segment's rows
-    in turn, then of the learned sink logits, if there are any."""
+    in turn, then of the learned sink logits, if there are any; of one query without Q."""
 
     output: torch.Tensor
     weights: torch.Tensor
@@ -160,6 +160,18 @@ def attend_once(
     Returns:
         [Hk, G, D] in the query's dtype.
     """
+    return attend_once_with_weights(query, rows, stand_ins, softmax_scale, softcap, sink_logits).output
+
+
+def attend_once_with_weights(
+    query: torch.Tensor,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    stand_ins: Sequence[ScoredCentroids],
+    softmax_scale: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> Weighed:
+    """The output of `attend_once` with the weights of all that is attended."""
     wide = query.float()
     # beta=0 ignores this argument whatever it holds; baddbmm is used because it scales the product as well.
     ignored = wide.narrow(2, 0, 1)
@@ -171,8 +183,9 @@ def attend_once(
     logits += [one.logits + one.log_counts.unsqueeze(1) for one in stand_ins]
     if sink_logits is not None:
         logits.append(sink_logits.float().unsqueeze(2))
-    weights = torch.cat(logits, -1).softmax(-1).to(query.dtype)
-    return weigh(weights, [values for _, values in rows] + [one.values for one in stand_ins])
+    weights = torch.cat(logits, -1).softmax(-1)
+    values = [values for _, values in rows] + [one.values for one in stand_ins]
+    return Weighed(weigh(weights.to(query.dtype), values), weights)
 
 
 def causal_attention(

@@ -57,6 +57,12 @@ class Fetched:
             *(Segment(part.keys, part.values, bias=part.log_counts[:, None]) for part in rest),
         ]
 
+    def scored_rest(self) -> list[ScoredCentroids] | None:
+        """The centroids with their logits, where these and plain rows are all there is, as `attend_once` takes them."""
+        scored = [part.scored for part in self.rest if part.scored is not None]
+        plain = self.valid is None and self.log_weights is None and len(scored) == len(self.rest)
+        return scored if plain else None
+
 
 class Executor(ABC):
     """Selects rows for a step and attends to them."""
@@ -181,8 +187,7 @@ class FusedExecutor(Executor):
             if done is not None:
                 return Attended(done[0].unsqueeze(2), done[1])
         fetched = self.gather.find(step.queries, budget)
-        scored = [part.scored for part in fetched.rest if part.scored is not None]
-        if fetched.valid is None and fetched.log_weights is None and len(scored) == len(fetched.rest):
+        if (scored := fetched.scored_rest()) is not None:
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
             return Attended(output.unsqueeze(2), fetched.rows_read)
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)

@@ -1,13 +1,13 @@
 """Records what each layer attends to, step by step, reduced to passages at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.attention.attention import attend_with_weights
-from sparsekv.runtime.attention.executors import Attended, GatherExecutor
+from sparsekv.kernels.attention.attention import Weighed, attend_once_with_weights, attend_with_weights
+from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.reporting.queries import QueryBlock
@@ -15,10 +15,9 @@ from sparsekv.runtime.reporting.recall import attempt_of, step_measures
 from sparsekv.runtime.reporting.truth import truths
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.selection import Selection
+from sparsekv.runtime.tracing.largest import MOST_MISSED, Largest, largest
 from sparsekv.runtime.tracing.shares import AttendedStep, Shares, dense_shares, own_shares
 
-MOST_IN_RECORD, MOST_CHOSEN, MOST_MISSED = 16, 8, 4
-"""Passages and tokens that a record lists."""
 MEASURES = ("recall", "attention_mass", "output_error", "kv_fraction")
 
 
@@ -37,89 +36,74 @@ class RecordingExecutor(GatherExecutor):
         if step.mask is not None and not step.mask[-1].all():
             return super().attend_to(step, selection, selector)
         fetched = self.fetch(selection, step.query.device)
-        weighed = attend_with_weights(step.query, fetched.segments(step), *step.how)
+        weighed = _attend(step, fetched)
         self.record(AttendedStep(step, selection, selector, self.selector.layout, fetched, weighed.weights))
         return Attended(weighed.output, fetched.rows_read)
 
 
+def _attend(step: Step, fetched: Fetched) -> Weighed:
+    """As a step is attended to elsewhere, on a CPU in few operations where that can be."""
+    if step.query.shape[2] == 1 and not step.query.is_cuda and (scored := fetched.scored_rest()) is not None:
+        rows = (fetched.keys, fetched.values), (step.keys, step.values)
+        once = attend_once_with_weights(step.query.squeeze(2), rows, scored, *step.how)
+        return Weighed(once.output.unsqueeze(2), once.weights.unsqueeze(2))
+    return attend_with_weights(step.query, fetched.segments(step), *step.how)
+
+
 @dataclass(frozen=True)
-class Largest:
-    """The largest shares, the largest first: places [..., K] int64, of passages or of tokens of the middle, and their
-    shares [..., K], of passages what was chosen, stood for and missed [3, ..., K]."""
+class Reduced:
+    """One layer's step: its shares without those of single tokens that were not chosen.
 
-    places: torch.Tensor
-    shares: torch.Tensor
+    by_passage [2 or 3, Hk, P]: what of each passage was chosen, stood for and, where that is known, missed; missed: the
+    tokens [Hk, 4] of which most was, and how much, or None; measures: `MEASURES` [4, Hk] float64, or None, and then
+    rows_read, the D-sized rows that were read for each KV head, a number or [Hk].
+    """
 
-
-@dataclass(frozen=True)
-class Record:
-    """One layer's step: totals [4, Hk] of the shares, the largest of each KV head, and `MEASURES` [4, Hk] float64, NaN
-    if unknown."""
-
-    totals: torch.Tensor
-    passages: Largest
-    chosen: Largest
-    missed: Largest
-    measures: torch.Tensor
+    shares: Shares
+    by_passage: torch.Tensor
+    missed: Largest | None
+    measures: torch.Tensor | None
+    rows_read: torch.Tensor | float
 
 
 @dataclass
 class LayerRecorder:
-    """Records the steps of one layer.
+    """Reduces the steps of one layer to passages.
 
     Args:
-        passage_of: [M] int64, the passage of each token of the middle; passages: how many there are.
+        lengths: [P] int64, the tokens of the middle that each passage has; passage_of: [M + 1] int64, the passage of
+            each of these tokens, and P for none.
         wanted: tokens that the layer's budget allows.
         rows: the document's keys and values, for dense attention of the same queries; None: not computed.
-        step_done: called with each step's shares of all passages [3, Hk, P].
+        step_done: called with each step.
     """
 
+    lengths: torch.Tensor
     passage_of: torch.Tensor
-    passages: int
     wanted: int
     rows: LayerRows | None
-    step_done: Callable[[torch.Tensor], None]
-    records: list[Record] = field(default_factory=list)
-    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    step_done: Callable[[Reduced], None]
 
     def __call__(self, one: AttendedStep) -> None:
-        """Record a step; allocates [3, Hk, M] float32 a few times over, and with `rows` the logits on all tokens."""
-        shares, measures = self._measured(one, own_shares(one, len(self.passage_of)))
-        by_passage = shares.tokens.new_zeros(*shares.tokens.shape[:2], self.passages)
-        by_passage.index_add_(2, self.passage_of, shares.tokens)
-        passages = largest_passages(by_passage, MOST_IN_RECORD)
-        chosen, missed = _largest(shares.tokens[0], MOST_CHOSEN), _largest(shares.tokens[2], MOST_MISSED)
-        self.records.append(Record(shares.totals(), passages, chosen, missed, measures))
-        self.sums = self.sums + by_passage
-        self.step_done(by_passage)
+        """Reduce a step; allocates [2, Hk, M] float32 a few times over, and with `rows` the logits on all tokens."""
+        shares, measures = own_shares(one, len(self.passage_of) - 1), None
+        if self.rows is not None:
+            (truth,) = truths(self.rows, [last_query(one.step, self.rows)], shares.exact.device)
+            found = step_measures(attempt_of(of_last_query(one.selection), one.layout, truth), truth, self.wanted)
+            measures = torch.stack([found[name][:, 0].double() for name in MEASURES])
+            shares = dense_shares(shares, truth.probability[:, 0])
+        read = one.fetched.rows_read
+        read = read[:, -1] if isinstance(read, torch.Tensor) else read
+        missed = largest(shares.others[1], MOST_MISSED) if len(shares.others) > 1 else None
+        by_passage, kept = self._by_passage(shares), replace(shares, others=shares.others[..., :0])
+        self.step_done(Reduced(kept, by_passage, missed, measures, read))
 
-    def mean(self) -> torch.Tensor:
-        """[3, Hk, P]: the mean over steps of what was chosen, stood for and missed of each passage."""
-        return self.sums / len(self.records)
-
-    def _measured(self, one: AttendedStep, own: Shares) -> tuple[Shares, torch.Tensor]:
-        """The shares to record, and the step's `MEASURES`."""
-        if self.rows is None:
-            read = torch.as_tensor(one.fetched.rows_read, device=own.exact.device, dtype=torch.float64)
-            read = read[..., -1] if read.ndim else read
-            unknown = torch.full_like(own.exact, torch.nan, dtype=torch.float64)
-            return own, torch.stack([unknown, unknown, unknown, (read / (2 * len(self.passage_of))).expand_as(unknown)])
-        (truth,) = truths(self.rows, [last_query(one.step, self.rows)], own.exact.device)
-        attempt = attempt_of(of_last_query(one.selection), one.layout, truth)
-        found = step_measures(attempt, truth, self.wanted)
-        measures = torch.stack([found[name][:, 0].double() for name in MEASURES])
-        return dense_shares(own, attempt.results[0][:, 0], truth.probability[:, 0]), measures
-
-
-def largest_passages(shares: torch.Tensor, most: int) -> Largest:
-    """The passages of the largest sums, from what was chosen, stood for and missed [3, ..., P] of each."""
-    places = shares.sum(0).topk(min(most, shares.shape[-1])).indices
-    return Largest(places, shares.gather(-1, places.expand(3, *places.shape)))
-
-
-def _largest(shares: torch.Tensor, most: int) -> Largest:
-    found = shares.topk(min(most, shares.shape[1]))
-    return Largest(found.indices, found.values)
+    def _by_passage(self, shares: Shares) -> torch.Tensor:
+        chosen = shares.chosen.new_zeros(len(shares.chosen), len(self.lengths) + 1)
+        chosen.scatter_add_(1, self.passage_of[shares.positions], shares.chosen)
+        lengths = self.lengths.expand(*shares.others.shape[:2], -1).contiguous()
+        others = torch.segment_reduce(shares.others, "sum", lengths=lengths, axis=2)
+        return torch.cat([chosen[None, :, :-1], others])
 
 
 def last_query(step: Step, rows: LayerRows) -> QueryBlock:

@@ -15,7 +15,7 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.recorder import RecordingExecutor
-from sparsekv.runtime.tracing.shares import AttendedStep
+from sparsekv.runtime.tracing.shares import AttendedStep, Shares
 
 SOME = Budget(0.1)
 
@@ -44,3 +44,9 @@ def answered(index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 
     )
     question = question_ids(index, "What comes next?")
     return Answered(question, asker.ask(question, Sampling(tokens)), steps, asker.cache)
+
+
+def chosen_tokens(shares: Shares) -> torch.Tensor:
+    """[Hk, M]: what was chosen of each token of the middle, in order of position."""
+    padded = torch.zeros(len(shares.chosen), shares.others.shape[2] + 1)
+    return padded.scatter_add_(1, shares.positions, shares.chosen)[:, :-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.reference import assert_close, attention_probabilities
 from support.small_layer import all_chosen
-from support.traced import SOME, answered, every_form
+from support.traced import SOME, answered, chosen_tokens, every_form
 
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.asker import Asker
@@ -53,7 +53,7 @@ def test_the_chosen_tokens_are_those_that_the_method_chooses(full_index: OpenInd
                 selection = selector.select(one.step.queries, SOME)
                 if number == 0:
                     continue  # of the question, which may have a budget of its own, and which some methods observe
-                found = own_shares(one, middle).tokens[0] > 0
+                found = chosen_tokens(own_shares(one, middle)) > 0
                 for of_head, (chosen,) in zip(found, all_chosen(selection, selector), strict=True):
                     weighed = set(of_head.nonzero()[:, 0].tolist())
                     # A sample's weights may be nothing to all query heads.
@@ -66,7 +66,7 @@ def test_shares_add_up_to_all_attention(full_index: OpenIndex, forms: list[Form]
             for one in steps:
                 shares = own_shares(one, full_index.split.middle)
                 assert_close(shares.totals().sum(0), torch.ones(len(shares.exact)), 1e-5)
-                assert bool((shares.tokens >= 0).all())
+                assert float(torch.cat([shares.chosen, shares.others.sum(0)], 1).min()) >= 0
                 assert float(shares.nowhere.sum()) == 0
 
 
@@ -79,7 +79,7 @@ def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenInde
                 continue
             assert isinstance(one.selector, NumbersCentroids)
             shares, numbers = own_shares(one, middle), one.selector.centroid_of(one.fetched.rest)
-            left = torch.ones_like(shares.tokens[0])
+            left = torch.ones_like(shares.others[0])
             for head, (chosen,) in enumerate(all_chosen(one.selection, one.selector)):
                 left[head, chosen] = 0
             counts = torch.cat([part.log_counts[:, -1] for part in one.fetched.rest], 1).exp()
@@ -87,8 +87,8 @@ def test_every_token_that_is_not_chosen_is_represented_once(full_index: OpenInde
                 counts = (counts.log() - one.selector.bias).exp()  # type: ignore[attr-defined]
             represented = torch.zeros_like(counts).scatter_add_(1, numbers, left)
             assert_close(represented, counts, 1e-5)
-            assert bool((shares.tokens[1][left == 0] == 0).all())
-            given = torch.zeros_like(counts).scatter_add_(1, numbers, shares.tokens[1])
+            assert bool((shares.others[0][left == 0] == 0).all())
+            given = torch.zeros_like(counts).scatter_add_(1, numbers, shares.others[0])
             rows, exact = one.fetched.keys.shape[1], one.step.exact.keys.shape[1]
             assert_close(given, one.weights[:, :, -1, rows + exact :].mean(1), 1e-5)
 
@@ -150,8 +150,8 @@ def test_dense_weights_are_split_by_what_the_step_gave(full_index: OpenIndex) ->
             dense = attention_probabilities(one.step.query[:, :, -1:], everything, one.step.how[0])[:, :, 0].mean(1)
             own = own_shares(one, split.middle)
             for head, of_head in enumerate(dense[:, middle]):
-                record, chosen = next(records), own.tokens[0, head] > 0
-                stood_for = torch.minimum(of_head, own.tokens[1, head].double()).masked_fill(chosen, 0)
+                record, chosen = next(records), chosen_tokens(own)[head] > 0
+                stood_for = torch.minimum(of_head, own.others[0, head].double()).masked_fill(chosen, 0)
                 missed = (of_head - stood_for).masked_fill(chosen, 0)
                 wanted = (1 - of_head.sum(), of_head[chosen].sum(), stood_for.sum(), missed.sum())
                 assert [record[share] for share in SHARES] == pytest.approx([float(one) for one in wanted], abs=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.reference import assert_close
 from support.small_index import plain_logits_after
-from support.traced import SOME, answered, every_form
+from support.traced import SOME, answered, chosen_tokens, every_form
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
@@ -117,7 +117,7 @@ def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> 
         biases[0] = biases[0] + fetched.log_weights
     if fetched.rest_attended:
         numbers = one.selector.centroid_of(fetched.rest)  # type: ignore[attr-defined]
-        chosen = own_shares(one, len(hidden)).tokens[0] > 0
+        chosen = chosen_tokens(own_shares(one, len(hidden))) > 0
         start = 0
         for part in fetched.rest:
             keys, values, end = [*keys, part.keys], [*values, part.values], start + part.keys.shape[1]
