@@ -99,7 +99,8 @@ class TracedIndex:
         self, setting: Setting, hidden: torch.Tensor, question: torch.Tensor, first: Answer
     ) -> list[float]:
         caches = (self._asker(setting, self._hiding(some)).cache for some in (torch.zeros_like(hidden), hidden))
-        return [log_probability(self.index, cache, question, first.ids) for cache in caches]
+        at_once = setting is EVERYTHING
+        return [log_probability(self.index, cache, question, first.ids, at_once=at_once) for cache in caches]
 
     def _hiding(self, hidden: torch.Tensor) -> Callable[[int], GatherMaker]:
         return lambda layer: partial(HidingExecutor, hidden=hidden, sinks=self.index.split.sinks)

@@ -47,7 +47,9 @@ def _places(passage: str, whole: str) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def log_probability(index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int]) -> float:
+def log_probability(
+    index: OpenIndex, cache: IndexCache, question: torch.Tensor, answer: Sequence[int], *, at_once: bool
+) -> float:
     """The sum of the log-probabilities of an answer's tokens after a question, each given those before it.
 
     The cache is rewound first. The question is prefilled at once and the answer fed token by token, as when it is made.
@@ -55,14 +57,16 @@ def log_probability(index: OpenIndex, cache: IndexCache, question: torch.Tensor,
     Args:
         cache: one of this index's.
         question: [Q] token ids after the stored prompt.
+        at_once: feed the answer with the question: the same where every token attends to everything.
     """
     cache.rewind()
     device = index.model.device
-    fed = [question, *torch.tensor(answer[:-1], dtype=question.dtype).split(1)]
+    said = torch.tensor(answer, dtype=question.dtype)
+    fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1].split(1)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     with route_attention(index.model, cache.attend):
-        for ids, token in zip(fed, answer, strict=True):
+        for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
             model_input = {"input_ids": ids[None].to(device), "past_key_values": cache, "use_cache": True}
-            logits = index.model(**model_input, logits_to_keep=1).logits[0, -1]
-            total += log_softmax(logits.double(), -1)[token]
+            logits = index.model(**model_input, logits_to_keep=len(next_ids)).logits[0]
+            total += log_softmax(logits.double(), -1).gather(1, next_ids[:, None].to(device)).sum()
     return float(total)

@@ -136,7 +136,9 @@ def test_the_log_probability_is_the_plain_models(full_index: OpenIndex) -> None:
     cache = Asker.open(full_index, EVERYTHING).cache
     logits = plain_logits_after(full_index, torch.cat([question, torch.tensor(answer)]))
     expected = logits.double().log_softmax(-1)[3:-1].gather(1, torch.tensor(answer)[:, None]).sum()
-    assert log_probability(full_index, cache, question, answer) == pytest.approx(float(expected), rel=1e-4)
+    for at_once in (False, True):
+        found = log_probability(full_index, cache, question, answer, at_once=at_once)
+        assert found == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: OpenIndex) -> None:
