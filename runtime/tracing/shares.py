@@ -1,6 +1,8 @@
 """Shares of one step's attention: what falls on each token of the middle, and what is attended exactly."""
 
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 import torch
 
@@ -49,17 +51,23 @@ class Shares:
 
 def own_shares(one: AttendedStep, middle: int) -> Shares:
     """The weights that the step itself gives; a centroid's is spread evenly over the tokens that it represents."""
-    rows, exact = one.fetched.keys.shape[1], one.step.exact.keys.shape[1]
-    weights = one.weights[:, :, -1].mean(1)
+    rows, exact, weights = one.fetched.keys.shape[1], one.step.exact.keys.shape[1], one.weights[:, :, -1].mean(1)
     rest = sum(part.keys.shape[1] for part in one.fetched.rest) if one.fetched.rest_attended else 0
-    chosen, beside, of_rest, of_sinks = weights.split([rows, exact, rest, weights.shape[1] - rows - exact - rest], 1)
+    chosen, beside, of_rest = weights[:, :rows], weights[:, rows : rows + exact].sum(1), weights[:, rows + exact :]
+    if one.step.how[2] is not None:
+        beside, of_rest = beside + of_rest[:, -1], of_rest[:, :-1]
     positions = chosen_positions(one.selection.rows, one.layout, middle)[:, -1].to(weights.device)
-    stood_for, nowhere = weights.new_zeros(len(weights), middle), of_rest.sum(1)
-    if rest and isinstance(one.selector, NumbersCentroids):
-        numbers, left = one.selector.centroid_of(one.fetched.rest), weights.new_ones(len(weights), middle + 1)
-        left = left.scatter_(1, positions, 0.0)[:, :middle]
-        stood_for, nowhere = spread(of_rest, numbers.to(weights.device), left), torch.zeros_like(nowhere)
-    return Shares(beside.sum(1) + of_sinks.sum(1), positions, chosen, stood_for[None], nowhere)
+    if not rest or not _numbers_centroids(type(one.selector)):
+        return Shares(beside, positions, chosen, weights.new_zeros(1, len(weights), middle), of_rest.sum(1))
+    numbers = cast(NumbersCentroids, one.selector).centroid_of(one.fetched.rest).to(weights.device)
+    left = weights.new_ones(len(weights), middle + 1).scatter_(1, positions, 0.0)[:, :middle]
+    return Shares(beside, positions, chosen, spread(of_rest, numbers, left)[None], torch.zeros_like(beside))
+
+
+@cache
+def _numbers_centroids(kind: type[Selector]) -> bool:
+    """Whether selectors of a kind do; asked once, because Python looks through all of a protocol each time."""
+    return issubclass(kind, NumbersCentroids)
 
 
 def dense_shares(own: Shares, dense: torch.Tensor) -> Shares:
