@@ -21,7 +21,7 @@ def train_codebooks(keys: torch.Tensor, parts: int, iterations: int, seed: int) 
     """
     points = _parts(keys, parts)
     first = random_points(points, min(CODES, keys.shape[1]), torch.Generator(points.device).manual_seed(seed))
-    # One more, because codes are of a last assignment, to what these are when they are rounded.
+    # k-means ends with labels; codes are labels of the rounded centroids, so that these can move once more instead.
     _, books = moved_centres(points, first, iterations + 1)
     return books.view(len(keys), parts, -1, points.shape[2]).half()
 
@@ -30,9 +30,11 @@ def encode(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Codes [Hk, M, m] uint8 of keys [Hk, M, D]: the nearest centroid of each part."""
     Hk, parts = codebooks.shape[:2]
     nearest = assign(_parts(keys, parts), codebooks.float().flatten(0, 1))
-    return nearest.view(Hk, parts, -1).transpose(1, 2).to(torch.uint8, memory_format=torch.contiguous_format)
+    codes: torch.Tensor = nearest.view(Hk, parts, -1).transpose(1, 2).to(torch.uint8).contiguous()
+    return codes
 
 
 def _parts(keys: torch.Tensor, parts: int) -> torch.Tensor:
     """[Hk * m, M, D / m] float32: neighbouring channels of a head's keys, part by part."""
-    return keys.float().unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1)
+    points: torch.Tensor = keys.float().unflatten(-1, (parts, -1)).transpose(1, 2).flatten(0, 1)
+    return points
