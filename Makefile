@@ -52,7 +52,10 @@ demo: .venv/installed
 	@$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
 		--method codes --method squeezed --method multipole --method quoka --method quest --method window --method oracle \
 		--plot demo/recall.png
-	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png."
+	@echo "Tracing what the answer to a question attended to."
+	@$(BIN)/sparsekv trace --index demo/python-topics.skv "Which method is called to implement attribute deletion?" \
+		--truth --max-new-tokens 24 -o demo/trace.html
+	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png, the trace in demo/trace.html: open it in a browser."
 
 lint: style types
 

@@ -21,7 +21,7 @@ def train_codebooks(keys: torch.Tensor, parts: int, iterations: int, seed: int) 
     """
     points = _parts(keys, parts)
     first = random_points(points, min(CODES, keys.shape[1]), torch.Generator(points.device).manual_seed(seed))
-    # One more, because codes are of a last assignment, to what these are when they are rounded.
+    # k-means ends with labels; codes are labels of the rounded centroids, so that these can move once more instead.
     _, books = moved_centres(points, first, iterations + 1)
     return books.view(len(keys), parts, -1, points.shape[2]).half()
 
