@@ -114,7 +114,7 @@ def _run(block: Block, script: str, folder: Path, give: Give) -> None:
     """One line as it is shown, but for the length of answers; what a line begins with is run in this process where it
     is one command of sparsekv, for each process of its own imports for seconds."""
     _given(script, folder, give)
-    script = re.sub(rf"sparsekv generate (?!.*{ANSWER.split()[0]})", f"sparsekv generate {ANSWER} ", script)
+    script = re.sub(rf"sparsekv (generate|trace) (?!.*{ANSWER.split()[0]})", rf"sparsekv \1 {ANSWER} ", script)
     first, separator, rest = re.sub(r"\s+#.*", "", script).partition(" | ")
     command, _, target = first.partition(" > ")
     if COMPOSED.search(command) or "sparsekv" in rest or not command.startswith("sparsekv "):
