@@ -116,7 +116,7 @@ def _run(block: Block, script: str, folder: Path, give: Give) -> None:
     """One line as it is shown, but for the length of answers; what a line begins with is run in this process where it
     is one command of sparsekv, for each process of its own imports for seconds."""
     _given(script, folder, give)
-    script = re.sub(rf"sparsekv (generate|chat) (?!.*{ANSWER.split()[0]})", rf"sparsekv \1 {ANSWER} ", script)
+    script = re.sub(rf"sparsekv (generate|chat|trace) (?!.*{ANSWER.split()[0]})", rf"sparsekv \1 {ANSWER} ", script)
     script = f"{TYPED} | {script}" if script.startswith("sparsekv chat") else script
     first, separator, rest = re.sub(r"\s+#.*", "", script).partition(" | ")
     command, _, target = first.partition(" > ")
