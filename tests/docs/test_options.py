@@ -9,7 +9,7 @@ import pytest
 from support.doc_pages import COMMANDS_PAGE, PAGES, ROOT, WRITTEN, name
 
 # Commands read their options from methods when they are imported: before a test adds one.
-from sparsekv.cli import bench, build_index, chat, eval, generate, recall_report  # noqa: F401
+from sparsekv.cli import bench, build_index, chat, eval, generate, recall_report, trace  # noqa: F401
 
 OTHERS = {"--import-mode"}
 """Options of other programs that pages name by themselves."""

@@ -200,3 +200,15 @@ def test_lists_have_the_largest_first_and_lie_in_the_middle(full_index: OpenInde
             assert all(before >= after - 1e-3 * before for before, after in pairwise(sums))
         assert all(place in inside for place, _ in one["chosen_tokens"])
         assert sum(sum(shares) for _, *shares in one["passages"]) <= one["chosen"] + one["stood_for"] + 1e-3
+
+
+def test_every_family_is_traced_in_the_layers_that_select(family_index: OpenIndex) -> None:
+    """With soft caps, learned sinks and sliding layers, beside the plain answer."""
+    setting, question = Setting(every_form(family_index)["squeezed flat"], SOME), question_ids(family_index, QUESTION)
+    plain = Asker.open(family_index, setting).ask(question, Sampling(3))
+    answer, trace = TracedIndex(family_index, setting).trace(question, 3, truth=True)
+    assert answer.ids == plain.ids
+    assert trace["layers"] == family_index.artifact.manifest.indexed_layers
+    for one in trace["records"]:
+        assert sum(one[share] for share in SHARES) == pytest.approx(1)
+        assert min(one[share] for share in SHARES) > -1e-6
