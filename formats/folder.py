@@ -20,6 +20,45 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 
 
+class UnfinishedFile:
+    """A file with a temporary name, open for writing at any place and from any thread, until it is kept or discarded.
+
+    Args:
+        parent: descriptor of its folder.
+        name: its own name there, once it is kept.
+    """
+
+    def __init__(self, parent: int, name: str):
+        self._name, self._temporary = name, f"{name}.{secrets.token_hex(4)}.tmp"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(self._temporary, flags, 0o666, dir_fd=parent)
+        self._parent = os.dup(parent)
+
+    def write(self, data: bytes | memoryview, place: int) -> None:
+        """Write all of some bytes from a place on."""
+        left = memoryview(data).cast("B")
+        while left:
+            written = os.pwrite(self.descriptor, left, place)
+            left, place = left[written:], place + written
+
+    def keep(self) -> None:
+        """Give it its own name, once it is on disk."""
+        os.fsync(self.descriptor)
+        os.rename(self._temporary, self._name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
+        os.fsync(self._parent)
+        self._close()
+
+    def discard(self) -> None:
+        """Remove it."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary, dir_fd=self._parent)
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._parent)
+
+
 class Folder:
     """An open folder. File names are those of `formats.names`, or of files at its top.
 
@@ -66,6 +105,11 @@ class Folder:
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
+    def begin(self, name: str) -> "UnfinishedFile":
+        """Begin a file under a temporary name beside its own. Creates its folder if missing; OSError if it fails."""
+        with self._parent(name, make=True) as (parent, last):
+            return UnfinishedFile(parent, last)
+
     def write(self, name: str, data: Iterable[bytes | memoryview]) -> None:
         """Write a file from pieces of bytes atomically: afterwards it is whole or as before, whatever happens. Creates
         its folder if missing.
@@ -73,21 +117,16 @@ class Folder:
         Raises:
             OSError: it could not be written; the attempt leaves nothing.
         """
-        with self._parent(name, make=True) as (parent, last):
-            temporary = f"{last}.{secrets.token_hex(4)}.tmp"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(temporary, flags, 0o666, dir_fd=parent)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.writelines(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.rename(temporary, last, src_dir_fd=parent, dst_dir_fd=parent)
-                os.fsync(parent)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=parent)
-                raise
+        file = self.begin(name)
+        try:
+            place = 0
+            for piece in data:
+                file.write(piece, place)
+                place += len(piece)
+            file.keep()
+        except BaseException:
+            file.discard()
+            raise
 
     def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = ()) -> None:
         """Remove plain files, temporary files that a dead process left of these or of `leftovers_of`, and folders that

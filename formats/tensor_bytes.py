@@ -29,32 +29,45 @@ _ORDER = list(_CODES)
 STAGING = 16 << 20  # bytes of page-locked memory through which tensors are copied from a GPU
 
 
+def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a safetensors file, and where in it each tensor begins, in the order of the file."""
+    header, starts, end = {}, {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])):
+        starts[name], end = end, end + tensor.nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
+    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    first = len(encoded).to_bytes(8, "little") + encoded
+    return first, {name: len(first) + start for name, start in starts.items()}
+
+
 def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """Pieces of the bytes of a safetensors file, the same bytes as the safetensors library writes.
 
+    A piece is valid until the next one is requested, as of `host_pieces`.
+    """
+    first, starts = safetensors_header(tensors)
+    yield first
+    for name in starts:
+        yield from host_pieces(tensors[name].detach().contiguous().flatten().view(torch.uint8))
+
+
+def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> Iterator[memoryview]:
+    """Bytes [n] uint8 of a tensor on any device, in pieces.
+
     A piece is valid until the next one is requested: it may be the tensor's own memory, or staging memory that all
     pieces from a GPU share.
+
+    Args:
+        ready: the event on the tensor's GPU after which the bytes are there; by default all that it was given so far.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])))
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
-    for tensor in tensors.values():
-        yield from _pieces(tensor.detach().contiguous().flatten().view(torch.uint8))
-
-
-def _pieces(flat: torch.Tensor) -> Iterator[memoryview]:
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
     staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
     # On a stream of its own, which does not wait for what the device is given meanwhile.
     stream = torch.cuda.Stream(flat.device)
-    stream.wait_stream(torch.cuda.current_stream(flat.device))
+    stream.wait_event(ready or torch.cuda.current_stream(flat.device).record_event())
     for piece in flat.split(STAGING):
         with torch.cuda.stream(stream):
             staged = staging[: len(piece)].copy_(piece, non_blocking=True)
@@ -74,8 +87,13 @@ def write_tensors(folder: Folder, path: str, tensors: Mapping[str, torch.Tensor]
             yield piece
 
     folder.write(path, counted())
+    return file_record(path, size, sha256.hexdigest(), recipe, tensors)
+
+
+def file_record(path: str, size: int, sha256: str, recipe: str, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """The record of a file that holds these tensors."""
     shapes = {
         key: TensorRecord(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for key, tensor in tensors.items()
     }
-    return FileRecord(path=path, bytes=size, sha256=sha256.hexdigest(), recipe=recipe, tensors=shapes)
+    return FileRecord(path=path, bytes=size, sha256=sha256, recipe=recipe, tensors=shapes)

@@ -9,10 +9,10 @@ The journal also lists every path before it is written, and the paths of the bas
 that are not in the new manifest are removed; nothing else in the folder is ever touched.
 """
 
+import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,16 +20,18 @@ from typing import Any, Self
 
 import torch
 
-from sparsekv.formats.checksums import hash_descriptor, hash_json
+from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
+from sparsekv.formats.growing_file import GrowingFile
 from sparsekv.formats.held_tensors import HeldTensors
-from sparsekv.formats.journal import JOURNAL, Journal, read_journal
+from sparsekv.formats.journal import JOURNAL, KeptJournal
 from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
 from sparsekv.formats.ours import refuse_foreign
-from sparsekv.formats.reader import CPU, map_tensors, on_device
+from sparsekv.formats.reader import CPU
+from sparsekv.formats.recorded_file import is_whole, read_recorded
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
 from sparsekv.formats.tensor_bytes import write_tensors
 from sparsekv.formats.ways_out import WaysOut
@@ -58,11 +60,11 @@ class ArtifactWriter:
         self.base: Manifest | None = None
         self._ways_out = ways_out or WaysOut()
         self._made: dict[str, Future[FileRecord]] = {}
-        self._journal = Journal()
         self._held = HeldTensors(HELD_BYTES)
+        self._growing: dict[str, GrowingFile] = {}
+        self._journal: KeptJournal
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        self._guard = threading.RLock()  # of the journal
 
     def __enter__(self) -> Self:
         try:
@@ -87,6 +89,8 @@ class ArtifactWriter:
             if error is None:
                 self._check_made()
         finally:
+            for growing in self._growing.values():
+                growing.discard()
             self._lock.release()
 
     @property
@@ -124,8 +128,7 @@ class ArtifactWriter:
             if record and record.recipe == recipe and self.is_whole(record):
                 self._made[name] = Future()
                 self._made[name].set_result(record)
-                with self._guard:
-                    self._journal.files[name] = record
+                self._journal.reuse(name, record)
                 return True
         return False
 
@@ -157,6 +160,22 @@ class ArtifactWriter:
         self._new.add(name)
         self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
 
+    def write_rows(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int) -> None:
+        """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
+
+        `write` ends the file; the tensors are those that it will be given.
+
+        Raises:
+            ArtifactError: it cannot be written.
+        """
+        try:
+            if name not in self._growing:
+                file = self._folder.begin(self._journal.name(self._free_path(name, recipe)))
+                self._growing[name] = GrowingFile(file, tensors)
+            self._growing[name].put(end, self._threads)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
     def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
         held = self._held.get(name)
@@ -171,15 +190,7 @@ class ArtifactWriter:
 
     def is_whole(self, record: FileRecord) -> bool:
         """Whether the file of a record exists with the content that was written."""
-        # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
-        try:
-            descriptor = self._folder.open(record.path)
-        except OSError:
-            return False
-        try:
-            return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
-        finally:
-            os.close(descriptor)
+        return is_whole(self._folder, record)
 
     def leave_as_it_was(self) -> None:
         """End a build that changed nothing in the finished index."""
@@ -194,9 +205,10 @@ class ArtifactWriter:
 
     def note(self, name: str, value: Any) -> None:
         """Store a small JSON value until the manifest is written; `notes` returns it after an interruption."""
-        with self._guard:
-            self._journal.notes[name] = value
-            self._write_journal()
+        try:
+            self._journal.note(name, value)
+        except OSError as error:
+            raise self._cannot_write(error) from None
 
     def need_space(self, size: int) -> None:
         """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
@@ -207,10 +219,13 @@ class ArtifactWriter:
     def finish(self, manifest: Manifest) -> Manifest:
         """Seal the index: write the manifest in place of an earlier one, and remove files that are no longer named."""
         data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
-        self._write_journal()
-        self._write_file(MANIFEST, [data])
+        try:
+            self._journal.write()
+            self._folder.write(MANIFEST, [data])
+        except OSError as error:
+            raise self._cannot_write(error) from None
         self._remove_strays(sealed)
-        self.base, self._journal = sealed, Journal()
+        self.base, self._journal = sealed, KeptJournal(self._folder, forget=True)
         return sealed
 
     def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
@@ -227,31 +242,20 @@ class ArtifactWriter:
             # The threads take files in order, so those that this one waits for are written or being written.
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
-            self._name_before(path)
             try:
-                record = write_tensors(self._folder, path, tensors, recipe)
+                if growing := self._growing.pop(name, None):
+                    record = growing.finish(path, recipe)
+                else:
+                    record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
+                self._journal.add(name, record)
             except OSError as error:
                 raise self._cannot_write(error) from None
-            with self._guard:
-                self._journal.files[name] = record
-                self._write_journal()
             return record
         finally:
             self._held.drop(name)
 
-    def _name_before(self, path: str) -> None:
-        with self._guard:
-            if path not in self._journal.paths:
-                self._journal.paths.add(path)
-                self._write_journal()
-
     def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
-        descriptor = self._folder.open(record.path)
-        try:
-            what = f"{name} of {self.folder}"
-            return on_device(map_tensors(descriptor, what), descriptor, what, device)
-        finally:
-            os.close(descriptor)
+        return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
 
     def _recover(self) -> None:
         try:
@@ -260,18 +264,17 @@ class ArtifactWriter:
         except ArtifactError:
             if not self.force:
                 raise
-        earlier = read_journal(self._folder) or Journal()
-        self._journal = Journal(paths=earlier.paths) if self.force else earlier
+        self._journal = KeptJournal(self._folder, forget=self.force)
+        # What a killed build had written of its files may be as large as the index.
+        with contextlib.suppress(OSError):
+            self._folder.remove([], leftovers_of=self._journal.paths)
         if self.base is not None:
             # So that they are still known once a new manifest has replaced the one that names them.
-            self._journal.paths |= {record.path for record in self.base.files.values()}
+            self._journal.know(record.path for record in self.base.files.values())
         try:
             mark(self._folder)
         except OSError as error:
             raise self._cannot_write(error) from None
-
-    def _write_journal(self) -> None:
-        self._write_file(JOURNAL, [self._journal.to_bytes()])
 
     def _free_path(self, name: str, recipe: str) -> str:
         """The logical name itself, or one with the recipe's hash while the base still uses the name."""
@@ -280,12 +283,6 @@ class ArtifactWriter:
             return name
         stem, suffix = os.path.splitext(name)
         return f"{stem}.{recipe[:8]}{suffix}"
-
-    def _write_file(self, path: str, data: Iterable[bytes | memoryview]) -> None:
-        try:
-            self._folder.write(path, data)
-        except OSError as error:
-            raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> ArtifactError:
         return self._ways_out.cannot_write(self.folder, error)

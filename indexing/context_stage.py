@@ -7,7 +7,7 @@ import torch
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
-from sparsekv.indexing.capture.capture import Capture, CapturedLayer, capture
+from sparsekv.indexing.capture.capture import Capture, CapturedLayer, RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
@@ -42,14 +42,14 @@ def build_context(job: BuildJob) -> ContextFacts:
     recipe = _recipe(job)
     layers = range(job.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
-    reused = [job.writer.reuse(name, recipe) for name in names]
+    missing = {name for name in names if not job.writer.reuse(name, recipe)}
     known = _known_facts(job, recipe)
     positions = wanted_positions(job)
     sampled = sample_recipe(recipe, positions)
-    if known and all(reused) and reuse_samples(job, known.indexed_layers, positions, sampled):
+    if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
     job.writer.need_space(_context_bytes(job, len(positions)))
-    captured = _capture(job, positions)
+    captured = _capture(job, positions, _write_early(job, recipe, missing))
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
@@ -60,11 +60,11 @@ def build_context(job: BuildJob) -> ContextFacts:
     if not facts.indexed_layers:
         raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
     job.writer.note(recipe, _note(facts))
-    if not job.writer.reuse(TOKENS, recipe):
+    if TOKENS in missing:
         job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
     for layer in layers:
         rows = captured.take(layer)
-        _write_layer(job, rows, layer, recipe)
+        _write_layer(job, rows, layer, recipe, missing)
         if rows.sample is not None and len(positions):
             write_sample(job, layer, rows.sample, positions, sampled)
         job.progress("write context", layer + 1, job.plan.num_hidden_layers)
@@ -111,7 +111,17 @@ def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
     return None
 
 
-def _capture(job: BuildJob, positions: torch.Tensor) -> Capture:
+def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
+    """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill."""
+
+    def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        if (name := layer_file("context", layer)) in missing:
+            job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end)
+
+    return rows_done
+
+
+def _capture(job: BuildJob, positions: torch.Tensor, rows_done: RowsDone) -> Capture:
     input_ids, prefix_tokens = job.plan.prompt.input_ids, _shared_prefix(job)
     if prefix_tokens and (unknown := first_unknown(job, positions)) is not None:
         prefix_tokens = min(prefix_tokens, unknown)
@@ -126,6 +136,7 @@ def _capture(job: BuildJob, positions: torch.Tensor) -> Capture:
         prefix_tokens=prefix_tokens,
         prefix=lambda layer: _base_rows(job, layer),
         prefix_queries=lambda layer, at: known_queries(job, layer, at),
+        rows_done=rows_done,
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )
 
@@ -154,13 +165,13 @@ def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors["keys"], tensors["values"]
 
 
-def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str) -> None:
+def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str, missing: set[str]) -> None:
     queries = {"tail": rows.tail}
     if rows.sink_logits is not None:
         queries["sink_logits"] = rows.sink_logits
     for folder, tensors in (("context", {"keys": rows.keys, "values": rows.values}), ("queries", queries)):
         name = layer_file(folder, layer)
-        if not job.writer.reuse(name, recipe):
+        if name in missing:
             job.writer.write(name, tensors, recipe, wait=False)
 
 

@@ -18,7 +18,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 
 Progress = Callable[[str, int, int], None]
 
-CHUNK, CHUNK_ON_A_GPU = 512, 2048
+CHUNK, CHUNK_ON_A_GPU = 512, 8192
 
 
 def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:

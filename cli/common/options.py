@@ -76,7 +76,7 @@ SpecialTokensOption = Annotated[
 ]
 ChunkSizeOption = Annotated[
     int | None,
-    typer.Option(help="Tokens per forward pass of the prefill. Default: 512; of a dense prefill on a GPU 2,048."),
+    typer.Option(help="Tokens per forward pass of the prefill. Default: 512; of a dense prefill on a GPU 8,192."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]

@@ -10,61 +10,17 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 
 PROBE_LOGITS = 32
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that the model does not run over again."""
-
-
-class ContextLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, Hk, N, D] each, allocated once and filled from the front.
-
-    Args:
-        tokens: N.
-        prefix: keys and values [Hk, P, D] of the first P tokens, if they are known.
-    """
-
-    is_sliding = False
-
-    def __init__(self, tokens: int, prefix: tuple[torch.Tensor, torch.Tensor] | None = None):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tokens, self.seen, self._prefix = tokens, 0, prefix
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys = key_states.new_empty(*key_states.shape[:2], self.tokens, key_states.shape[-1])
-        self.values = value_states.new_empty(*value_states.shape[:2], self.tokens, value_states.shape[-1])
-        self.is_initialized = True
-        if self._prefix is not None:
-            self.seen = self._prefix[0].shape[1]
-            self.keys[0, :, : self.seen], self.values[0, :, : self.seen] = self._prefix
-            self._prefix = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        start, self.seen = self.seen, self.seen + key_states.shape[2]
-        self.keys[:, :, start : self.seen] = key_states
-        self.values[:, :, start : self.seen] = value_states
-        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
-
-    def get_seq_length(self) -> int:
-        return self.seen if self._prefix is None else self._prefix[0].shape[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return self.tokens
+RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 
 
 @dataclass
@@ -196,6 +152,7 @@ def capture(
     prefix_tokens: int = 0,
     prefix: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
     prefix_queries: PrefixQueries | None = None,
+    rows_done: RowsDone = lambda layer, keys, values, end: None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Capture:
     """Prefill `input_ids` in chunks and return every layer's keys, values and queries.
@@ -211,6 +168,8 @@ def capture(
         prefix_tokens: leading tokens whose keys and values are already known (an edited document).
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
         prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has any there.
+        rows_done: called for each layer after each chunk, with the layer's keys and values [Hk, N, D], of which the
+            rows before `end` will not change any more.
         progress: called with the number of tokens done after each chunk.
     """
     tokens = len(input_ids)
@@ -228,6 +187,10 @@ def capture(
         for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
             chunk = input_ids[None, start:end].to(model.device)
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            for layer, rows in enumerate(layers):
+                assert rows.keys is not None
+                assert rows.values is not None
+                rows_done(layer, rows.keys[0], rows.values[0], end)
             progress(end)
     return Capture(logits[0, -1].float(), layers, recorder)
 

@@ -1,0 +1,32 @@
+"""A file of an index by its record: whether it is whole, and its tensors."""
+
+import os
+
+import torch
+
+from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.reader import map_tensors, on_device
+from sparsekv.formats.schema import FileRecord
+
+
+def is_whole(folder: Folder, record: FileRecord) -> bool:
+    """Whether the file of a record exists with the content that was written."""
+    # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
+    try:
+        descriptor = folder.open(record.path)
+    except OSError:
+        return False
+    try:
+        return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
+    finally:
+        os.close(descriptor)
+
+
+def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
+    descriptor = folder.open(record.path)
+    try:
+        return on_device(map_tensors(descriptor, what), descriptor, what, device)
+    finally:
+        os.close(descriptor)
