@@ -2,12 +2,17 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
 
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import load_model
+from sparsekv.formats.models.load import choose_device, load_model
 from sparsekv.formats.models.named import named_by_index, remember
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.pages import map_pages
+from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.kernels.attention.first_kernel import launch_first_kernel
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 
@@ -36,6 +41,7 @@ def load_and_open(
         IdentityError: the index does not belong to this model.
     """
     manifest, started = artifact.manifest, time.perf_counter()
+    rows = _map_rows(artifact) if hold and choose_device(device).type == "cpu" else {}
     loaded = load_model(
         named_by_index(manifest.model.id, progress) if model is None else model,
         device=device,
@@ -47,4 +53,17 @@ def load_and_open(
     if model is not None:
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
-    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)
+    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold, rows=rows)
+
+
+def _map_rows(artifact: Artifact) -> dict[int, LayerRows]:
+    """Rows of all layers but those with a window, whose pages a thread maps while this one loads the model."""
+    rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
+    Thread(target=_map_pages, args=[list(rows.values())], daemon=True).start()
+    return rows
+
+
+def _map_pages(rows: list[LayerRows]) -> None:
+    # What cannot be read is told when it is needed.
+    with suppress(ArtifactError):
+        map_pages(tensor for layer in rows for tensor in layer.on(CPU))

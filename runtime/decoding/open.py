@@ -33,13 +33,20 @@ from sparsekv.runtime.selection.interface import Method, Selector
 
 @dataclass
 class OpenIndex:
-    """An index together with the model it was built from."""
+    """An index together with the model it was built from.
+
+    Args:
+        rows: layers' rows that are being read already, for the probe.
+    """
 
     artifact: Artifact
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    rows: dict[int, LayerRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The model looks through its modules for them each time.
+        self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
@@ -129,11 +136,11 @@ class OpenIndex:
 
     def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None, *, hold: bool) -> DenseLayer:
         """A dense layer that reads its rows when it attends, or `ahead` does; with `hold` the next cache gets them."""
-        first, rows = self._first_seen(layer, tokens), LayerRows(self.artifact, layer)
+        first, rows = self._first_seen(layer, tokens), self.rows.pop(layer, None) or LayerRows(self.artifact, layer)
         early = None
         if hold and not first:
             self._held[layer] = rows
-            early = ahead.submit(rows.on, self.model.device) if ahead else None
+            early = ahead.submit(rows.on, self.device) if ahead else None
 
         def read() -> Pair:
             if early:
@@ -144,7 +151,7 @@ class OpenIndex:
             return pair
 
         Hk, _, D = self.artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
-        nothing = torch.empty(Hk, 0, D, dtype=self.model.dtype, device=self.model.device)
+        nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
         return MappedDenseLayer(read, nothing, tokens, out_of_sight=first)
 
     def _first_seen(self, layer: int, tokens: int) -> int:
@@ -153,8 +160,8 @@ class OpenIndex:
 
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Some tokens' keys and values in the model's dtype on its device; a window's are read alone."""
-        keys, values = rows.on(CPU if tokens.start else self.model.device)
-        device, dtype = self.model.device, self.model.dtype
+        keys, values = rows.on(CPU if tokens.start else self.device)
+        device, dtype = self.device, self.dtype
         return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
 
     def check_probe(self, *, hold: bool = False) -> None:
@@ -169,7 +176,7 @@ class OpenIndex:
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(1) as thread:
             # A mapping has nothing to read ahead: its pages come as they are accessed.
-            ahead = thread if hold and self.model.device.type == "cuda" else None
+            ahead = thread if hold and self.device.type == "cuda" else None
             tokens = self.split.tokens - 1
             cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
             compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)
@@ -193,7 +200,7 @@ class _SparseLayers:
 
     def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
         """One layer with its plan; its middle is stored according to the placement."""
-        index, artifact, device = self.index, self.index.artifact, self.index.model.device
+        index, artifact, device = self.index, self.index.artifact, self.index.device
         facts, where, rows = artifact.manifest.layers[layer], self._search_device(self.method), index.take_rows(layer)
         prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
@@ -217,7 +224,7 @@ class _SparseLayers:
         question = self.question
         if question is None:
             return None
-        selector, where = None, self.index.model.device
+        selector, where = None, self.index.device
         if question.method is not None:
             where, shared = self._search_device(question.method), self.question_shared
             selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
@@ -225,34 +232,34 @@ class _SparseLayers:
 
     def _search_device(self, method: Method) -> torch.device:
         on_host = method.searched_on_host and self.placement != "device"
-        return torch.device("cpu") if on_host else self.index.model.device
+        return torch.device("cpu") if on_host else self.index.device
 
     def _exact(self, rows: LayerRows) -> Pair:
         """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
-        sinks, end, model = self.split.sinks, self.split.sinks + self.split.middle, self.index.model
+        sinks, end, index = self.split.sinks, self.split.sinks + self.split.middle, self.index
         both = rows.on(self._placed())
         keys, values = (torch.cat([one[:, :sinks], one[:, end : self.split.tokens]], 1) for one in both)
-        return keys.to(model.device, model.dtype), values.to(model.device, model.dtype)
+        return keys.to(index.device, index.dtype), values.to(index.device, index.dtype)
 
     def _placed(self) -> torch.device:
         """Where the middle's rows are kept, or read from."""
-        return self.index.model.device if self.placement == "device" else CPU
+        return self.index.device if self.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
         """The middle's rows; shares the keys with the selector if both need them in the same order on one device."""
-        model, layout, where = self.index.model, prepared.selector.layout, self._placed()
+        index, layout, where = self.index, prepared.selector.layout, self._placed()
         if self.placement == "disk":
-            return DiskRows(rows.artifact, rows.layer, layout, model.device, model.dtype)
-        if model.device.type == "cpu":
+            return DiskRows(rows.artifact, rows.layer, layout, index.device, index.dtype)
+        if index.device.type == "cpu":
             middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
-            return MappedRows(rows.on(CPU), middle, layout, model.dtype)
+            return MappedRows(rows.on(CPU), middle, layout, index.dtype)
         if layout is None and where == self._search_device(self.method):
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:
             middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
             keys, values = (one[:, middle] for one in rows.on(where))
         order = None if layout is None else layout.to(where)
-        return MemoryRows(keys.to(model.dtype), values.to(model.dtype), order, model.device)
+        return MemoryRows(keys.to(index.dtype), values.to(index.dtype), order, index.device)
 
 
 def open_index(
@@ -262,17 +269,19 @@ def open_index(
     identity: tuple[ModelIdentity, TokenizerIdentity],
     *,
     hold: bool = False,
+    rows: dict[int, LayerRows] | None = None,
 ) -> OpenIndex:
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
+        rows: layers' rows that are being read already.
 
     Raises:
         IdentityError: names the field that differs, both values and the remedy.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
-    index = OpenIndex(artifact, model, tokenizer)
+    index = OpenIndex(artifact, model, tokenizer, rows or {})
     index.check_probe(hold=hold)
     return index
