@@ -1,6 +1,6 @@
 """Times whole commands at a real size, beside plain transformers.
 
-Run it as `python docs/benchmarks/real_size.py FOLDER [TOKENS]`.
+Run it as `python docs/benchmarks/real_size.py FOLDER [TOKENS] [PART...]`, of the parts all unless some are named.
 
 FOLDER gets a model with random weights (of Qwen3-8B's shape on a GPU, of SmolLM2-135M's elsewhere, with SmolLM2's
 tokenizer), a text, and an index of it. Every command is a process of its own, so that its time holds imports and
@@ -27,11 +27,18 @@ HERE = Path(__file__).parent
 DOCUMENTS = HERE.parent
 QUESTION = "What is a context manager?"
 PYTHON = sys.executable
-START = "import sys; from sparsekv.cli import build_index as b; b.load(sys.argv[1], 'auto', 'auto', None, quiet=True)"
+START = """
+import sys
+import sparsekv.cli.build_index
+from sparsekv.cli.common.loading import load
+load(sys.argv[1], "auto", "auto", None, quiet=True)
+"""
+PARTS = ("build", "open", "answer", "together", "dense", "report")
+BOTH = ["multipole", "squeezed"]
 SPARSEKV = [PYTHON, "-c", "from sparsekv.cli.main import main; main()"]
 GPU = torch.cuda.is_available()
 SHAPE, TOKENS, DTYPE = ("qwen3-8b", 131_000, torch.bfloat16) if GPU else ("smollm2-135m", 6_144, torch.float32)
-CHUNKS = (512, 2048, 8192) if GPU else (128, 512, 2048)
+CHUNKS = (2048, 8192, 16384) if GPU else (128, 512, 2048)
 QUESTIONS, ANSWER_TOKENS = (64, 128) if GPU else (16, 32)
 
 
@@ -207,28 +214,42 @@ def whole(plain: dict[str, float]) -> float:
     return start(plain) + plain["prefill"] + plain["answer"]
 
 
+def measure(table: Table, parts: list[str]) -> None:
+    """The rows of some parts; all but the first read the index that it leaves."""
+    plain = table.plain() if {"build", "open"} & set(parts) else {}
+    if "build" in parts:
+        for names in (["codes"], ["squeezed"], BOTH):
+            table.build(names, plain)
+    if "open" in parts:
+        for name in BOTH:
+            table.answer(name, plain)
+    if "answer" in parts:
+        for mode in ("off", "on", "on"):  # the last finds compiled what the one before has left
+            table.speed("multipole", mode)
+    if "together" in parts:
+        for size, budget in ((1, "5%"), (16, "5%"), (64, "1%")) if GPU else ((1, "5%"), (16, "5%")):
+            for mode in ("off", "on") if GPU and size > 1 else ("off",):
+                table.together("multipole", size, budget, mode)
+    if "dense" in parts:
+        for mode in ("off", "on"):
+            table.beside_dense(mode)
+    if "report" in parts:
+        table.report(BOTH)
+
+
 def main() -> None:
-    folder, tokens = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else TOKENS
+    folder, rest = Path(sys.argv[1]), sys.argv[2:]
+    tokens = int(rest.pop(0)) if rest and rest[0].isdigit() else TOKENS
+    if unknown := set(rest) - set(PARTS):
+        sys.exit(f"no part is called {', '.join(unknown)}; there are: {', '.join(PARTS)}")
     folder.mkdir(parents=True, exist_ok=True)
-    table, both = Table(folder, tokens), ["multipole", "squeezed"]
+    table = Table(folder, tokens)
     make_model(Path(table.model))
     make_text(Path(table.text), tokens)
     machine = torch.cuda.get_device_name() if GPU else f"{torch.get_num_threads()} threads"
     print(f"{machine}, torch {torch.__version__}, random weights of {SHAPE}'s shape, {DTYPE}, {tokens:,} tokens\n")
     print("| what | took | |\n|---|---|---|")
-    plain = table.plain()
-    table.build(["squeezed"], plain)
-    table.build(both, plain)
-    for name in both:
-        table.answer(name, plain)
-    for mode in ("off", "on", "on"):  # the last finds compiled what the one before has left
-        table.speed("multipole", mode)
-    for size, budget in ((1, "5%"), (16, "5%"), (64, "1%")) if GPU else ((1, "5%"), (16, "5%")):
-        for mode in ("off", "on") if GPU and size > 1 else ("off",):
-            table.together("multipole", size, budget, mode)
-    for mode in ("off", "on"):
-        table.beside_dense(mode)
-    table.report(both)
+    measure(table, rest or list(PARTS))
 
 
 if __name__ == "__main__":
