@@ -8,12 +8,13 @@ LISTS = ("passages", "by_token", "by_head", "records")
 KEYS = {"by_token": (), "by_head": ("layer", "kv_head"), "records": ("token", "layer", "kv_head")}
 TOKEN_LISTS = {"by_token": (), "by_head": (), "records": ("chosen_tokens", "missed_tokens")}
 SHARES = ("exact", "chosen", "stood_for", "missed")
+MEASURES = {"by_token": (), "by_head": (), "records": ("recall", "attention_mass", "output_error", "kv_fraction")}
 
 
 def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
     """What `assets/trace_data.js` reads: `facts` (whatever is no long list), `prompt`, and the groups of shares."""
     facts = {name: value for name, value in document.items() if name not in LISTS}
-    groups = {name: _group(document[name], KEYS[name], TOKEN_LISTS[name]) for name in KEYS}
+    groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
     return {"facts": facts, "prompt": _prompt(document["passages"]), **groups}
 
 
@@ -28,11 +29,13 @@ def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _group(rows: list[dict[str, Any]], keys: tuple[str, ...], token_lists: tuple[str, ...]) -> dict[str, Any]:
+def _group(
+    rows: list[dict[str, Any]], keys: tuple[str, ...], measures: tuple[str, ...], token_lists: tuple[str, ...]
+) -> dict[str, Any]:
     """Column by column; lists of all rows one after the other, beside how long each row's is."""
     return {
         **{key: whole_column([row[key] for row in rows]) for key in keys},
-        **{name: share_column([row[name] for row in rows]) for name in SHARES},
+        **{name: share_column([row[name] for row in rows]) for name in SHARES + measures},
         "passages": _list([row["passages"] for row in rows], SHARES[1:]),
         **{name: _list([row[name] for row in rows], ("weight",)) for name in token_lists},
     }

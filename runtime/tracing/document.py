@@ -33,9 +33,10 @@ def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> di
     with _uncollected():
         records = list(_records(recorder, totals, layers, first_token))
     return {
-        "measures": _measures(of_steps.mean((1, 2))),
+        "measures": _named(of_steps.mean((1, 2)).tolist()),
         "by_head_measures": [
-            {"layer": layer, "kv_head": head, **_measures(of_steps[:, number, head])} for number, layer, head in heads
+            {"layer": layer, "kv_head": head, **_named(of_steps[:, number, head].tolist())}
+            for number, layer, head in heads
         ],
         "by_token": [
             _shares(of_token, _passages(one.mean))
@@ -71,6 +72,7 @@ def _records(
     for token, one in enumerate(recorder.tokens):
         passages, chosen = _passages(one.passages), _listed(one.chosen, first_token)
         missed = nothing if one.missed is None else _listed(one.missed, first_token)
+        measured = _rounded(one.measures.cpu()).movedim(0, -1).tolist()
         for number, layer in enumerate(layers):
             for head, of_head in enumerate(of_records[token][number]):
                 yield {
@@ -78,6 +80,7 @@ def _records(
                     "layer": layer,
                     "kv_head": head,
                     **_shares(of_head, passages[number][head]),
+                    **_named(measured[number][head]),
                     "chosen_tokens": chosen[number][head],
                     "missed_tokens": missed[number][head],
                 }
@@ -88,8 +91,8 @@ def _shares(totals: list[float], passages: list[list[float]]) -> dict[str, Any]:
     return {**dict(zip(SHARES, [*totals, None], strict=False)), "passages": passages}
 
 
-def _measures(means: torch.Tensor) -> dict[str, float | None]:
-    known = zip(MEASURES, means.tolist(), strict=True)
+def _named(measures: list[float]) -> dict[str, float | None]:
+    known = zip(MEASURES, measures, strict=True)
     return {name: None if math.isnan(value) else value for name, value in known}
 
 

@@ -42,7 +42,7 @@ def test_shares_and_measures_of_a_selection(
     assert one.text("#elsewhere") == percent(max(0.0, sum(shares[kind] for kind in KINDS) - listed))
     largest = {passage: KINDS[parts.index(max(parts))] for passage, parts in passages.items()}
     assert one.lit() == largest
-    measures = mean_measures(trace, layer, head)
+    measures = mean_measures(trace, tokens, layer, head)
     digits = {"recall": 3, "attention_mass": 3, "output_error": 4, "kv_fraction": 3}
     assert {name: one.text(f"#{name}") for name in digits} == {k: f"{measures[k]:.{n}f}" for k, n in digits.items()}
 

@@ -93,7 +93,8 @@ def _record(
         "missed_tokens": _best_tokens(rng, shares, passages, 2, 4),
     }
     totals_of = dict(zip(SHARES, (exact, *sums), strict=True))
-    return {"token": token, "layer": layer, "kv_head": head, **totals_of, "passages": shares, **lists}
+    measures = {name: float(f"{value:.4g}") for name, value in _measures(rng, layer, head).items() if name in MEASURES}
+    return {"token": token, "layer": layer, "kv_head": head, **totals_of, "passages": shares, **measures, **lists}
 
 
 def _split(rng: random.Random, total: float) -> tuple[float, ...]:

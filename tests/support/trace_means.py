@@ -45,10 +45,16 @@ def mean_passages(rows: list[dict[str, Any]]) -> dict[int, list[float]]:
     return found
 
 
-def mean_measures(trace: dict[str, Any], layer: int | None, head: int | None) -> dict[str, float]:
-    if layer is None and head is None:
+def mean_measures(
+    trace: dict[str, Any], tokens: tuple[int, int] | None, layer: int | None, head: int | None
+) -> dict[str, float]:
+    """Of some tokens the mean of their records; of the whole answer what the document says."""
+    if tokens is None and layer is None and head is None:
         return dict(trace["measures"])
+    span = range(tokens[0], tokens[1] + 1) if tokens else None
     rows = [
-        row for row in trace["by_head_measures"] if layer in (None, row["layer"]) and head in (None, row["kv_head"])
+        row
+        for row in trace["by_head_measures" if span is None else "records"]
+        if layer in (None, row["layer"]) and head in (None, row["kv_head"]) and (span is None or row["token"] in span)
     ]
     return {name: fmean(row[name] for row in rows) for name in trace["measures"]}

@@ -6,7 +6,8 @@ const KIND_MEANINGS = {
   missed: "what dense attention gives and neither a chosen token nor a centroid does",
 };
 const UNKNOWN = "Not known: the trace was made without --truth, so dense attention was not computed beside it.";
-const MEASURES = [["recall", "Recall", 3], ["attention_mass", "Mass", 3], ["output_error", "Error", 4], ["kv_fraction", "KV read", 3]];
+const FROM_THE_SECOND = "Recall, mass, error and KV read leave out the first token, whose choice the question's tokens shared.";
+const MEASURE_LABELS = [["recall", "Recall", 3], ["attention_mass", "Mass", 3], ["output_error", "Error", 4], ["kv_fraction", "KV read", 3]];
 
 /** The numbers: {box, show}; `onswitch` gets a kind whose switch was pressed. */
 function numbersBox(trace, onswitch) {
@@ -14,21 +15,21 @@ function numbersBox(trace, onswitch) {
   const bar = element("div", { class: "bar", "aria-hidden": "true" });
   const rows = Object.fromEntries(KINDS.map((kind) => [kind, kindRow(trace, kind, onswitch)]));
   const exact = element("output", { class: "number", id: "share-exact" });
-  const measures = Object.fromEntries(MEASURES.map(([name]) => [name, element("dd", { class: "number", id: name })]));
+  const measures = Object.fromEntries(MEASURE_LABELS.map(([name]) => [name, element("dd", { class: "number", id: name })]));
   const scope = element("p", { class: "small faint", id: "measures-scope" });
   const box = element("section", { class: "numbers", "aria-labelledby": "selection" }, title, bar,
     KINDS.map((kind) => rows[kind].box),
     element("div", { class: "share" }, element("span", { class: "label" }, swatch("exact"), "Always read"), exact),
     trace.truth ? null : element("p", { class: "small faint", id: "no-truth" }, UNKNOWN),
-    element("dl", { class: "measures" }, MEASURES.map(([name, label]) => element("div", {}, element("dt", {}, label), measures[name]))), scope);
+    element("dl", { class: "measures" }, MEASURE_LABELS.map(([name, label]) => element("div", {}, element("dt", {}, label), measures[name]))), scope);
   const show = (selection, shares, kinds) => {
     title.textContent = describeSelection(trace, selection);
     exact.value = percent(shares.exact);
     for (const kind of KINDS) rows[kind].show(shares[kind], kinds[kind]);
     showBar(bar, shares);
     const values = measuresOf(trace, selection);
-    for (const [name, , digits] of MEASURES) measures[name].textContent = fixed(values[name], digits);
-    scope.textContent = !shares.rows ? "The trace has nothing recorded of this." : selection.tokens ? "Measured over the whole answer, not the selected tokens alone." : "";
+    for (const [name, , digits] of MEASURE_LABELS) measures[name].textContent = fixed(values[name], digits);
+    scope.textContent = !shares.rows ? "The trace has nothing recorded of this." : selection.tokens ? "" : FROM_THE_SECOND;
   };
   return { box, show };
 }

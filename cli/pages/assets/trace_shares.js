@@ -57,15 +57,20 @@ function listedPassages(group, rows) {
   return found;
 }
 
-/** Recall, mass, error and KV read: they are measured over the answer, by layer and KV head. */
-function measuresOf(trace, { layer, head }) {
+const MEASURES = ["recall", "attention_mass", "output_error", "kv_fraction"];
+
+/** Recall, mass, error and KV read of a selection: of some tokens the mean of their records, else what the trace says. */
+function measuresOf(trace, { tokens, layer, head }) {
+  const ofHead = (row) => (layer === null || row.layer === layer) && (head === null || row.kv_head === head);
+  if (tokens !== null) {
+    const { records } = trace;
+    const rows = rowsWhere(records, (row) => records.token[row] >= tokens[0] && records.token[row] <= tokens[1] &&
+      ofHead({ layer: records.layer[row], kv_head: records.kv_head[row] }));
+    return Object.fromEntries(MEASURES.map((name) => [name, meanOf(records[name], rows)]));
+  }
   if (layer === null && head === null) return trace.measures;
-  const rows = trace.by_head_measures.filter((row) => (layer === null || row.layer === layer) && (head === null || row.kv_head === head));
-  const mean = (name) => {
-    const values = rows.map((row) => row[name]).filter((value) => value !== null && value !== undefined);
-    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-  };
-  return Object.fromEntries(["recall", "attention_mass", "output_error", "kv_fraction"].map((name) => [name, mean(name)]));
+  const rows = trace.by_head_measures.filter(ofHead);
+  return Object.fromEntries(MEASURES.map((name) => [name, meanOf(rows.map((row) => row[name] ?? NaN), [...rows.keys()])]));
 }
 
 /** The largest tokens of the one record that is selected: [{token, weight, kind}], none where several are. */

@@ -29,7 +29,8 @@ def without_truth(trace: dict[str, Any]) -> dict[str, Any]:
     def row(one: dict[str, Any]) -> dict[str, Any]:
         passages = [[*entry[:3], 0.0] for entry in one["passages"]]
         missed = {"missed_tokens": []} if "missed_tokens" in one else {}
-        return one | {"missed": None, "passages": passages} | missed
+        unknown = dict.fromkeys(("recall", "attention_mass", "output_error")) if "recall" in one else {}
+        return one | {"missed": None, "passages": passages} | missed | unknown
 
     groups = {name: [row(one) for one in trace[name]] for name in ("by_token", "by_head", "records")}
     unknown = {"recall": None, "attention_mass": None, "output_error": None, "kv_fraction": 0.09}
