@@ -1,5 +1,8 @@
 """A file that is written while its rows come to be."""
 
+import errno
+import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +15,8 @@ from safetensors.torch import load_file, save
 
 from sparsekv.formats import growing_file
 from sparsekv.formats.checksums import hash_bytes, hash_file
-from sparsekv.formats.folder import Folder
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder, UnfinishedFile
 from sparsekv.formats.growing_file import GrowingFile
 from sparsekv.formats.writer import ArtifactWriter
 
@@ -93,3 +97,24 @@ def test_rows_that_came_early_end_as_the_file_of_their_name(tmp_path: Path) -> N
         assert all(torch.equal(tensor, rows[key]) for key, tensor in writer.read(name).items())
         assert writer.record(name).sha256 == hash_bytes(save(rows))
     assert (tmp_path / "some.skv" / name).read_bytes() == save(rows)
+
+
+def test_a_disk_that_fills_stops_the_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chunk says so, hours before the last one."""
+    folder, rows = tmp_path / "some.skv", {"keys": torch.randn(2, 60, 4)}
+
+    def full(file: UnfinishedFile, data: bytes | memoryview, place: int) -> None:
+        if place:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def prefill() -> int:
+        monkeypatch.setattr(UnfinishedFile, "write", full)
+        with ArtifactWriter(folder) as writer:
+            for end in range(1, 61):
+                writer.write_rows("context/layer_00.safetensors", rows, "recipe", end)
+                time.sleep(0.01)
+        return end
+
+    with pytest.raises(ArtifactError, match=r"no space left on device; make room"):
+        prefill()
+    assert not list(folder.glob("context/*"))
