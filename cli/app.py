@@ -59,7 +59,8 @@ def _refuse_unknown(name: str) -> None:
     if not name.startswith("-"):
         from sparsekv.formats.suggestions import suggestion
 
-        raise UsageError(f"no command '{name}'{suggestion(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
+        meant = " (help is --help)" if name == "help" else suggestion(name, COMMANDS)
+        raise UsageError(f"no command '{name}'{meant}; there are: {', '.join(COMMANDS)}")
 
 
 app = typer.Typer(cls=_LazyGroup, rich_markup_mode=None, add_completion=False)

@@ -87,7 +87,10 @@ def append(
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
-        note(f"the default that tune found was for the shorter text: run {again_with} again", quiet=quiet)
+        note(
+            f"the default that tune found was for the shorter text and is used no more; find one with {again_with}",
+            quiet=quiet,
+        )
     say(str(artifact.folder))
 
 

@@ -217,8 +217,8 @@ def evaluate_methods(
     )
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
-    total = sum(len(context.questions) for context in asked)
-    note(f"{total} questions about {len(asked)} contexts, each in {len(comparison.ways())} ways", quiet=quiet)
+    counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}"
+    note(f"{counted}, each in {len(comparison.ways())} ways; answers are kept in {folder}", quiet=quiet)
     with progress(quiet=quiet) as show:
         results = list(evaluate(comparison, asked, folder, show))
     found, places = rows(results, seed), cells(results)

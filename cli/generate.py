@@ -44,6 +44,7 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
@@ -210,6 +211,7 @@ def generate(
     with progress(quiet=quiet or batch_file is None or sys.stdout.isatty()) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
+            note_cut(result, quiet=quiet or as_json or batch_file is not None)
             tell("answers", number, len(questions))
     output.total()
     if save_to is not None and batch[0] is not None:

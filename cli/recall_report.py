@@ -199,7 +199,7 @@ def recall_report(
 
         plot_recall(report, plot)
         note(f"plot: {plot}", quiet=quiet)
-    rows, answers = report.by(*groups), answers_line(artifact, report)
+    rows, answers = report.by(*groups), answers_line(artifact, report, within)
     if html is not None:
         write_html(recall_page(report, within, answers), html, quiet=quiet)
     if as_json:

@@ -31,6 +31,7 @@ from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import form_options
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal
 from sparsekv.runtime.tuning.tuned import Tuned
@@ -90,11 +91,12 @@ def tune(
     """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
 
     The cheapest setting is the one that reads the fewest keys and values. That is no time, which depends on the
-    machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes the
-    fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the document's tail
-    and verified on the other; if the other half misses the target, the search is repeated for a tighter one. `generate`
-    uses the default when it is given no --method, --budget, --residual or option of a method. --model and --dtype are
-    for --target-perplexity, which alone runs the model.
+    machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes
+    the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
+    document's tail and verified on the other; if the other half misses the target, the search is repeated for a
+    tighter one. That takes some 20 rounds, minutes on a CPU; fewer --method take less. `generate` uses the default
+    when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
+    --target-perplexity, which alone runs the model.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
@@ -131,7 +133,8 @@ def tune(
         say(json.dumps({**_record(artifact, goal, tuned, defaults), "dense_step_ms": dense_ms}, indent=1))
     else:
         _print_table(artifact, goal, tuned, dense_ms)
-        say(f"{_what_is_cheap(dense_ms)} Right answers are measured with {_eval_hint(artifact, best)}.")
+        told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
+        say(f"{_what_is_cheap(dense_ms)}{told}")
     if defaults is None:
         raise SparsekvError(
             f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
@@ -190,7 +193,9 @@ def _what_is_cheap(dense_ms: float | None) -> str:
 
 def _eval_hint(artifact: Artifact, best: Tuned) -> str:
     budget = f"{100 * best.budget:.3g}%"
-    return eval_hint(artifact.folder, artifact.manifest, "--method", best.form.name, "--budget", budget)
+    options = ["--method", best.form.name, "--budget", budget, *form_options(best.form)]
+    alike = ", with one budget for all layers" if best.layer_budgets else ""
+    return eval_hint(artifact.folder, artifact.manifest, *options) + alike
 
 
 def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned], dense_ms: float | None) -> None:
@@ -219,6 +224,8 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned], dense_ms: f
 
 
 def _said(one: Tuned, goal: Goal, first: bool) -> str:
+    if one.kv_fraction >= 1:
+        return "reads everything"
     if not one.holds:
         return "does not hold it"
     tightened = f"searched for {one.aim:.4f}" if one.aim != goal.value else ""

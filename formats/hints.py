@@ -29,9 +29,10 @@ def build_hint(folder: Path) -> str:
 
 
 def first_build_hint() -> str:
-    """How to build an index in the current folder: from its first text."""
-    for text in _texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)):
-        return f"build one with {command('build-index', text)}"
+    """How to build an index in the current folder: from its longest text."""
+    texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
+    if texts:
+        return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"
     return f"build one: {command('build-index', '--help')} says how"
 
 

@@ -12,10 +12,11 @@ user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling
@@ -35,6 +36,11 @@ class Index:
     """An index that is open with its model."""
 
     opened: OpenIndex
+
+    def __repr__(self) -> str:
+        artifact = self.opened.artifact
+        manifest = artifact.manifest
+        return f"Index({str(artifact.folder)!r}, {manifest.model.id}, {manifest.split.tokens:,} tokens)"
 
     @property
     def methods(self) -> list[str]:
@@ -60,12 +66,26 @@ class Index:
             residual: centroids represent the tokens that the method does not choose.
             parameters: of the method, named as its options: `rerank=4`.
         """
+        of_sampling = {one.name for one in fields(Sampling)}
+        for name, value in parameters.items():
+            if name in of_sampling:
+                raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
         artifact, text = self.opened.artifact, None if budget is None else str(budget)
         setting = choose_setting(artifact, method, text, parameters, {}, residual=residual)
         return Asker.open(self.opened, setting, placement=placement)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
-        """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew."""
+        """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.
+
+        Raises:
+            UsageError: an empty question, or a sampling that is none.
+        """
+        if not question.strip():
+            raise UsageError("the question is empty; ask one")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise UsageError(
+                f"sampling is {sampling!r}: give Sampling(max_new_tokens=...), of runtime.decoding.generate"
+            )
         return self.asker(**setting).ask(question, sampling)
 
     def recall_report(

@@ -14,7 +14,7 @@ from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
-from sparsekv.formats.schema import Defaults
+from sparsekv.formats.schema import Manifest
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
@@ -81,17 +81,31 @@ class Recipe:
             rope_scaling=self.rope_scaling,
             force=self.force,
         )
-        note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
-        before = _tuned(target.folder)
-        manifest = build_index(plan, target.folder, show)
-        if before is not None and manifest.defaults is None:
-            again = tune_hint(target.folder, before.target)
+        before = _finished(target.folder)
+        manifest = build_index(plan, target.folder, self._telling(plan, show))
+        if before is not None and manifest.uuid == before.uuid:
+            note(f"{target.folder} is whole already", quiet=self.quiet)
+        elif before is not None and before.defaults is not None and manifest.defaults is None:
+            again = tune_hint(target.folder, before.defaults.target)
             note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
 
+    def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
+        """`show`, which first says what is indexed: there may be nothing to do."""
+        told = False
 
-def _tuned(folder: Path) -> Defaults | None:
-    """The default setting that `tune` wrote into the index in a folder, if there is one."""
+        def told_first(stage: str, done: int, of: int) -> None:
+            nonlocal told
+            if not told:
+                note(f"indexing {plan.split().tokens:,} tokens with {plan.loaded.name}", quiet=self.quiet)
+            told = True
+            show(stage, done, of)
+
+        return told_first
+
+
+def _finished(folder: Path) -> Manifest | None:
+    """The manifest of the index in a folder, if there is one."""
     try:
-        return read_manifest(folder).defaults
+        return read_manifest(folder)
     except ArtifactError:
         return None

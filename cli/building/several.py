@@ -1,5 +1,6 @@
 """Index several documents, whatever becomes of some of them."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,9 @@ def index_several(targets: Sequence[Target], work: Callable[[Progress, Done], No
         else:
             say(str(target.folder), to=results)
 
+    for target in targets:
+        if target.document != "-" and not os.path.exists(target.document):
+            note(f"{target.document}: no such file; the others are indexed", quiet=quiet)
     with progress(quiet=quiet) as show:
         show("documents", 0, len(targets))
         work(show, done)

@@ -22,8 +22,9 @@ KEYS = {
 @slash("/help", "list these commands")
 def show_help(session: Session, argument: str) -> None:
     told = {one.usage: one.help for one in COMMANDS.values()} | KEYS
+    width = max(map(len, told)) + 2
     for usage, meaning in told.items():
-        note(f"{usage:<16}{meaning}", quiet=False)
+        note(f"{usage:<{width}}{meaning}", quiet=False)
 
 
 @slash("/save NAME.skv", "save the document and the whole talk as a new index")

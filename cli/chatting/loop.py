@@ -12,8 +12,8 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.formats.errors import SparsekvError
 
-LEAVE = {"exit", "quit"}
-"""What leaves `llm chat`, and so this one."""
+BARE = {"exit": "/quit", "quit": "/quit", "help": "/help"}
+"""What leaves other chats, or explains them, without a stroke."""
 HOW = "Ctrl-D or /quit leaves, /help lists commands"
 
 
@@ -38,9 +38,7 @@ def converse(session: Session) -> None:
 
 def _answer(session: Session, entry: str) -> None:
     """Do what an entry says. A failure is told in one line, or raised where --debug asks for its traceback."""
-    if entry in LEAVE:
-        session.left = True
-        return
+    entry = BARE.get(entry.strip(), entry)
     try:
         if is_command(entry):
             run_command(session, entry)

@@ -61,4 +61,6 @@ def describe(setting: Setting) -> str:
     if setting.form is None:
         return "dense attention to all of the document"
     residual = ", with --residual" if setting.residual else ""
-    return f"{setting.form.title} at {setting.budget} of the document{residual}"
+    budget = setting.budget.value
+    share = f"{budget:,} tokens" if isinstance(budget, int) else str(setting.budget)
+    return f"{setting.form.title} at {share} of the document{residual}"

@@ -22,6 +22,8 @@ class ProgressLines:
 
     def show(self, stage: str, done: int, of: int) -> None:
         """Remember how far a stage is."""
+        if stage != self._stage:
+            self._began = time.monotonic()
         self._stage, self._done, self._of = stage, done, of
 
     def line(self) -> str:

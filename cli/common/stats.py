@@ -22,6 +22,12 @@ def print_stats(answer: "Answer") -> None:
         _print_layers(answer.layers)
 
 
+def note_cut(answer: "Answer", *, quiet: bool) -> None:
+    """Note that an answer ended because it may not be longer."""
+    if answer.finish_reason == "length":
+        note(f"the answer was cut after {answer.generated_tokens} tokens (--max-new-tokens)", quiet=quiet)
+
+
 def _summary(answer: "Answer") -> str:
     return (
         f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "

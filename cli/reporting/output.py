@@ -65,10 +65,10 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, ans
     say(answers)
 
 
-def answers_line(artifact: Artifact, report: RecallReport) -> str:
-    """How right answers are measured, which an error is not: of the methods on the front that err least."""
-    front = sorted(pareto_front(report.by()), key=lambda row: row.output_error)
-    names = list(dict.fromkeys(row.method for row in front if row.kv_fraction))[:ANSWERING]
+def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
+    """How right answers are measured, which an error is not: of methods of least error that read at most `within`."""
+    ranked = report.ranked_within(within)
+    names = list(dict.fromkeys(row.method for row in ranked if row.kv_fraction))[:ANSWERING]
     how = eval_hint(artifact.folder, artifact.manifest, *(part for name in names for part in ("--method", name)))
     return f"A mean error hides the failure of a single token: right answers are measured with {how}."
 

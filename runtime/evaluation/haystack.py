@@ -55,7 +55,10 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     if used < 0:
         raise UsageError(f"--length {length} is too small for {task}; give more tokens, or fewer --questions")
     if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
-        raise UsageError(f"the text has no {length} tokens for --task {task}, only {tokens}; give a longer one")
+        raise UsageError(
+            f"the text has no {length} tokens for --task {task}, only {tokens} with its questions; give --length "
+            f"{tokens}, or a longer text"
+        )
     return units[:used]
 
 

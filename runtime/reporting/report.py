@@ -98,9 +98,13 @@ class RecallReport:
     def best_within(self, kv_fraction: float) -> RecallRow | None:
         """The averaged row of lowest output error with at most this KV fraction, bounds and rows of several queries
         together excluded; None if none has."""
+        return next(iter(self.ranked_within(kv_fraction)), None)
+
+    def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
+        """The averaged rows with at most this KV fraction by their output error, without those that `best_within`
+        excludes."""
         alone = [row for row in self.by() if row.together == 1 and not methods()[row.method].is_bound]
-        within = [row for row in alone if row.kv_fraction <= kv_fraction]
-        return min(within, key=lambda row: row.output_error, default=None)
+        return sorted((row for row in alone if row.kv_fraction <= kv_fraction), key=lambda row: row.output_error)
 
 
 def _mean(group: RecallRow, rows: list[RecallRow]) -> RecallRow:

@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.selection.form import Form
 
 T = TypeVar("T")
 
@@ -29,6 +30,20 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
     for name, value in parameters.items():
         if value is not None and name not in used:
             raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
+
+
+def form_options(form: Form) -> list[str]:
+    """The options by which a form is chosen besides its method's name: parameters that are not as by default."""
+    usual, options = type(form.method)(), ["--residual"] if form.residual else []
+    for one in fields(form.method):
+        value, name = getattr(form.method, one.name), one.name.replace("_", "-")
+        if value == getattr(usual, one.name):
+            continue
+        if isinstance(value, bool):
+            options.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            options += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return options
 
 
 def _parse(field: Field[Any], value: Any) -> Any:

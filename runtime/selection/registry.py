@@ -34,7 +34,8 @@ def choose_methods(
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name not in known and name != "all":
-            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}{suggestion(name, known)}")
+            several = "; name each by a --method of its own" if "," in name else suggestion(name, known)
+            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}{several}")
         if name != "all" and name not in usable:
             raise UsageError(
                 f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"

@@ -128,7 +128,7 @@ class _Tuner:
         searches = {form: BudgetSearch(target, COARSE_START, COARSE_STEP, COARSE_RATIO) for form in found}
         while wanted := self._wanted(searches):
             settings = [(form, self._same(share)) for form, share in wanted]
-            self.coarse.measure(settings, self._show(), self.sample)
+            self.coarse.measure(settings, self._show(len(settings)), self.sample)
             for form, share in wanted:
                 point = self._coarse(form, share)
                 searches[form].gains[share] = self.rough.gain(self.rough.of(point))
@@ -297,9 +297,9 @@ class _Tuner:
         return dict.fromkeys(self.layers, share)
 
     def _measure(self, meter: Meter, settings: list[tuple[Form, Shares]]) -> None:
-        meter.measure(settings, self._show())
+        meter.measure(settings, self._show(len(settings)))
 
-    def _show(self) -> Callable[[int, int], None]:
+    def _show(self, settings: int) -> Callable[[int, int], None]:
         self.rounds += 1
-        stage = f"round {self.rounds}"
+        stage = f"round {self.rounds} of some 20 ({settings} setting{'' if settings == 1 else 's'})"
         return lambda done, of: self.progress(stage, done, of)

@@ -211,4 +211,5 @@ def test_a_full_disk_names_no_option_that_the_command_lacks(online: Path) -> Non
 def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     tuned = run_here("tune", "--target-recall", "0.5", "--method", "multipole", "-q")
     assert tuned.code == 0, tuned.stderr
-    assert "run `sparsekv tune --index doc.skv --target-" in run_here("append", "more.txt").stderr
+    told = run_here("append", "more.txt").stderr
+    assert "is used no more; find one with `sparsekv tune --index doc.skv --target-" in told

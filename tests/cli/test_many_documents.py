@@ -62,12 +62,20 @@ def test_a_document_that_fails_is_told_at_the_end_and_the_others_are_built(docum
     assert not (documents / "b.skv").exists()
 
 
+def test_a_missing_document_is_told_of_before_the_others_are_built(documents: Path) -> None:
+    told = run_here("build-index", "a.txt", "none.txt", *TAIL).stderr
+    assert told.index("none.txt: no such file; the others are indexed") < told.index("a.txt (1 of 2)")
+
+
 def test_what_is_whole_is_not_built_again(documents: Path) -> None:
     (documents / "b.txt").write_bytes(b"text\0")
     assert run_here("build-index", "a.txt", "b.txt", *TAIL, "-q").code == 1
     uuid, files = read_manifest(documents / "a.skv").uuid, _hashes(documents / "a.skv")
     (documents / "b.txt").write_text("Mended text of document b. " * 20)
-    assert run_here("build-index", "a.txt", "b.txt", *TAIL, "-q").stdout == "a.skv\nb.skv\n"
+    again = run_here("build-index", "a.txt", "b.txt", *TAIL)
+    assert again.stdout == "a.skv\nb.skv\n"
+    assert "a.skv is whole already\n" in again.stderr
+    assert again.stderr.count("\nindexing ") == 1
     assert read_manifest(documents / "a.skv").uuid == uuid
     assert _hashes(documents / "a.skv") == files
 

@@ -46,6 +46,20 @@ def test_one_asker_answers_many_questions_alike(index: api.Index) -> None:
     assert first.prompt_tokens != other.prompt_tokens
 
 
+def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index) -> None:
+    with pytest.raises(UsageError, match="the question is empty"):
+        index.ask("")
+    with pytest.raises(UsageError, match=r"sampling is 20: give Sampling\(max_new_tokens"):
+        index.ask(QUESTION, 20)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"max_new_tokens is Sampling's: give ask a Sampling\(max_new_tokens=20\)"):
+        index.ask(QUESTION, max_new_tokens=20)
+
+
+def test_an_index_is_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
+    assert repr(index).startswith(f"Index('{folder / 'doc.skv'}', ")
+    assert "\n" not in repr(index)
+
+
 def test_a_report_is_the_commands_row_by_row(folder: Path, index: api.Index) -> None:
     ours = index.recall_report(["squeezed", "window"], ["10%", 30], by=["layer"])
     options = ("--method", "squeezed", "--method", "window", "--budget", "10%", "--budget", "30")

@@ -81,9 +81,9 @@ def test_several_lines_are_one_question(place: Path) -> None:
 
 def test_two_slashes_ask_what_begins_with_one(place: Path) -> None:
     with chat(place, "--stats") as one:
-        first = prompt_tokens(answer(one, "//help"))
+        first = prompt_tokens(answer(one, "//quote"))
         answer(one, "/forget")
-        assert prompt_tokens(answer(one, "help")) == first - 1
+        assert prompt_tokens(answer(one, "quote")) == first - 1
         one.press("d")
 
 
