@@ -6,9 +6,10 @@ from typing import Any
 from sparsekv.cli.pages.packed_trace import packed_trace
 from sparsekv.cli.pages.page import Page, write_page
 
-STYLES = ("trace.css", "trace_panel.css")
+STYLES = ("trace.css", "trace_panel.css", "trace_always.css")
 SCRIPTS = (
     "bytes.js",
+    "trace_always.js",
     "trace_data.js",
     "trace_shares.js",
     "trace_command.js",

@@ -117,7 +117,7 @@ function sidebar() {
     comparedAnswers(trace), numbers.box, heads.box, list.box);
 }
 
-document.body.append(header(), element("main", {}, pane.pane, map.box, sidebar()), dialog);
+document.body.append(header(), element("main", {}, pane.pane, map.column, sidebar()), dialog);
 pane.pane.addEventListener("scroll", map.follow, { passive: true });
 listenToKeys({
   ArrowLeft: (event) => answer.move(-1, event.shiftKey),

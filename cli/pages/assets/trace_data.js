@@ -4,9 +4,11 @@ const KINDS = ["chosen", "stood_for", "missed"];
 const KIND_NAMES = { chosen: "Chosen", stood_for: "Stood for", missed: "Missed" };
 
 function readTrace(packed) {
+  const prompt = readPrompt(packed.prompt);
   return {
     ...packed.facts,
-    prompt: readPrompt(packed.prompt),
+    prompt,
+    always: alwaysRead({ ...packed.facts, prompt }),
     byToken: readGroup(packed.by_token),
     byHead: readGroup(packed.by_head),
     records: readGroup(packed.records),

@@ -5,10 +5,12 @@ const LEAST_LIGHT = 0.05;
 
 /** The document: {pane, light, choose, mark, scrollTo, scrollToShare, seen}; `onpick` gets the passage that is clicked. */
 function documentPane(trace, onpick) {
-  const { prompt } = trace;
+  const { prompt, always } = trace;
+  const own = marksOf(always);
   const spans = Array.from({ length: prompt.passages }, (_, passage) =>
-    element("span", { class: "passage", dir: "auto", dataset: { passage } }, visible(prompt.textOf(passage))));
+    element("span", { class: "passage", dir: "auto", dataset: { passage } }, passageNodes(prompt, passage, own.get(passage))));
   const blocks = blocksOf(prompt, spans);
+  ruleAlwaysRead(always, blocks);
   const pane = element("div", { class: "document", id: "document", lang: "", role: "region", tabindex: "0", "aria-label": "The document" },
     blocks.map((block) => block.element));
   pane.addEventListener("click", (event) => {
@@ -16,7 +18,7 @@ function documentPane(trace, onpick) {
     if (span && getSelection().isCollapsed) onpick(Number(span.dataset.passage));
   });
   for (const passage of trace.without?.passages ?? []) removedPassage(prompt, spans, passage);
-  return { pane, ...lighting(spans), ...marking(prompt, spans), ...scrolling(prompt, spans, blocks, pane) };
+  return { pane, ...lighting(spans), ...marking(prompt, spans, own), ...scrolling(prompt, spans, blocks, pane) };
 }
 
 /** Paragraphs: [{first, element}], each up to a line's end. */
@@ -75,7 +77,14 @@ function unlight(span) {
   span.style.removeProperty("--light");
 }
 
-function marking(prompt, spans) {
+/** Marks of what is always read, by the passage that they are in. */
+function marksOf(always) {
+  const of = new Map();
+  for (const mark of always.flatMap(({ marks }) => marks)) of.set(mark.passage, [...(of.get(mark.passage) ?? []), mark]);
+  return of;
+}
+
+function marking(prompt, spans, always) {
   let marked = new Set();
   /** Mark parts of the text: [{from, to, kind}] in characters of the prompt; what was marked before is not any more. */
   const mark = (ranges) => {
@@ -86,24 +95,30 @@ function marking(prompt, spans) {
         of.set(passage, [...(of.get(passage) ?? []), range]);
       }
     }
-    for (const passage of marked) if (!of.has(passage)) spans[passage].replaceChildren(...visible(prompt.textOf(passage)));
-    for (const [passage, own] of of) spans[passage].replaceChildren(...markedNodes(prompt, passage, own));
+    for (const passage of marked) if (!of.has(passage)) spans[passage].replaceChildren(...passageNodes(prompt, passage, always.get(passage)));
+    for (const [passage, own] of of) spans[passage].replaceChildren(...passageNodes(prompt, passage, always.get(passage), own));
     marked = new Set(of.keys());
   };
   return { mark };
 }
 
-/** A passage's text cut where marks begin and end. */
-function markedNodes(prompt, passage, ranges) {
+/** A passage's text cut where ranges begin and end, and where `always` has marks of what is always read. */
+function passageNodes(prompt, passage, always = [], ranges = []) {
+  if (!always.length && !ranges.length) return visible(prompt.textOf(passage));
   const [start, end] = [prompt.from(passage), prompt.from(passage + 1)];
-  const cuts = new Set([start, end]);
+  const cuts = new Set([start, end, ...always.map(({ at }) => at)]);
   for (const { from, to } of ranges) for (const at of [from, to]) if (at > start && at < end) cuts.add(at);
   const ordered = [...cuts].sort((a, b) => a - b);
-  return ordered.slice(0, -1).flatMap((from, number) => {
-    const nodes = visible(prompt.text.slice(from, ordered[number + 1]));
-    const kinds = ranges.filter((range) => range.from <= from && from < range.to).map((range) => range.kind);
-    return kinds.length ? [element("mark", { class: kinds.join(" ") }, nodes)] : nodes;
-  });
+  return ordered.flatMap((from, number) => [
+    ...always.filter(({ at }) => at === from).map(alwaysMark),
+    ...markedNodes(prompt.text.slice(from, ordered[number + 1] ?? from), from, ranges),
+  ]);
+}
+
+function markedNodes(text, from, ranges) {
+  const nodes = visible(text);
+  const kinds = ranges.filter((range) => range.from <= from && from < range.to).map((range) => range.kind);
+  return nodes.length && kinds.length ? [element("mark", { class: kinds.join(" ") }, nodes)] : nodes;
 }
 
 function scrolling(prompt, spans, blocks, pane) {

@@ -3,11 +3,17 @@
 const LANES = { chosen: 0, stood_for: 1, missed: 2 };
 const MARKS = { chosen: "chosen", stood_for: "stood-for-mark", missed: "missed" };
 
-/** The map: {box, draw, follow}; a click or drag scrolls to the place. `scrollToShare` and `seen` are of the document's pane. */
-function documentMap(trace, { scrollToShare, seen }) {
-  const canvas = element("canvas", { role: "img", "aria-label": "Map of the document: where attention lies" });
+/**
+ * The map: {column, draw, follow}, in a column with the names of its ends; a click or drag scrolls to the place.
+ * `scrollTo`, `scrollToShare` and `seen` are of the document's pane.
+ */
+function documentMap(trace, { scrollTo, scrollToShare, seen }) {
+  const ends = trace.always.map(({ label }) => label);
+  const canvas = element("canvas", { role: "img", "aria-label": ["Map of the document: where attention lies", ...ends].join("; ") });
   const view = element("div", { class: "window" });
-  const box = element("div", { class: "map no-print" }, canvas, view);
+  const box = element("div", { class: "map" }, canvas, view);
+  const [sinks, tail] = ["sinks", "tail"].map((side) => alwaysButton(trace.always.find((end) => end.side === side), scrollTo));
+  const column = element("div", { class: "map-column no-print" }, sinks, box, tail);
   const map = { canvas, passages: new Map(), brightest: 0, kinds: {}, matches: [], colours: null };
   const paint = oncePerFrame(() => {
     map.colours ??= mapColours();
@@ -34,7 +40,7 @@ function documentMap(trace, { scrollToShare, seen }) {
     draw();
     follow();
   }).observe(box);
-  return { box, draw, follow };
+  return { column, draw, follow };
 }
 
 /** A function that runs with the next frame, once, however often it is called until then. */
@@ -51,7 +57,7 @@ function oncePerFrame(action) {
 }
 
 function mapColours() {
-  return Object.fromEntries(["chosen", "stood-for-mark", "missed", "ink", "line"].map((name) => [name, colour(`--${name}`)]));
+  return Object.fromEntries(["chosen", "stood-for-mark", "missed", "ink", "faint", "line"].map((name) => [name, colour(`--${name}`)]));
 }
 
 function paintMap(trace, map) {
@@ -65,17 +71,21 @@ function paintMap(trace, map) {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   const yOf = (token) => (token / Math.max(1, trace.n_context)) * height;
-  paintExact(context, trace, colours, width, yOf);
+  paintAlways(context, trace.always, colours, width, yOf);
   paintMarks(context, trace.prompt, map, colours, width, yOf);
   paintMatches(context, trace.prompt, map.matches, colours, width, yOf);
 }
 
-/** Sinks and tail, which are always read. */
-function paintExact(context, trace, colours, width, yOf) {
-  context.fillStyle = colours.line;
-  context.fillRect(0, 0, width, Math.max(1, yOf(trace.n_sinks)));
-  const tail = yOf(trace.n_context - trace.n_tail);
-  context.fillRect(0, tail, width, Math.max(1, yOf(trace.n_context) - tail));
+/** Sinks and tail, which are always read, with the rule at their left that they have in the text; none is too small to be seen. */
+function paintAlways(context, always, colours, width, yOf) {
+  for (const { side, from, to } of always) {
+    const tall = Math.max(2, yOf(to) - yOf(from));
+    const top = side === "sinks" ? 0 : yOf(to) - tall;
+    context.fillStyle = colours.line;
+    context.fillRect(0, top, width, tall);
+    context.fillStyle = colours.faint;
+    context.fillRect(0, top, 3, tall);
+  }
 }
 
 /** A bar for each kind of each lit passage, as wide as its share; the largest last, so that it is seen. */

@@ -15,9 +15,10 @@ function numbersBox(trace, onswitch) {
   const bar = element("div", { class: "bar", "aria-hidden": "true" });
   const rows = Object.fromEntries(KINDS.map((kind) => [kind, kindRow(trace, kind, onswitch)]));
   const exact = element("output", { class: "number", id: "share-exact" });
+  const always = alwaysShare(trace);
   const measures = Object.fromEntries(MEASURE_LABELS.map(([name]) => [name, element("dd", { class: "number", id: name })]));
   const scope = element("p", { class: "small faint", id: "measures-scope" });
-  const box = element("section", { class: "numbers", "aria-labelledby": "selection" }, title, bar,
+  const box = element("section", { class: "numbers", "aria-labelledby": "selection" }, title, bar, always.box,
     KINDS.map((kind) => rows[kind].box),
     element("div", { class: "share" }, element("span", { class: "label" }, swatch("exact"), "Always read"), exact),
     trace.truth ? null : element("p", { class: "small faint", id: "no-truth" }, UNKNOWN),
@@ -25,6 +26,7 @@ function numbersBox(trace, onswitch) {
   const show = (selection, shares, kinds) => {
     title.textContent = describeSelection(trace, selection);
     exact.value = percent(shares.exact);
+    always.show(shares.exact);
     for (const kind of KINDS) rows[kind].show(shares[kind], kinds[kind]);
     showBar(bar, shares);
     const values = measuresOf(trace, selection);
