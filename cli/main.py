@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 from sparsekv.cli.completing.scripts import ASK
+from sparsekv.formats.ranks.place import own_place
 
 if TYPE_CHECKING:
     from sparsekv.cli.completing.known import KnownCommand
@@ -64,6 +65,10 @@ def run() -> None:
         end(INTERRUPTED, interruption.told(_command()))
     if isinstance(error, SystemExit):
         raise error
+    if error is not None and (place := own_place()) is not None:
+        from sparsekv.cli.ranks.telling import fail_as_rank
+
+        fail_as_rank(place, error, _command(), debug=debug)
     if error is not None:
         fail(error, _command(), debug=debug)
     end(code)
@@ -89,6 +94,10 @@ def _call(*, debug: bool) -> int:
     from sparsekv.cli.common.streams import prepare_streams
 
     prepare_streams()
+    if (place := own_place()) is not None:
+        from sparsekv.cli.ranks.telling import enter
+
+        enter(place)
     with quiet_libraries(debug=debug):
         from sparsekv.cli.app import app
 
