@@ -48,6 +48,7 @@ GpusOption = Annotated[
     int | None,
     typer.Option(
         "--gpus",
+        metavar="N",
         min=1,
         callback=_start,
         is_eager=True,
