@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 from sparsekv.cli.completing.scripts import ASK
-from sparsekv.formats.ranks.place import own_place
 
 if TYPE_CHECKING:
     from sparsekv.cli.completing.known import KnownCommand
@@ -65,11 +64,8 @@ def run() -> None:
         end(INTERRUPTED, interruption.told(_command()))
     if isinstance(error, SystemExit):
         raise error
-    if error is not None and (place := own_place()) is not None:
-        from sparsekv.cli.ranks.telling import fail_as_rank
-
-        fail_as_rank(place, error, _command(), debug=debug)
     if error is not None:
+        _fail_as_rank(error, debug=debug)
         fail(error, _command(), debug=debug)
     end(code)
 
@@ -89,9 +85,21 @@ def _complete() -> None:
     answer(sys.argv[2:], learned)
 
 
+def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
+    """End with an error as one of several processes that share a model; returns in a process that works alone."""
+    from sparsekv.formats.ranks.place import own_place
+
+    place = own_place()
+    if place is not None:
+        from sparsekv.cli.ranks.telling import fail_as_rank
+
+        fail_as_rank(place, error, _command(), debug=debug)
+
+
 def _call(*, debug: bool) -> int:
     from sparsekv.cli.common.quiet_libraries import quiet_libraries
     from sparsekv.cli.common.streams import prepare_streams
+    from sparsekv.formats.ranks.place import own_place
 
     prepare_streams()
     if (place := own_place()) is not None:

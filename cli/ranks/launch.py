@@ -71,7 +71,8 @@ class _End:
     asked: float = field(default=float("inf"))
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        self.code, self.asked = 128 + number, time.monotonic()
+        # SIGTERM came to this process alone: it is passed on at once.
+        self.code, self.asked = 128 + number, time.monotonic() if number == signal.SIGINT else -float("inf")
 
 
 @contextmanager

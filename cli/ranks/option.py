@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.ranks.place import Place, own_place
+from sparsekv.formats.ranks.place import own_place
 
 BY_RANKS = ("build-index", "generate")
 """Commands that several processes can run together."""
@@ -24,7 +24,7 @@ def _start(size: int | None) -> int | None:
     """Run the command as ranks and exit with their code, unless it is to be one process, or to print its help."""
     if size is None or size == 1:
         return size
-    place: Place | None = own_place()
+    place = own_place()
     if place is not None:
         raise UsageError(f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave it out")
     arguments = _without_option(sys.argv[1:])

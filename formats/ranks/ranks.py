@@ -16,6 +16,17 @@ PATIENCE = timedelta(minutes=30)
 """How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
 _STORE = "store"
 _TOLD = "sparsekv/told"
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "remote process exited",
+    "Socket Timeout",
+    "failed to recv",
+)
+"""Parts of what gloo, NCCL and their stores say where another process is gone; they have no error class for it."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +120,4 @@ def is_first_to_tell(place: Place) -> bool:
 
 def is_lost_rank(errors: Sequence[BaseException]) -> bool:
     """Whether an error, with its causes, is that another rank has ended or no longer answers."""
-    return any(isinstance(one, RuntimeError) and _says_lost(one) for one in errors)
-
-
-def _says_lost(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+    return any(isinstance(one, RuntimeError) and any(part in str(one) for part in _LOST) for one in errors)

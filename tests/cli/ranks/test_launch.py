@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.command import EXECUTABLE, environment, fails
+from support.command import EXECUTABLE, environment, fails, run_here
 
 from sparsekv.formats.reader import Artifact
 
@@ -111,6 +111,27 @@ def test_ranks_end_with_the_process_that_started_them(place: Path) -> None:
     os.kill(running.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(ranks, 30)
     assert not alive
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_at_once(place: Path) -> None:
+    running = _ranks(*BUILD, "--chunk-size", "16")
+    while not (place / "new.skv").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    ranks = psutil.Process(running.pid).children()
+    running.terminate()
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout, stderr) == (128 + signal.SIGTERM, "", "")
+    assert not any(one.is_running() for one in ranks)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_too(place: Path) -> None:
+    ask = ["generate", "-i", "doc.skv", "Why?", "--method", "squeezed", "--max-new-tokens", "8", "-q"]
+    launch = [str(EXECUTABLE.with_name("torchrun")), "--nproc-per-node", "2", "-m", "sparsekv.cli"]
+    done = subprocess.run([*launch, *ask], env=environment(), capture_output=True, check=True)
+    assert done.stdout.decode() == run_here(*ask).stdout
 
 
 @pytest.mark.slow
