@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 from support.command import EXECUTABLE, environment, fails, run_here
 
+from sparsekv.formats.ranks.place import FOLDER
 from sparsekv.formats.reader import Artifact
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "-o", "new.skv", "-q")
@@ -39,6 +41,17 @@ def test_an_error_of_all_ranks_is_told_once(place: Path) -> None:
     code, line = _told("generate", "-i", "doc.skv", "Why?", "--method", "lessismore")
     assert (code, line[:44]) == (2, "lessismore chooses once for all heads, and e")
     assert "tidaldecode" in line
+
+
+def test_a_rank_that_is_not_the_first_tells_an_error_that_none_has_told(place: Path) -> None:
+    """Its other output goes nowhere, and whoever fails after it is silent."""
+    (place / "meeting").mkdir()
+    rank = {FOLDER: str(place / "meeting"), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "sparsekv.cli", "inspect", "doc.skv"]
+    told = [subprocess.run(command, env=environment() | rank, capture_output=True, text=True) for _ in range(2)]
+    assert [one.returncode for one in told] == [2, 2]
+    assert "inspect runs as one process" in told[0].stderr
+    assert [told[0].stdout, told[1].stdout, told[1].stderr] == ["", "", ""]
 
 
 @pytest.mark.slow
