@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import with_checked_values
 from sparsekv.cli.configuring.apply import apply_defaults
+from sparsekv.cli.ranks.option import GpusOption
 from sparsekv.formats.errors import UsageError
 
 COMMANDS = {
@@ -81,6 +82,7 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
+    gpus: GpusOption = None,
 ) -> None:
     """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.building.by_ranks import index_by_ranks
 from sparsekv.cli.building.ray_cluster import RayCluster, index_by_ray
 from sparsekv.cli.building.recipe import Recipe
 from sparsekv.cli.building.several import index_here, index_several
@@ -22,6 +23,7 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     names_of,
 )
+from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
@@ -142,6 +144,13 @@ def build_index(
         force=force,
         quiet=quiet,
     )
+    ranks = join_ranks(device)
+    if ranks is not None:
+        several = len(targets) > 1 or from_file is not None
+        refuse_with_ranks({"--ray": ray, "an index of more than one document": several, "--prefill": not way.exact})
+        with progress(quiet=quiet) as show:
+            index_by_ranks(ranks, recipe, targets[0], show)
+        return say(str(targets[0].folder))
     if ray is not None:
         cluster = RayCluster(recipe, ray, workers)
         return index_several(targets, lambda show, done: index_by_ray(cluster, targets, done), quiet=quiet)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.answering.by_ranks import for_all_ranks, joined_answers, one_at_a_time, refuse_merged_heads
 from sparsekv.cli.answering.options import (
     AnswersJsonOption,
     BatchSizeOption,
@@ -46,6 +47,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
+from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
@@ -144,10 +146,15 @@ def generate(
     refuse_little_room()
     if schedule is not None:
         budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
+    ranks = join_ranks(device)
     artifact = open_artifact(index)
     prefilling = prefill_method(artifact, prefill)
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+    if ranks is not None:
+        refuse_with_ranks({"--resume": resume, "--save-to": save_to, "--compile on": compiled == "on"})
+        refuse_merged_heads(setting, asking)
+        compiled, batch_size = "off", one_at_a_time(batch_size, batch_file)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions
@@ -177,7 +184,7 @@ def generate(
     if setting.residual:
         residual_source(artifact)
     wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
-    questions = read_questions(prompt, prompt_file, batch_file)
+    questions = for_all_ranks(ranks, lambda: read_questions(prompt, prompt_file, batch_file))
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
     encoding = {"raw": raw, "special_tokens": special_tokens}
@@ -188,7 +195,7 @@ def generate(
     if len(done) == len(questions):
         return say("\n".join(done))
     started, loading, hold = time.perf_counter(), list[float](), placement == "device"
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, ranks=ranks)
     asker = Asker.open(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
@@ -208,6 +215,7 @@ def generate(
         answers: Iterable[Answer] = (asker.ask(one, sampling, output.piece) for one in batch if one is not None)
     else:
         answers = batch_answers(asker, together, batch, sampling)
+    answers = joined_answers(ranks, answers)
     with progress(quiet=quiet or batch_file is None or sys.stdout.isatty()) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)

@@ -65,6 +65,7 @@ def run() -> None:
     if isinstance(error, SystemExit):
         raise error
     if error is not None:
+        _fail_as_rank(error, debug=debug)
         fail(error, _command(), debug=debug)
     end(code)
 
@@ -84,11 +85,27 @@ def _complete() -> None:
     answer(sys.argv[2:], learned)
 
 
+def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
+    """End with an error as one of several processes that share a model; returns in a process that works alone."""
+    from sparsekv.formats.ranks.place import own_place
+
+    place = own_place()
+    if place is not None:
+        from sparsekv.cli.ranks.telling import fail_as_rank
+
+        fail_as_rank(place, error, _command(), debug=debug)
+
+
 def _call(*, debug: bool) -> int:
     from sparsekv.cli.common.quiet_libraries import quiet_libraries
     from sparsekv.cli.common.streams import prepare_streams
+    from sparsekv.formats.ranks.place import own_place
 
     prepare_streams()
+    if (place := own_place()) is not None:
+        from sparsekv.cli.ranks.telling import enter
+
+        enter(place)
     with quiet_libraries(debug=debug):
         from sparsekv.cli.app import app
 

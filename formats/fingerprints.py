@@ -41,13 +41,19 @@ def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
     parts = []
     for name, tensor in sorted(state):
-        flat = tensor.detach().reshape(-1)
+        flat = _whole(tensor.detach()).reshape(-1)
         stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
         sample = flat[::stride][:SAMPLES_PER_TENSOR]
         sample = sample.to(torch.bfloat16) if sample.is_floating_point() else sample
         digest = hash_bytes(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         parts.append([name, list(tensor.shape), digest])
     return hash_json(parts)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, where ranks share it, all of it; they gather one at a time, together."""
+    gather = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
+    return tensor if gather is None else gather()
 
 
 def identify_model(

@@ -98,6 +98,13 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
             raise ValueError(f"{name} has lists of {own['L']} tokens, and the middle {own['M']}")
 
 
+def first_axis(folder: str, tensor: str) -> str | None:
+    """The letter of a tensor's first axis, in the files of one folder of an index; None for one not listed here."""
+    known = {"context": _CONTEXT, "queries": _QUERIES, "samples": _SAMPLES}
+    shape = known[folder].get(tensor) if folder in known else _of_method(tensor)
+    return None if shape is None else shape[1][0]
+
+
 @cache
 def _of_method(tensor: str) -> Shape | None:
     if level := _LEVEL.fullmatch(tensor):

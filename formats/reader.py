@@ -105,6 +105,11 @@ class Artifact:
         self._checked.add(name)
         return tensors
 
+    def heads_and_channels(self, layer: int) -> tuple[int, int]:
+        """Hk and D of a layer's keys and values."""
+        heads, _, channels = self.manifest.files[layer_file("context", layer)].tensors["keys"].shape
+        return heads, channels
+
     def input_ids(self) -> torch.Tensor:
         """Token ids of the fixed prompt, [N] int64."""
         return self.tensors(TOKENS)["input_ids"]

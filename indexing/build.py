@@ -20,13 +20,16 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.schema import Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_method, keep_methods
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 
 
-def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None) -> Manifest:
+def build_index(
+    plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None, team: Team | None = None
+) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
     Memory: the model and its cache of N rows during the prefill; then those of its layers that are not yet written, and
@@ -34,13 +37,14 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
 
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
+        team: the processes that run the model; this one alone by default.
 
     Raises:
         UsageError: the document does not fit the split or the model's positions.
         ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
             append to.
     """
-    split = plan.split()
+    split, team = plan.split(), team or Alone()
     model, tokenizer = identify(plan.loaded)
     ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
@@ -49,8 +53,9 @@ def build_index(plan: BuildPlan, folder: Path, progress: Progress = lambda stage
         _keep_additions(plan, writer)
         _keep_others(plan, model, writer)
         plan = _with_methods_there(plan, writer.base)
-        job = BuildJob(plan, split, model, tokenizer, writer, progress)
+        job = BuildJob(plan, split, model, tokenizer, writer, progress, team)
         facts = build_context(job)
+        team.release()
         built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}
         methods = keep_methods(job) | built
         manifest = _manifest(job, facts, methods)

@@ -1,14 +1,16 @@
 """The first stage of a build: every layer's keys and values as attended, the held-out queries, and the probe."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
-from sparsekv.indexing.capture.capture import Capture, CapturedLayer, RowsDone, capture
+from sparsekv.indexing.capture.capture import CapturedLayer, RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
     first_unknown,
@@ -53,6 +55,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
+    job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = ContextFacts(
         [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers], captured.probe
@@ -115,36 +118,41 @@ def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
     """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill."""
 
     def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
-        if (name := layer_file("context", layer)) in missing:
+        if job.team.has_all_heads and (name := layer_file("context", layer)) in missing:
             job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end)
 
     return rows_done
 
 
-def _capture(job: BuildJob, positions: torch.Tensor, rows_done: RowsDone) -> Capture:
+def _capture(job: BuildJob, positions: torch.Tensor, rows_done: RowsDone) -> Captured:
     input_ids, prefix_tokens = job.plan.prompt.input_ids, _shared_prefix(job)
+    options: dict[str, Any] = {
+        "tail": job.split.tail,
+        "positions": positions,
+        "chunk_size": job.plan.chunk_size,
+        "prefill": job.plan.prefill,
+        "sinks": job.split.sinks,
+    }
     if prefix_tokens and (unknown := first_unknown(job, positions)) is not None:
         prefix_tokens = min(prefix_tokens, unknown)
-    return capture(
+    job.team.begin_capture(input_ids, options)
+    own = capture(
         job.plan.loaded.model,
         input_ids,
-        tail=job.split.tail,
-        positions=positions,
-        chunk_size=job.plan.chunk_size,
-        prefill=job.plan.prefill,
-        sinks=job.split.sinks,
+        **options,
         prefix_tokens=prefix_tokens,
         prefix=lambda layer: _base_rows(job, layer),
         prefix_queries=lambda layer, at: known_queries(job, layer, at),
         rows_done=rows_done,
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )
+    return job.team.whole(own)
 
 
 def _shared_prefix(job: BuildJob) -> int:
     """How many leading tokens the index in the folder has captured already, with the same model, dtype and prefill."""
     base = job.writer.base
-    if base is None or job.plan.force:
+    if base is None or job.plan.force or not job.team.starts_after_prefix:
         return 0
     if _decides_keys(base.model) != _decides_keys(job.model) or base.dtype != job.plan.dtype:
         return 0
@@ -166,13 +174,15 @@ def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str, missing: set[str]) -> None:
+    # Rows that came from other processes are copies, and take memory of their own until they are written.
+    copies = not job.team.has_all_heads
     queries = {"tail": rows.tail}
     if rows.sink_logits is not None:
         queries["sink_logits"] = rows.sink_logits
     for folder, tensors in (("context", {"keys": rows.keys, "values": rows.values}), ("queries", queries)):
         name = layer_file(folder, layer)
         if name in missing:
-            job.writer.write(name, tensors, recipe, wait=False)
+            job.writer.write(name, tensors, recipe, wait=copies)
 
 
 def _context_bytes(job: BuildJob, sampled: int) -> int:

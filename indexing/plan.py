@@ -13,6 +13,7 @@ from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
@@ -126,7 +127,8 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class BuildJob:
-    """A running build: its plan and split, the model's identity, and the writer that holds the folder's lock."""
+    """A running build: its plan and split, the model's identity, the writer that holds the folder's lock, and the
+    processes that run the model."""
 
     plan: BuildPlan
     split: Split
@@ -134,6 +136,7 @@ class BuildJob:
     tokenizer: TokenizerIdentity
     writer: ArtifactWriter
     progress: Progress
+    team: Team
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of this build, on the model's device."""

@@ -8,7 +8,7 @@ from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
 from sparsekv.formats.documents.document import open_document
-from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.manifest import read_manifest
@@ -16,6 +16,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
 from sparsekv.formats.schema import Manifest
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill
@@ -48,11 +49,18 @@ class Recipe:
         """The model that prefills the documents; raises what `load_model` raises."""
         return load(self.model, self.device, self.dtype, self.rope_scaling, quiet=self.quiet)
 
-    def index(self, target: Target, loaded: Callable[[], LoadedModel], show: Progress) -> None:
+    def index(
+        self,
+        target: Target,
+        loaded: Callable[[], LoadedModel],
+        show: Progress,
+        team: Callable[[LoadedModel], Team] = lambda loaded: Alone(),
+    ) -> None:
         """Build a document's index, or resume or update it.
 
         Args:
             loaded: gives the model; called once the document and its folder have been found usable.
+            team: gives the processes that run the model.
 
         Raises:
             SparsekvError: the document, the folder or an option cannot be used.
@@ -70,7 +78,17 @@ class Recipe:
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
             note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
-        plan = BuildPlan(
+        plan = self._plan(model, prompt)
+        before = _finished(target.folder)
+        manifest = build_index(plan, target.folder, self._telling(plan, show), team(model))
+        if before is not None and manifest.uuid == before.uuid:
+            note(f"{target.folder} is whole already", quiet=self.quiet)
+        elif before is not None and before.defaults is not None and manifest.defaults is None:
+            again = tune_hint(target.folder, before.defaults.target)
+            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
+
+    def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:
+        return BuildPlan(
             loaded=model,
             prompt=prompt,
             methods=self.methods,
@@ -81,13 +99,6 @@ class Recipe:
             rope_scaling=self.rope_scaling,
             force=self.force,
         )
-        before = _finished(target.folder)
-        manifest = build_index(plan, target.folder, self._telling(plan, show))
-        if before is not None and manifest.uuid == before.uuid:
-            note(f"{target.folder} is whole already", quiet=self.quiet)
-        elif before is not None and before.defaults is not None and manifest.defaults is None:
-            again = tune_hint(target.folder, before.defaults.target)
-            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
         """`show`, which first says what is indexed: there may be nothing to do."""

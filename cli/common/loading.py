@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import transformers
 
 from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.models.load import LoadedModel, load_model
+from sparsekv.formats.models.load import LoadedModel, fetch, load_model
 from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.attention.first_kernel import launch_first_kernel
@@ -17,26 +18,44 @@ from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.registry import methods
 
+if TYPE_CHECKING:  # torch.distributed is for ranks alone
+    from sparsekv.formats.ranks.ranks import Ranks
 
-def load(name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool) -> LoadedModel:
+
+def load(
+    name: str | None, device: str, dtype: str, rope_scaling: str | None, *, quiet: bool, ranks: "Ranks | None" = None
+) -> LoadedModel:
     """A model and its tokenizer, the embedded one where none is named; raises what `load_model` raises.
 
     A model that is named here may be loaded again later because an index names it.
+
+    Args:
+        ranks: the processes that load a share of it each; all of them call this.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
-    progress = partial(note, quiet=quiet)
+    progress, name_or_own = partial(note, quiet=quiet), EMBEDDED if name is None else name
+    if ranks is not None:
+        _fetch_once(name_or_own, progress, ranks)
     loaded = load_model(
-        EMBEDDED if name is None else name,
+        name_or_own,
         device=device,
         dtype=dtype,
         rope_scaling=rope_scaling,
         progress=progress,
         meanwhile=launch_first_kernel,
+        ranks=1 if ranks is None else ranks.size,
     )
-    if name is not None:
+    if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     return loaded
+
+
+def _fetch_once(name: str, progress: Callable[[str], None], ranks: "Ranks") -> None:
+    """Have the first rank download what is missing of a model before the others look for it."""
+    if ranks.first:
+        fetch(name, progress)
+    ranks.share("there")
 
 
 def load_for(
@@ -48,11 +67,17 @@ def load_for(
     quiet: bool,
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
+    ranks: "Ranks | None" = None,
 ) -> OpenIndex:
-    """An index, opened with a model; raises what `load_and_open` raises, whose last two arguments these are."""
+    """An index, opened with a model; raises what `load_and_open` raises, whose last three arguments these are."""
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
-    return load_and_open(artifact, name, device, dtype, partial(note, quiet=quiet), hold=hold, loaded_in=loaded_in)
+    progress = partial(note, quiet=quiet)
+    if ranks is not None:
+        device = str(ranks.device)
+        if name is not None:
+            _fetch_once(name, progress, ranks)
+    return load_and_open(artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks)
 
 
 def _refuse_method(model: str | None) -> None:

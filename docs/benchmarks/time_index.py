@@ -23,6 +23,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Probe, TokenizerIdentity, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.capture import CapturedLayer
+from sparsekv.indexing.capture.team import Alone
 from sparsekv.indexing.context_stage import ContextFacts, _write_layer
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.method_stage import build_method
@@ -63,7 +64,7 @@ def synthetic_job(shape: Shape, writer: ArtifactWriter, indexer: SqueezedIndexer
         id="", revision=None, kv_config={}, config_hash="", weights_hash="", adapter=None, quantisation=None
     )
     tokens = TokenizerIdentity(tokenizer_hash="", chat_template_hash=None, special_tokens_hash="")
-    return BuildJob(plan, plan.split(), identity, tokens, writer, progress)
+    return BuildJob(plan, plan.split(), identity, tokens, writer, progress, Alone())
 
 
 def now() -> float:

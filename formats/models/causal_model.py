@@ -1,6 +1,6 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -27,38 +27,47 @@ def causal_model(
     device: torch.device,
     dtype: torch.dtype,
     meanwhile: Callable[[torch.device], None],
+    ranks: int = 1,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
         name: what error messages call it.
         meanwhile: called on another thread while weights are read to a GPU.
+        ranks: how many processes, this one among them, load a share of it each.
 
     Raises:
+        UsageError: the ranks cannot share it.
         SparsekvError: weights that are damaged, incomplete or larger than the device's memory.
     """
     for weights in folder.glob("*.safetensors"):
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     try:
-        loaded = _loaded(folder, config, device, dtype, meanwhile)
+        if ranks > 1:
+            loaded = _share(folder, name, config, dtype, ranks)
+        else:
+            loaded = _loaded(folder, config, device, dtype, meanwhile)
     except torch.OutOfMemoryError:
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
         ) from None
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
-    model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
+    _refuse_missing(name, loaded[1]["missing_keys"])
+    model: PreTrainedModel = loaded[0].eval()
+    if device.type == "cpu" and ranks == 1:
+        # Beside what comes next: whoever reads the weights first, the fingerprint or a step, finds their pages mapped.
+        Thread(target=map_pages, args=[list(model.parameters())], daemon=True).start()
+    return model
+
+
+def _refuse_missing(name: str, keys: Iterable[str]) -> None:
+    if missing := sorted(keys):
         raise SparsekvError(
             f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
-    model.eval()
-    if device.type == "cpu":
-        # Beside what comes next: whoever reads the weights first, the fingerprint or a step, finds their pages mapped.
-        Thread(target=map_pages, args=[list(model.parameters())], daemon=True).start()
-    return model
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -98,6 +107,18 @@ def _loaded(
             None, state_dict=weights, generation_config=answers, **how
         )
         return loaded
+
+
+def _share(
+    folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """This rank's share of a model, which transformers reads and puts on the rank's device."""
+    from sparsekv.formats.models.shards import shares_of  # here: it imports torch.distributed
+
+    shares = shares_of(config, name, ranks)
+    return _from_folder(
+        folder, {"config": config, "dtype": dtype, "output_loading_info": True, "distributed_config": shares}
+    )
 
 
 def _from_folder(folder: Path, how: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -85,17 +85,18 @@ def load_model(
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
     meanwhile: Callable[[torch.device], None] = lambda device: None,
+    ranks: int = 1,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
     Args:
         name: the embedded model's name, a local folder, or a hub id.
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
-        dtype: `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16), `float32`, `float16`
-            or `bfloat16`.
+        dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
         meanwhile: called on another thread while weights are read to a GPU.
+        ranks: how many processes load a share of it each; UsageError where they cannot share it.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -114,8 +115,13 @@ def load_model(
             scaling.stretch(config)
         tokenizer = _tokenizer(folder, name)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
-        model = causal_model(folder, name, config, target, chosen, meanwhile)
+        model = causal_model(folder, name, config, target, chosen, meanwhile, ranks)
     return LoadedModel(model, tokenizer, name, revision)
+
+
+def fetch(name: str, progress: Progress = lambda text: None) -> None:
+    """Download what this machine lacks of a model that is to be loaded; raises what `load_model` raises of its name."""
+    _find(name, progress)
 
 
 def load_tokenizer(name: str) -> "Tokenizer":

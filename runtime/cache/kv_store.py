@@ -7,7 +7,6 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.cache.growing import GrowingRows
 
@@ -123,10 +122,10 @@ class DiskRows(MiddleRows):
         self.artifact, self.layer, self.device, self.dtype = artifact, layer, device, dtype
         self.reachable = False
         self.split = artifact.manifest.split
-        shape = artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
-        self.heads = torch.arange(shape[0])[:, None]
+        heads, channels = artifact.heads_and_channels(layer)
+        self.heads = torch.arange(heads)[:, None]
         self.tokens = None if order is None else GrowingRows(order.cpu())
-        self.nothing = torch.empty(shape[0], 0, shape[2], dtype=dtype, device=device)
+        self.nothing = torch.empty(heads, 0, channels, dtype=dtype, device=device)
         self.new = GrowingRows(self.nothing), GrowingRows(self.nothing)
 
     @property

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.cache.kv_store import Pair
 
 
@@ -42,7 +41,7 @@ class LayerRows:
 
     def observed_queries(self, device: torch.device) -> torch.Tensor:
         """[Hk, G, W, D]: the queries of the tail's first half."""
-        heads = self.artifact.manifest.files[layer_file("context", self.layer)].tensors["keys"].shape[0]
+        heads, _ = self.artifact.heads_and_channels(self.layer)
         first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
         return first_half.reshape(heads, -1, *first_half.shape[1:])
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
     TextStreamer,
@@ -23,7 +22,6 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
-from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import captured_step
@@ -194,7 +192,7 @@ def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> di
     else `DecodeLoop`."""
     step = captured_step(index.model, cache)
     if step is None:
-        return {"logits_processor": LogitsProcessorList([FiniteLogits()])}
+        return {"logits_processor": index.processors()}
     return {"custom_generate": DecodeLoop(step, streamer)}
 
 

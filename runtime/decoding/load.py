@@ -4,16 +4,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import choose_device, load_model
+from sparsekv.formats.models.load import LoadedModel, choose_device, load_model
 from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.pages import map_pages
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+
+if TYPE_CHECKING:  # torch.distributed is for ranks alone
+    from sparsekv.formats.ranks.ranks import Ranks
 
 
 def load_and_open(
@@ -25,6 +29,7 @@ def load_and_open(
     *,
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
+    ranks: "Ranks | None" = None,
 ) -> OpenIndex:
     """Open an index with a model: by default the one that built it, in the dtype and with the RoPE scaling it had then.
 
@@ -34,26 +39,39 @@ def load_and_open(
         progress: called with one line at the start of each step that takes a while.
         loaded_in: called with the seconds that the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
+        ranks: the processes that share the model; each opens the heads that are its own.
 
     Raises:
         SparsekvError: no model is given, and the user has never named the one that the index names.
         UsageError: no such model, device or dtype.
         IdentityError: the index does not belong to this model.
     """
-    manifest, started = artifact.manifest, time.perf_counter()
-    rows = _map_rows(artifact) if hold and choose_device(device).type == "cpu" else {}
-    loaded = load_model(
+    started = time.perf_counter()
+    rows = _map_rows(artifact) if hold and ranks is None and choose_device(device).type == "cpu" else {}
+    loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
+    if model is not None and (ranks is None or ranks.first):
+        remember(loaded.name)
+    loaded_in(time.perf_counter() - started)
+    if ranks is not None:
+        from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
+
+        return open_share(artifact, loaded, ranks, hold=hold)
+    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold, rows=rows)
+
+
+def _load(
+    artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
+) -> LoadedModel:
+    manifest = artifact.manifest
+    return load_model(
         named_by_index(manifest.model.id, progress) if model is None else model,
         device=device,
         dtype=manifest.dtype if dtype == "auto" else dtype,
         rope_scaling=manifest.rope.scaling,
         progress=progress,
         meanwhile=launch_first_kernel,
+        ranks=ranks,
     )
-    if model is not None:
-        remember(loaded.name)
-    loaded_in(time.perf_counter() - started)
-    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold, rows=rows)
 
 
 def _map_rows(artifact: Artifact) -> dict[int, LayerRows]:

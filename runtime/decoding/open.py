@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
@@ -25,6 +25,7 @@ from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pa
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.selection.budget import Budget
@@ -124,6 +125,10 @@ class OpenIndex:
         tokens = self.split.tokens if tokens is None else tokens
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
+    def processors(self) -> LogitsProcessorList:
+        """What a step's logits go through before a token is chosen."""
+        return LogitsProcessorList([FiniteLogits()])
+
     def take_rows(self, layer: int) -> LayerRows:
         """One layer's stored keys and values: those that the probe read, or to be read."""
         return self._held.pop(layer, LayerRows(self.artifact, layer))
@@ -150,7 +155,7 @@ class OpenIndex:
                 rows.release()
             return pair
 
-        Hk, _, D = self.artifact.manifest.files[layer_file("context", layer)].tensors["keys"].shape
+        Hk, D = self.artifact.heads_and_channels(layer)
         nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
         return MappedDenseLayer(read, nothing, tokens, out_of_sight=first)
 

@@ -8,6 +8,7 @@ anyway; they are removed after the rankings are merged and not before, so that o
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,7 @@ from sparsekv.runtime.selection.registry import methods
 class LessIsMore(LayerSharing):
     """Attends to tokens that an earlier layer chose by merging the rankings of all its heads."""
 
+    merges_heads: ClassVar[bool] = True
     recent_share: float = field(
         default=0.25, metadata={"help": "Share of the budget that is spent on the document's last tokens."}
     )

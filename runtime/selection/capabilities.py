@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -116,6 +116,14 @@ class ObservesQuestion(Protocol):
 
     def forget_question(self) -> None:
         """Discard what was recorded."""
+
+
+@runtime_checkable
+class ChoosesForAllHeads(Protocol):
+    """A method with one choice for all heads, which a process that has only some of them cannot make."""
+
+    merges_heads: ClassVar[bool]
+    """True; those without this choose for each KV head by itself."""
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ LONG_FILE, LONG_FUNCTION = 250, 40
 
 ROOMS = (
     "formats",
+    "formats/ranks",
     "formats/models",
     "formats/documents",
     "kernels/common",
@@ -36,6 +37,7 @@ ROOMS = (
     "indexing/prefill",
     "indexing/capture",
     "indexing/methods",
+    "indexing/ranks",
     "indexing",
     "runtime/cache",
     "runtime/selection",
@@ -51,6 +53,7 @@ ROOMS = (
     "runtime/benchmark",
     "runtime",
     "cli/common",
+    "cli/ranks",
     "cli/building",
     "cli/pages",
     "cli/configuring",

@@ -1,0 +1,119 @@
+"""`sparsekv --gpus N COMMAND`: the same command as N ranks of one machine, and the end of all when one of them fails.
+
+This process imports no torch. Ranks meet in a folder that only the user can enter, not over a port.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.ranks.place import FOLDER
+
+GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
+PAUSE = 0.05  # seconds between two looks at the ranks
+
+Rank = subprocess.Popen[bytes]
+
+
+def run_ranks(size: int, arguments: Sequence[str]) -> int:
+    """Run `sparsekv ARGUMENTS` as so many ranks; returns the exit code of the first that failed, or 0.
+
+    The first rank has this process's standard files; nobody hears what the others print.
+
+    Raises:
+        SparsekvError: a rank was killed, or ended without a word.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparsekv-ranks-") as folder, _ends() as end:
+        ranks = [_start(number, size, arguments, folder) for number in range(size)]
+        try:
+            failed = _wait(ranks, end)
+        finally:
+            _stop(ranks)
+        if failed is None:
+            return end.code
+        code = ranks[failed].returncode
+        if (Path(folder) / "told").exists() or end.code:
+            return end.code or max(code, 1)
+    how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    raise SparsekvError(f"rank {failed} of {size} {how}, and the others with it; run the same command again")
+
+
+def _start(number: int, size: int, arguments: Sequence[str], folder: str) -> Rank:
+    threads = max(1, (os.cpu_count() or 1) // size)
+    environment = {
+        # Defaults: a user's own values count.
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        FOLDER: folder,
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(size),
+    }
+    command = [sys.executable, "-m", "sparsekv.cli", *arguments]
+    return subprocess.Popen(command, env=environment, stdin=None if number == 0 else subprocess.DEVNULL)
+
+
+@dataclass
+class _End:
+    """Whether the user has asked for the end, by which exit code and when."""
+
+    code: int = 0
+    asked: float = field(default=float("inf"))
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        # SIGTERM came to this process alone: it is passed on at once.
+        self.code, self.asked = 128 + number, time.monotonic() if number == signal.SIGINT else -float("inf")
+
+
+@contextmanager
+def _ends() -> Iterator[_End]:
+    """Notes Ctrl-C, which a terminal sends to the ranks as well: the first of them tells what is kept."""
+    end = _End()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end.take)
+    try:
+        yield end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
+    """Wait for the ranks; returns the number of the first one that failed, which the others get some time to notice."""
+    failed, deadline = None, float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, end.asked + GRACE):
+        time.sleep(PAUSE)
+        if failed is None and (failed := _failed(ranks)) is not None:
+            deadline = time.monotonic() + GRACE
+    return _failed(ranks) if failed is None else failed
+
+
+def _failed(ranks: Sequence[Rank]) -> int | None:
+    """The number of a rank that failed: one that was killed before one that may have failed for want of it."""
+    codes = {number: rank.returncode for number, rank in enumerate(ranks) if rank.returncode}
+    return min(codes, key=lambda number: codes[number], default=None)
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
+    """End the ranks that still run: they may, at any point, without harm to an index."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

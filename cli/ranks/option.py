@@ -1,0 +1,57 @@
+"""The option `--gpus`, which starts ranks, and which commands can be run by them."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.ranks.place import own_place
+
+BY_RANKS = ("build-index", "generate")
+"""Commands that several processes can run together."""
+
+
+def refuse_other_commands(arguments: Sequence[str]) -> None:
+    """Raise UsageError if these arguments call a command that is for one process."""
+    command = next((one for one in arguments if not one.startswith("-")), "")
+    if command and command not in BY_RANKS:
+        raise UsageError(f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}")
+
+
+def _start(size: int | None) -> int | None:
+    """Run the command as ranks and exit with their code, unless it is to be one process, or to print its help."""
+    if size is None or size == 1:
+        return size
+    place = own_place()
+    if place is not None:
+        raise UsageError(f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave it out")
+    arguments = _without_option(sys.argv[1:])
+    if "--help" in arguments or all(one.startswith("-") for one in arguments):
+        return size
+    refuse_other_commands(arguments)
+    from sparsekv.cli.ranks.launch import run_ranks
+
+    raise typer.Exit(run_ranks(size, arguments))
+
+
+def _without_option(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the first `--gpus N` or `--gpus=N`, which stands before the command."""
+    left = list(arguments)
+    at = next(number for number, one in enumerate(left) if one == "--gpus" or one.startswith("--gpus="))
+    del left[at : at + (2 if left[at] == "--gpus" else 1)]
+    return left
+
+
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        min=1,
+        callback=_start,
+        is_eager=True,
+        help="Split the model over so many GPUs, by a process for each: build-index and generate.",
+    ),
+]

@@ -1,0 +1,123 @@
+"""Ranks that share one model: what they tell and send each other, through `torch.distributed`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.ranks.place import Place
+
+T = TypeVar("T")
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
+_STORE = "store"
+_TOLD = "sparsekv/told"
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "remote process exited",
+    "Socket Timeout",
+    "failed to recv",
+)
+"""Parts of what gloo, NCCL and their stores say where another process is gone; they have no error class for it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a model; every method but `first` is called by all of them, in one order."""
+
+    number: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes, asks and prints."""
+        return self.number == 0
+
+    def share(self, value: T | None) -> T:
+        """The first rank's value, which any Python object can be; those of the others are not looked at."""
+        box: list[T | None] = [value]
+        dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[return-value]  # the first rank gives one
+
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]  # each rank gives one
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor's numbers by those that the first rank has."""
+        dist.broadcast(tensor, 0)
+
+    def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
+        """The heads of all ranks, [heads, ...] in host memory, on the first rank; None on the others.
+
+        Besides the result, the first rank allocates the tensor of one other rank at a time, on its device.
+
+        Args:
+            own: [heads / size, ...], of one shape on all ranks.
+        """
+        own = own.contiguous()
+        if not self.first:
+            dist.send(own, 0)
+            return None
+        heads = len(own)
+        whole = torch.empty(self.size * heads, *own.shape[1:], dtype=own.dtype)
+        whole[:heads] = own
+        other = torch.empty_like(own)
+        for number in range(1, self.size):
+            dist.recv(other, number)
+            whole[number * heads : (number + 1) * heads] = other
+        return whole
+
+
+def join(place: Place) -> Ranks:
+    """Meet the other ranks: over gloo in host memory, over NCCL between GPUs, of which each rank takes its own.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if place.local >= torch.cuda.device_count():
+            raise UsageError(
+                f"{place.size} ranks need as many GPUs, and this machine has {torch.cuda.device_count()}; start fewer"
+            )
+        device = torch.device("cuda", place.local)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method="env://" if place.folder is None else f"file://{place.folder / _STORE}",
+        rank=place.number,
+        world_size=place.size,
+        timeout=PATIENCE,
+    )
+    return Ranks(place.number, place.size, device)
+
+
+def is_first_to_tell(place: Place) -> bool:
+    """Whether no rank has told the user of an error yet; True once for all ranks together."""
+    if place.folder is not None:
+        try:
+            (place.folder / "told").touch(exist_ok=False)
+        except OSError:  # also where the folder is gone, with the user's command
+            return False
+        return True
+    if not dist.is_initialized():
+        return place.number == 0
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.add(_TOLD, 1)) == 1
+
+
+def is_lost_rank(errors: Sequence[BaseException]) -> bool:
+    """Whether an error, with its causes, is that another rank has ended or no longer answers."""
+    return any(isinstance(one, RuntimeError) and any(part in str(one) for part in _LOST) for one in errors)

@@ -1,0 +1,161 @@
+"""`sparsekv --gpus 2`: one line for an error of any rank, and no index is harmed by a rank that is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.command import EXECUTABLE, environment, fails, run_here
+
+from sparsekv.formats.ranks.place import FOLDER
+from sparsekv.formats.reader import Artifact
+
+BUILD = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "-o", "new.skv", "-q")
+
+
+def _ranks(*arguments: str, size: int = 2) -> "subprocess.Popen[str]":
+    command = [str(EXECUTABLE), "--gpus", str(size), *arguments]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(), text=True, **pipes)  # type: ignore[call-overload]
+
+
+def _told(*arguments: str, size: int = 2) -> tuple[int, str]:
+    """Exit code, and the one line that was told."""
+    running = _ranks(*arguments, size=size)
+    stdout, stderr = running.communicate(timeout=300)
+    assert stdout == ""
+    (line,) = stderr.splitlines()
+    return running.returncode, line.removeprefix("sparsekv: error: ")
+
+
+def test_commands_for_one_process_are_refused(place: Path) -> None:
+    fails(2, "--gpus", "2", "inspect", "doc.skv", says=("inspect runs as one process", "build-index and generate"))
+    fails(2, "--gpus", "0", "generate", says=("--gpus", "greater than or equal to 1"))
+
+
+def test_an_error_of_all_ranks_is_told_once(place: Path) -> None:
+    code, line = _told("generate", "-i", "doc.skv", "Why?", "--method", "lessismore")
+    assert (code, line[:44]) == (2, "lessismore chooses once for all heads, and e")
+    assert "tidaldecode" in line
+
+
+def test_a_rank_that_is_not_the_first_tells_an_error_that_none_has_told(place: Path) -> None:
+    """Its other output goes nowhere, and whoever fails after it is silent."""
+    (place / "meeting").mkdir()
+    rank = {FOLDER: str(place / "meeting"), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "sparsekv.cli", "inspect", "doc.skv"]
+    told = [subprocess.run(command, env=environment() | rank, capture_output=True, text=True) for _ in range(2)]
+    assert [one.returncode for one in told] == [2, 2]
+    assert "inspect runs as one process" in told[0].stderr
+    assert [told[0].stdout, told[1].stdout, told[1].stderr] == ["", "", ""]
+
+
+@pytest.mark.slow
+def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Path) -> None:
+    assert _told(*BUILD, size=3) == (
+        2,
+        f"model '{(place / 'model').resolve()}' has 2 KV heads, which 3 ranks cannot share evenly; start 2",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "--save-to is for one process"),
+        (("build-index", "doc.txt", "none.txt", "--model", "model"), "an index of more than one document is for one"),
+        (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "--prefill is for one"),
+        (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the device of"),
+    ],
+    ids=["save-to", "documents", "prefill", "device"],
+)
+def test_what_ranks_cannot_do_is_refused(place: Path, arguments: tuple[str, ...], says: str) -> None:
+    code, line = _told(*arguments)
+    assert code == 2
+    assert says in line
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_rank_alone_ends_all(place: Path) -> None:
+    """Only the first reads the document."""
+    code, line = _told("build-index", "nothere.txt", "--model", "model")
+    assert (code, line) == (2, "no such file: nothere.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Path, number: int) -> None:
+    long = "".join(f"Line {line} says that {line} times {line} is {line * line}.\n" for line in range(90))
+    (place / "doc.txt").write_text(long)
+    running = _ranks(*BUILD, "--chunk-size", "16")
+    while not (place / "new.skv").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    ranks = {_number(one): one for one in psutil.Process(running.pid).children()}
+    ranks[number].kill()
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (1, "")
+    assert stderr == (
+        f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the others with it; run the same command "
+        "again\n"
+    )
+    assert not any(one.is_running() for one in ranks.values())
+    again = _ranks(*BUILD)
+    stdout, stderr = again.communicate(timeout=300)
+    assert (again.returncode, stdout, stderr) == (0, "new.skv\n", "")
+    index = Artifact(place / "new.skv")
+    assert len(list(index.verify())) == len(index.manifest.files)
+
+
+def _number(rank: psutil.Process) -> int:
+    return int(rank.environ()["RANK"])
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(place: Path) -> None:
+    running = _ranks(*BUILD, "--chunk-size", "16")
+    while len(ranks := psutil.Process(running.pid).children()) < 2 or not (place / "new.skv").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    os.kill(running.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, 30)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_at_once(place: Path) -> None:
+    running = _ranks(*BUILD, "--chunk-size", "16")
+    while not (place / "new.skv").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    ranks = psutil.Process(running.pid).children()
+    running.terminate()
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout, stderr) == (128 + signal.SIGTERM, "", "")
+    assert not any(one.is_running() for one in ranks)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_too(place: Path) -> None:
+    ask = ["generate", "-i", "doc.skv", "Why?", "--method", "squeezed", "--max-new-tokens", "8", "-q"]
+    launch = [str(EXECUTABLE.with_name("torchrun")), "--nproc-per-node", "2", "-m", "sparsekv.cli"]
+    done = subprocess.run([*launch, *ask], env=environment(), capture_output=True, check=True)
+    assert done.stdout.decode() == run_here(*ask).stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_told_once(place: Path) -> None:
+    running = _ranks(*BUILD, "--chunk-size", "16")
+    while not (place / "new.skv").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    for one in [*psutil.Process(running.pid).children(), psutil.Process(running.pid)]:
+        one.send_signal(signal.SIGINT)  # as a terminal does
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (130, "")
+    (line,) = stderr.splitlines()
+    assert "the same command goes on from there" in line

@@ -1,0 +1,50 @@
+"""A rank's share of an index: its heads alone, in every tensor that has heads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.artifacts import CONTEXT, HEAD_DIM, KV_HEADS, METHOD, QUERIES, small_artifact, small_files
+from support.sealing import change_tensors
+
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import TOKENS
+from sparsekv.formats.share import ArtifactShare
+
+
+def shares(index: Path, heads: int) -> list[ArtifactShare]:
+    whole = Artifact(index)
+    return [ArtifactShare(whole, number, 2, [heads]) for number in range(2)]
+
+
+@pytest.mark.parametrize("file", [CONTEXT, QUERIES, METHOD])
+def test_the_shares_are_the_whole(index: Path, file: str) -> None:
+    whole, parts = Artifact(index).tensors(file), [one.tensors(file) for one in shares(index, KV_HEADS // 2)]
+    for name, tensor in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
+
+
+def test_a_share_has_fewer_heads_and_all_tokens(index: Path) -> None:
+    for one in shares(index, KV_HEADS // 2):
+        assert one.heads_and_channels(0) == (KV_HEADS // 2, HEAD_DIM)
+        assert torch.equal(one.input_ids(), small_files()[TOKENS]["input_ids"])
+
+
+def test_ranks_that_have_all_heads_read_all(index: Path) -> None:
+    for one in shares(index, KV_HEADS):
+        assert one.heads_and_channels(0) == (KV_HEADS, HEAD_DIM)
+        assert torch.equal(one.context(0)[0], Artifact(index).context(0)[0])
+
+
+def test_another_number_of_heads_is_another_model(index: Path) -> None:
+    with pytest.raises(ArtifactError, match="has 2 KV heads, and 2 ranks have 3 each"):
+        shares(index, 3)
+
+
+def test_a_tensor_of_unknown_axes_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "some.skv"
+    small_artifact(folder)
+    change_tensors(folder, METHOD, lambda tensors: tensors | {"own": torch.zeros(3)})
+    with pytest.raises(UsageError, match=r"own of squeezed .* its axes are not known"):
+        shares(folder, KV_HEADS // 2)[0].tensors(METHOD)

@@ -1,0 +1,91 @@
+"""A program of one rank: builds an index of each family's model, and answers over two indices with each method.
+
+Arguments: the folder, families and methods. In it are the models `FAMILY/`, the document and the indices
+`FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes what was answered to
+`answers.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sparsekv.cli.building.by_ranks import index_by_ranks
+from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.targets import Target
+from sparsekv.cli.common.loading import load_for
+from sparsekv.cli.ranks.join import join_ranks
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import load_model
+from sparsekv.formats.ranks.ranks import Ranks
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.decoding.setting import choose_setting
+from sparsekv.runtime.decoding.share import join_answer
+
+QUESTION = "What does line 7 say?"
+TOKENS = 12
+
+
+def recipe(model: Path, methods: list[str]) -> Recipe:
+    """What both one process and ranks are asked to build: the indices of those methods that have one."""
+    return Recipe(
+        methods={name: indexer() for name, indexer in indexers().items() if name in methods},
+        prefill=prefills()["dense"](),
+        model=str(model),
+        device="auto",
+        dtype="auto",
+        rope_scaling=None,
+        max_tokens=None,
+        sinks=10,
+        tail=32,
+        chunk_size=100,
+        raw=False,
+        special_tokens=False,
+        force=False,
+        quiet=True,
+    )
+
+
+def asked(artifact: Path, model: Path, method: str, ranks: Ranks | None) -> dict[str, Any]:
+    """A greedy answer over an index, and what share of it was read."""
+    index = Artifact(artifact)
+    setting = choose_setting(index, method, None if method == "dense" else "0.2", {}, {}, residual=False)
+    if ranks is None:
+        loaded = load_model(str(model))
+        opened = open_index(index, loaded.model, loaded.tokenizer, identify(loaded))
+    else:
+        opened = load_for(index, str(model), "auto", "auto", quiet=True, hold=True, ranks=ranks)
+    answer = Asker.open(opened, setting).ask(QUESTION, Sampling(max_new_tokens=TOKENS))
+    answer = answer if ranks is None else join_answer(ranks, answer)
+    return {"ids": answer.ids, "kv_fraction": answer.kv_fraction}
+
+
+def answers(folder: Path, families: list[str], methods: list[str], ranks: Ranks | None) -> dict[str, Any]:
+    """By family, index and method: what was answered."""
+    return {
+        f"{family} {built} {method}": asked(folder / f"{family}-{built}.skv", folder / family, method, ranks)
+        for family in families
+        for built in ("alone", "ranks")
+        for method in methods
+    }
+
+
+def main(folder: Path, families: list[str], methods: list[str]) -> None:
+    ranks = join_ranks("auto")
+    assert ranks is not None
+    for family in families:
+        target = Target(str(folder / "doc.txt"), folder / f"{family}-ranks.skv")
+        index_by_ranks(ranks, recipe(folder / family, methods), target, lambda stage, done, of: None)
+        ranks.share("built")
+    found = answers(folder, families, methods, ranks)
+    if ranks.first:
+        (folder / "answers.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","))

@@ -1,0 +1,59 @@
+"""The same indices and answers by one process and by two ranks."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.cli.building.targets import Target
+from sparsekv.formats.ranks.place import FOLDER
+
+from . import rank_job
+from .command import environment
+from .small_index import without_window
+from .tiny_models import tiny_tokenizer
+
+DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
+
+
+@dataclass(frozen=True)
+class Both:
+    """A folder with indices `FAMILY-alone.skv` and `FAMILY-ranks.skv`, and the answers of one process and of ranks over
+    each of them, by "FAMILY alone|ranks METHOD"."""
+
+    folder: Path
+    alone: dict[str, Any]
+    ranks: dict[str, Any]
+
+
+def run_both(folder: Path, families: list[str], methods: list[str]) -> Both:
+    """Build and ask by one process and by two ranks."""
+    (folder / "doc.txt").write_text(DOCUMENT)
+    for family in families:
+        without_window(family).save_pretrained(folder / family)
+        tiny_tokenizer().save_pretrained(folder / family)
+        recipe = rank_job.recipe(folder / family, methods)
+        target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
+        recipe.index(target, recipe.load, lambda stage, done, of: None)
+    _run_ranks(folder, families, methods)
+    return Both(
+        folder,
+        rank_job.answers(folder, families, methods, None),
+        json.loads((folder / "answers.json").read_text()),
+    )
+
+
+def _run_ranks(folder: Path, families: list[str], methods: list[str]) -> None:
+    meeting = folder / "meeting"
+    meeting.mkdir()
+    job = [sys.executable, rank_job.__file__, str(folder), ",".join(families), ",".join(methods)]
+    own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(job, env=own | {"RANK": number, "LOCAL_RANK": number}, stderr=subprocess.PIPE, text=True)
+        for number in ("0", "1")
+    ]
+    for one in both:
+        _, told = one.communicate()
+        assert one.returncode == 0, told
