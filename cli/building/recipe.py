@@ -11,6 +11,7 @@ from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
@@ -26,7 +27,7 @@ class Recipe:
     """What `build-index` was asked to do with each document; every field but `methods` and `prefill` is an option.
 
     methods: an indexer with its parameters, by name. prefill: what a chunk attends to. chunk_size: None for the
-    device's.
+    device's. kv_dtype: None for the model's dtype.
     """
 
     methods: dict[str, Indexer]
@@ -34,6 +35,7 @@ class Recipe:
     model: str | None
     device: str
     dtype: str
+    kv_dtype: KVDtype | None
     rope_scaling: str | None
     max_tokens: int | None
     sinks: int
@@ -80,6 +82,7 @@ class Recipe:
             prefill=self.prefill,
             rope_scaling=self.rope_scaling,
             force=self.force,
+            kv_dtype=self.kv_dtype,
         )
         note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
         before = _tuned(target.folder)
