@@ -45,7 +45,7 @@ def convert(
     wanted = kv_dtype_named(kv_dtype)
     if wanted is None:
         raise UsageError(f"--kv-dtype {kv_dtype}: keys and values of an index are in its dtype already; give int8")
-    artifact = open_artifact(index, thorough=True)
+    artifact = open_artifact(index, thorough=True, called="INDEX")
     _refuse_rounded(artifact, wanted)
     if os.path.lexists(output):
         raise UsageError(f"{output} is there already; choose another name with --output")

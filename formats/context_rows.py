@@ -1,7 +1,7 @@
 """One layer's keys and values as its file stores them, and what they mean in the index's dtype."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -80,10 +80,11 @@ class Int8Rows(ContextRows):
         heads, _, channels = self.shape
         keys = self.tensors["keys"].new_empty(heads, max(0, stop - first), channels, dtype=self.dtype)
         values = torch.empty_like(keys)
-        for start in range(first, stop, PIECE):
-            end = min(start + PIECE, stop)
+        for start, end in _pieces(first, stop):
             piece = slice(start - first, end - first)
-            keys[:, piece], values[:, piece] = self._piece(start, end)
+            keys[:, piece] = self._keys(start, end)
+            numbers, scales = (self.tensors[name][:, start:end] for name in ("values", "value_scales"))
+            values[:, piece] = restore(numbers, scales[..., None], None, self.dtype)
         return keys, values
 
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
@@ -97,13 +98,24 @@ class Int8Rows(ContextRows):
         values = restore(self._picked("values", flat), value_scales, None, self.dtype)
         return keys.view(shape), values.view(shape)
 
-    def _piece(self, start: int, end: int) -> Pair:
-        stored = self.tensors
-        blocks = torch.arange(start, end, device=stored["keys"].device) // KEY_BLOCK
-        scales, offsets = stored["key_scales"][:, blocks], stored["key_offsets"][:, blocks]
-        keys = restore(stored["keys"][:, start:end], scales, offsets, self.dtype)
-        values = restore(stored["values"][:, start:end], stored["value_scales"][:, start:end, None], None, self.dtype)
-        return keys, values
+    def _keys(self, start: int, end: int) -> torch.Tensor:
+        """Keys [Hk, T, D] of whole blocks, or of a part of one block."""
+        numbers = self.tensors["keys"][:, start:end]
+        blocks = slice(start // KEY_BLOCK, -(-end // KEY_BLOCK))
+        scales, offsets = (self.tensors[name][:, blocks] for name in ("key_scales", "key_offsets"))
+        if scales.shape[1] == 1:
+            return restore(numbers, scales, offsets, self.dtype)
+        in_blocks = numbers.unflatten(1, (-1, KEY_BLOCK))
+        return restore(in_blocks, scales[:, :, None], offsets[:, :, None], self.dtype).flatten(1, 2)
+
+
+def _pieces(first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Ranges that the tokens from `first` to `stop` fall into: whole blocks, at most PIECE tokens, and parts of one."""
+    start = first
+    while start < stop:
+        left = stop // KEY_BLOCK * KEY_BLOCK - start
+        whole = min(left, PIECE) if start % KEY_BLOCK == 0 and left > 0 else KEY_BLOCK - start % KEY_BLOCK
+        yield start, (start := min(start + whole, stop))
 
 
 def context_rows(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ContextRows:
