@@ -86,7 +86,8 @@ class ContextFiles:
         for folder, of_layer in (("context", tensors), ("queries", queries)):
             name = layer_file(folder, layer)
             if name in self.missing:
-                self.writer.write(name, of_layer, self.recipe, wait=False)
+                # What waits to be written is memory of its own in 8 bits; else the prefill has taken it anyway.
+                self.writer.write(name, of_layer, self.recipe, wait=self.kv_dtype is not None)
 
     def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:
         """The manifest's record of what was written, for a prompt of so many tokens with this hash."""

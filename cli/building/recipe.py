@@ -7,6 +7,7 @@ from pathlib import Path
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
+from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import ArtifactError
@@ -87,6 +88,8 @@ class Recipe:
         note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
         before = _tuned(target.folder)
         manifest = build_index(plan, target.folder, show)
+        if manifest.kv_storage is not None:
+            note(stored_line(manifest), quiet=self.quiet)
         if before is not None and manifest.defaults is None:
             again = tune_hint(target.folder, before.target)
             note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)

@@ -72,6 +72,11 @@ def test_what_storing_costs_is_shown(indices: Path) -> None:
     assert "are stored in" not in plain.stdout
 
 
+def test_a_build_says_what_storing_costs(place: Path) -> None:
+    outcome = run_here(*(option for option in BUILD if option != "-q"), "-o", "new.skv", "--kv-dtype", "int8")
+    assert "Keys and values are stored in int8: dense attention over them has an output error of" in outcome.stderr
+
+
 def test_a_tuned_default_is_not_kept_and_that_is_said(indices: Path) -> None:
     tuned = ("tune", "--index", "exact.skv", "--target-recall", "0.2", "--method", "quest", "-q")
     assert run_here(*tuned).code == 0

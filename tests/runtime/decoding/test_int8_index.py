@@ -149,7 +149,7 @@ def _restored_at_once(artifact: Artifact, layer: int, device: torch.device = CPU
 
 
 def test_streamed_tokens_join_the_clusters(llama: OpenIndex) -> None:
-    tokens, method = random_ids(40), Multipole(stream=16)
+    tokens, method = random_ids(40), Multipole(stream=True, buffer=8)
     logits = [
         stepped_logits(llama, llama.sparse_cache("multipole", method, EVERYTHING, placement=placement), tokens, 10)
         for placement in PLACEMENTS
