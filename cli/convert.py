@@ -53,8 +53,8 @@ def convert(
     where = choose_device(device)
     with progress(quiet=quiet) as show:
         manifest = convert_index(artifact, wanted, output, where, show)
-    if manifest.kv_storage is not None:
-        note(stored_line(manifest), quiet=quiet)
+    if (stored := stored_line(manifest)) is not None:
+        note(stored, quiet=quiet)
     if artifact.manifest.defaults is not None:
         again = tune_hint(output, artifact.manifest.defaults.target)
         note(f"the default that tune found was for the index before: run {again} for the new one", quiet=quiet)

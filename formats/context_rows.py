@@ -30,14 +30,9 @@ class ContextRows(ABC):
         """Hk, N and D."""
         return self.tensors["keys"].shape
 
-    @property
-    @abstractmethod
-    def views(self) -> bool:
-        """Whether `part` gives views of the file's tensors, and not copies."""
-
     @abstractmethod
     def part(self, tokens: slice) -> Pair:
-        """Keys and values [Hk, T, D] of consecutive tokens, in the index's dtype."""
+        """Keys and values [Hk, T, D] of consecutive tokens, in the index's dtype: views where they are stored so."""
 
     @abstractmethod
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
@@ -56,10 +51,6 @@ class ContextRows(ABC):
 class ExactRows(ContextRows):
     """Rows that are stored in the index's dtype."""
 
-    @property
-    def views(self) -> bool:
-        return True
-
     def part(self, tokens: slice) -> Pair:
         return self.tensors["keys"][:, tokens], self.tensors["values"][:, tokens]
 
@@ -70,10 +61,6 @@ class ExactRows(ContextRows):
 
 class Int8Rows(ContextRows):
     """Rows that are stored in 8 bits, as `quantise` gives them; only what is asked for is restored."""
-
-    @property
-    def views(self) -> bool:
-        return False
 
     def part(self, tokens: slice) -> Pair:
         first, stop, _ = tokens.indices(self.shape[1])

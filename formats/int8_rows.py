@@ -2,8 +2,8 @@
 
 Keys have a few channels of large values, often around a mean far from zero, that change slowly from token to token
 (KIVI, arXiv 2402.02750, section 3.2). So keys have a scale and an offset for each head, channel and block of KEY_BLOCK
-tokens. Values have no such channels: theirs is a scale for each head and token. Offsets are ours; without them the
-error of attention is half as large again (docs/reference/eight-bits.md has the figures).
+tokens, as there. Values have no such channels: theirs is a scale for each head and token, and unlike there no offset.
+docs/reference/eight-bits.md has what other forms lose.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -85,11 +85,16 @@ def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> 
 
 def _read(job: MethodJob, name: str) -> dict[str, torch.Tensor]:
     tensors = job.read(name)
-    for tensor in tensors.values():
-        if tensor.is_cuda:
-            # Allocated on the thread's stream, which must not reuse the memory before the default stream is done.
-            tensor.record_stream(torch.cuda.default_stream(tensor.device))
+    _lend(tensors.values())
     return tensors
+
+
+def _lend(tensors: Iterable[torch.Tensor]) -> None:
+    """Let the default stream use tensors that were allocated on a thread's stream."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            # The thread's stream must not reuse the memory before the default stream is done.
+            tensor.record_stream(torch.cuda.default_stream(tensor.device))
 
 
 def keep_methods(job: MethodJob) -> dict[str, MethodRecord]:
@@ -130,6 +135,7 @@ def _layer_input(job: MethodJob, indexer: Indexer, layer: int, facts: ContextFac
     stored = context_rows(_read(job, layer_file("context", layer)), getattr(torch, job.dtype))
     # From what is stored, not from what was captured: a resumed build and a converted index have nothing else.
     keys, values = stored.part(slice(job.split.sinks + job.split.middle))
+    _lend([keys, values])
     middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
     sample = _read(job, layer_file("samples", layer)) if indexer.queries_wanted() else {}
     return LayerInput(

@@ -88,8 +88,8 @@ class Recipe:
         note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
         before = _tuned(target.folder)
         manifest = build_index(plan, target.folder, show)
-        if manifest.kv_storage is not None:
-            note(stored_line(manifest), quiet=self.quiet)
+        if (stored := stored_line(manifest)) is not None:
+            note(stored, quiet=self.quiet)
         if before is not None and manifest.defaults is None:
             again = tune_hint(target.folder, before.target)
             note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)

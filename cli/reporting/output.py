@@ -50,7 +50,7 @@ def print_csv(rows: Sequence[RecallRow]) -> None:
     say_csv([*(field.name for field in fields(RecallRow)), "front"], row_records(in_order(rows)))
 
 
-def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str, answers: str) -> None:
+def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str | None, answers: str) -> None:
     """The table, its legend, the row of lowest error that reads at most `within`, and how answers are measured.
 
     Args:
@@ -65,7 +65,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
-    if report.kv_storage is not None:
+    if stored is not None:
         say(f"{stored} The errors above are against dense attention over the stored ones.")
     say(answers)
 
