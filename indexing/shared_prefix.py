@@ -1,5 +1,7 @@
 """What a build takes over from the finished index in its folder: the rows of tokens that both begin with."""
 
+import math
+
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
@@ -24,12 +26,13 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
     # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
-    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
-    shared = shared if job.plan.prefill.exact else shared // job.plan.chunk_size * job.plan.chunk_size
     if shared and (unknown := first_unknown(job, positions)) is not None:
         shared = min(shared, unknown)
+    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
+    chunk = 1 if job.plan.prefill.exact else job.plan.chunk_size
     # Keys of one block share their scales.
-    return shared if base.kv_storage is None else shared // KEY_BLOCK * KEY_BLOCK
+    step = math.lcm(chunk, 1 if base.kv_storage is None else KEY_BLOCK)
+    return shared // step * step
 
 
 def _fits(job: BuildJob, base: Manifest) -> bool:
