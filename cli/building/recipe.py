@@ -16,7 +16,7 @@ from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
-from sparsekv.formats.schema import Defaults
+from sparsekv.formats.schema import Defaults, Manifest
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
@@ -88,10 +88,14 @@ class Recipe:
         note(f"indexing {plan.split().tokens:,} tokens with {model.name}", quiet=self.quiet)
         before = _tuned(target.folder)
         manifest = build_index(plan, target.folder, show)
+        self._tell(target.folder, before, manifest)
+
+    def _tell(self, folder: Path, before: Defaults | None, manifest: Manifest) -> None:
+        """Notes about what was built: what storing costs, and that a default of the index before is gone."""
         if (stored := stored_line(manifest)) is not None:
             note(stored, quiet=self.quiet)
         if before is not None and manifest.defaults is None:
-            again = tune_hint(target.folder, before.target)
+            again = tune_hint(folder, before.target)
             note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
 
 
