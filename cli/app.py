@@ -22,6 +22,7 @@ COMMANDS = {
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
     "bench": "Time a decode step with each method beside the fastest dense attention.",
     "append": "Append more text to an index.",
+    "convert": "Store the keys and values of an index in 8 bits, in another index.",
     "inspect": "Show what an index holds; --verify rechecks every checksum.",
     "models": "List models that are ready, and fetch one.",
     "config": "Show which defaults are set, and where: sparsekv.toml, and the environment.",

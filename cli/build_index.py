@@ -18,6 +18,7 @@ from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
+    KVDtypeOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
@@ -25,6 +26,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.configure import configure, refuse_unused
@@ -103,6 +105,7 @@ def build_index(
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    kv_dtype: KVDtypeOption = AUTO,
     quiet: QuietOption = False,
     **parameters: Any,
 ) -> None:
@@ -134,6 +137,7 @@ def build_index(
         model=model,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype_named(kv_dtype),
         rope_scaling=rope_scaling,
         max_tokens=max_tokens,
         sinks=sinks,

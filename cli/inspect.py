@@ -14,6 +14,7 @@ from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption, names_of
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
+from sparsekv.cli.common.stored import storage_record
 from sparsekv.cli.common.words import telling_words, words_of
 from sparsekv.cli.inspecting.page import inspection_page, token_texts
 from sparsekv.cli.inspecting.tables import print_inspection
@@ -170,6 +171,7 @@ def _inspection(
         "verified": verified,
         "model": manifest.model.model_dump(),
         "dtype": manifest.dtype,
+        "kv_storage": storage_record(manifest.kv_storage),
         "rope": manifest.rope.model_dump(),
         "prefill": manifest.prefill.model_dump(),
         "versions": manifest.versions,

@@ -23,6 +23,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
 from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.common.stored import stored_line
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.cli.reporting.output import answers_line, print_csv, print_report, report_record
@@ -207,7 +208,7 @@ def recall_report(
     elif as_csv:
         print_csv(rows)
     else:
-        print_report(report, groups, within, answers)
+        print_report(report, groups, within, stored_line(artifact.manifest), answers)
 
 
 def _refuse_model_options(given: dict[str, str]) -> None:

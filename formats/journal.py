@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.schema import FileName, FileRecord
+from sparsekv.formats.record import FileName
+from sparsekv.formats.schema import FileRecord
 
 JOURNAL = "unfinished.json"
 _MOST = 64 << 20

@@ -2,7 +2,7 @@
 
 Axes are letters. Those of all files of a layer: N tokens, M of the middle, R of the tail, Hq query heads, Hk KV heads,
 D channels. Those within one file: P sampled queries, C0, C1, ... clusters of each level, m subspaces of d channels,
-C centroids, posting lists of L tokens.
+C centroids, posting lists of L tokens, B blocks of keys that share scales.
 """
 
 import re
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_rows import KEY_BLOCK
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, TensorRecord, layer_file
 
@@ -18,6 +19,13 @@ Shape = tuple[str, tuple[str, ...]]
 """A dtype (`rows` for that of the index, empty for any) and the axes; `X+1` is one more than X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
+_CONTEXT_INT8: dict[str, Shape] = {
+    "keys": ("int8", ("Hk", "N", "D")),
+    "values": ("int8", ("Hk", "N", "D")),
+    "key_scales": ("bfloat16", ("Hk", "B", "D")),
+    "key_offsets": ("bfloat16", ("Hk", "B", "D")),
+    "value_scales": ("bfloat16", ("Hk", "N")),
+}
 _QUERIES: dict[str, Shape] = {"tail": ("rows", ("Hq", "R", "D")), "sink_logits": ("", ("Hq",))}
 _SAMPLES: dict[str, Shape] = {"queries": ("rows", ("Hq", "P", "D")), "positions": ("int32", ("P",))}
 _OF_LEVELS: dict[str, Shape] = {
@@ -60,6 +68,10 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
         raise ArtifactError(remedy.format("no layer is indexed"))
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
         raise ArtifactError(remedy.format("two files lie at one path"))
+    stored = manifest.kv_storage
+    if stored is not None and len(stored.errors) != len(manifest.layers):
+        told = f"errors of {len(stored.errors)} layers for {len(manifest.layers)}"
+        raise ArtifactError(remedy.format(f"its kv_storage has {told}"))
     try:
         _check(TOKENS, manifest.files[TOKENS], {"input_ids": ("int64", ("N",))}, {"N": split.tokens}, manifest.dtype)
         indexed = set(manifest.indexed_layers)
@@ -74,7 +86,11 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
 
 def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
-    _check(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
+    if manifest.kv_storage is None:
+        _check_all(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
+    else:
+        letters["B"] = -(-letters["N"] // KEY_BLOCK)
+        _check_all(context, manifest.files[context], _CONTEXT_INT8, letters, manifest.dtype)
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = manifest.layers[layer].rope
@@ -100,9 +116,16 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
 
 def first_axis(folder: str, tensor: str) -> str | None:
     """The letter of a tensor's first axis, in the files of one folder of an index; None for one not listed here."""
-    known = {"context": _CONTEXT, "queries": _QUERIES, "samples": _SAMPLES}
+    known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
     shape = known[folder].get(tensor) if folder in known else _of_method(tensor)
     return None if shape is None else shape[1][0]
+
+
+def _check_all(name: str, record: FileRecord, wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
+    """`_check`, and ValueError for a tensor that is not wanted: scales decide how a context is read."""
+    _check(name, record, wanted, letters, rows)
+    if more := sorted(record.tensors.keys() - wanted.keys()):
+        raise ValueError(f"{name} has a tensor {more[0][:80]}, which keys and values so stored have not")
 
 
 @cache

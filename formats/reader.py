@@ -9,8 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
+from sparsekv.formats.context_rows import ContextRows, Pair, context_rows
 from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_rows import SCALES
 from sparsekv.formats.layout import check_layout
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, layer_file
@@ -60,8 +62,8 @@ class Artifact:
     """A finished index on disk, as it was when opened, whatever a writer does later.
 
     Opening reads the manifest, opens every file, checks file sizes, and checks that the shapes in the manifest agree.
-    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, and its sha256 if
-    it is smaller than a layer's keys and values.
+    The first read of a file checks the names, shapes and dtypes of its tensors against the manifest, its sha256 if it
+    is smaller than a layer's keys and values, and that scales of keys and values are finite.
 
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite; for callers that
@@ -100,7 +102,8 @@ class Artifact:
         if first:
             self._check(name, self.manifest.files[name], tensors)
         tensors = on_device(tensors, self.descriptor(name), what, device)
-        if first and self.thorough and (wrong := not_finite(tensors)):
+        doubted = tensors if self.thorough else {key: tensors[key] for key in SCALES if key in tensors}
+        if first and (wrong := not_finite(doubted)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
         return tensors
@@ -114,10 +117,13 @@ class Artifact:
         """Token ids of the fixed prompt, [N] int64."""
         return self.tensors(TOKENS)["input_ids"]
 
-    def context(self, layer: int, device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as attended, each [Hk, N, D], of one layer."""
-        tensors = self.tensors(layer_file("context", layer), device)
-        return tensors["keys"], tensors["values"]
+    def context_rows(self, layer: int, device: torch.device = CPU) -> ContextRows:
+        """One layer's keys and values as they are stored: mapped on a CPU, copied to a GPU."""
+        return context_rows(self.tensors(layer_file("context", layer), device), getattr(torch, self.manifest.dtype))
+
+    def context(self, layer: int, device: torch.device = CPU) -> Pair:
+        """Keys and values as attended, each [Hk, N, D], of one layer; copies where they are stored in 8 bits."""
+        return self.context_rows(layer, device).part(slice(None))
 
     def queries(self, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """`tail` [Hq, R, D]: the held-out queries; `sink_logits` [Hq] where the layer has attention sinks."""

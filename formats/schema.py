@@ -1,40 +1,26 @@
 """Schema 1 of the artifact: the fields of `manifest.json`, and the contents of the files beside it.
 
 A folder `NAME.skv/` holds `manifest.json`, `tokens.safetensors` (input_ids [N] int64),
-`context/layer_XXX.safetensors` (keys, values [Hk, N, D]), `queries/layer_XXX.safetensors` (tail [Hq, R, D])
-and one folder for each method. The manifest lists every file by its logical path, with the path where it is stored.
+`context/layer_XXX.safetensors` (keys, values [Hk, N, D], and in 8 bits their scales),
+`queries/layer_XXX.safetensors` (tail [Hq, R, D]) and one folder for each method. The manifest lists every file by its
+logical path, with the path where it is stored.
 """
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from sparsekv.formats.names import FILE_NAME, METHOD_NAME
+from sparsekv.formats.kv_storage import KVStorage
+from sparsekv.formats.record import MOST_TOKENS, Count, FileName, MethodName, Record, Sha256, Share, Size
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
 
 
-MOST_TOKENS = 2**31 - 1  # positions are int32
-
-FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
-MethodName = Annotated[str, StringConstraints(pattern=METHOD_NAME)]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-
-
 def layer_file(folder: str, layer: int) -> str:
     """Logical path of one layer's file in one of the artifact's folders."""
     return f"{folder}/layer_{layer:03d}.safetensors"
-
-
-class Record(BaseModel):
-    """Base class of everything in the manifest: immutable. Fields that a newer, readable schema adds are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelIdentity(Record):
@@ -115,7 +101,7 @@ class Prefill(Record):
 
     kind: str
     chunk_size: Size
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
     exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
 
     def __str__(self) -> str:
@@ -225,6 +211,7 @@ class Manifest(Record):
     prompt: Prompt
     split: Split
     dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]
+    kv_storage: KVStorage | None = Field(default=None, description="null: keys and values are stored in `dtype`")
     rope: RopeRecord
     layers: list[LayerFacts] = Field(min_length=1)
     prefill: Prefill

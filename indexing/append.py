@@ -71,8 +71,8 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
     for name, record in manifest.methods.items():
         if revisions.get(name) != record.revision:
             raise ArtifactError(
-                f"method {name} was built by another version of sparsekv ({manifest.writer_version}): nothing can be "
-                f"added to it; {REBUILD}"
+                f"method {name} was built by another version of sparsekv ({manifest.writer_version}), and this one "
+                f"cannot build it so; {REBUILD}"
             )
         parameters = {
             key: tuple(value) if isinstance(value, list) else value for key, value in record.parameters.items()
@@ -145,6 +145,7 @@ def growing_plan(
         prefill=prefill,
         rope_scaling=manifest.rope.scaling,
         growth=Growth(manifest.uuid, online_methods(manifest), addition_record(addition)),
+        kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
     )
 
 

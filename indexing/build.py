@@ -4,15 +4,11 @@ Every file has a recipe, the hash of everything that decides its content. A file
 earlier index in the same folder, is reused if its recipe is the same, and rebuilt otherwise.
 """
 
-import platform
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-
-import torch
-import transformers
 
 from sparsekv.formats.checksums import BLOCK_TOKENS, chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError
@@ -25,6 +21,7 @@ from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_method, keep_methods
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
+from sparsekv.indexing.versions import library_versions
 
 
 def build_index(
@@ -56,8 +53,8 @@ def build_index(
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team)
         facts = build_context(job)
         team.release()
-        built = {name: build_method(job, name, indexer, facts) for name, indexer in plan.methods.items()}
-        methods = keep_methods(job) | built
+        built = {name: build_method(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()}
+        methods = keep_methods(job.methods) | built
         manifest = _manifest(job, facts, methods)
         if writer.base and _says_the_same(writer.base, manifest):
             writer.leave_as_it_was()
@@ -115,7 +112,7 @@ def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
     """Whether a finished index differs from this one at most in time, version of sparsekv and chunk size."""
-    fields = ("model", "tokenizer", "prompt", "rope", "methods", "files")
+    fields = ("model", "tokenizer", "prompt", "kv_storage", "rope", "methods", "files")
     return all(getattr(base, field) == getattr(manifest, field) for field in fields)
 
 
@@ -140,6 +137,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         ),
         split=job.split,
         dtype=plan.dtype,
+        kv_storage=facts.storage,
         rope=RopeRecord(
             scaling=plan.rope_scaling,
             parameters=getattr(config, "rope_parameters", None),
@@ -147,11 +145,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         ),
         layers=facts.layers,
         prefill=plan.prefill_record,
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        versions=library_versions(),
         methods=methods,
         probe=facts.probe,
         files=job.writer.files,

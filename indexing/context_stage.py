@@ -1,33 +1,37 @@
 """The first stage of a build: every layer's keys and values as attended, the held-out queries, and the probe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_json, hash_tokens
+from sparsekv.formats.checksums import hash_tokens
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.schema import TOKENS, LayerFacts, ModelIdentity, Prefill, Probe, layer_file
-from sparsekv.indexing.capture.capture import CapturedLayer, RowsDone, capture
+from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
+from sparsekv.formats.kv_storage import KVStorage
+from sparsekv.formats.schema import TOKENS, LayerFacts, Probe, layer_file
+from sparsekv.indexing.capture.capture import RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
+from sparsekv.indexing.context_files import ContextFiles, context_recipe
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
-    first_unknown,
     known_queries,
     reuse_samples,
     sample_recipe,
     wanted_positions,
     write_sample,
 )
+from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_over
 
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What a prefill yields besides tensors: how each layer attends, and the probe."""
+    """What a prefill yields besides tensors: how each layer attends, the probe, and what storing in 8 bits costs."""
 
     layers: list[LayerFacts]
     probe: Probe
+    storage: KVStorage | None = None
 
     @property
     def indexed_layers(self) -> list[int]:
@@ -41,7 +45,10 @@ def build_context(job: BuildJob) -> ContextFacts:
     Raises:
         SparsekvError: every layer of the model has a sliding window, or keys, values, queries or logits are not finite.
     """
-    recipe = _recipe(job)
+    ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
+    recipe = context_recipe(
+        job.model, ids_sha256, job.split, job.plan.dtype, job.plan.prefill_record, job.plan.kv_dtype
+    )
     layers = range(job.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     missing = {name for name in names if not job.writer.reuse(name, recipe)}
@@ -51,27 +58,42 @@ def build_context(job: BuildJob) -> ContextFacts:
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
     job.writer.need_space(_context_bytes(job, len(positions)))
-    captured = _capture(job, positions, _write_early(job, recipe, missing))
+    prefix_tokens = shared_prefix(job, positions)
+    captured = _capture(job, positions, prefix_tokens, _write_early(job, recipe, missing))
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
     job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
-    facts = ContextFacts(
-        [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers], captured.probe
-    )
-    if not facts.indexed_layers:
+    facts = [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers]
+    if all(layer.sliding_window is not None for layer in facts):
         raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
-    job.writer.note(recipe, _note(facts))
+    taken, copies = taken_over(job, prefix_tokens), not job.team.has_all_heads
+    files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies)
+    found = ContextFacts(facts, captured.probe)
+    if job.plan.kv_dtype is None:
+        job.writer.note(recipe, _note(found))
     if TOKENS in missing:
         job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
-    for layer in layers:
+    _write_layers(job, captured, files, facts, (positions, sampled))
+    if job.plan.kv_dtype is not None:
+        # Not earlier: what storing costs is known once all layers were written, as long as their exact rows are there.
+        found = replace(found, storage=files.storage(ids_sha256, job.split.tokens))
+        job.writer.note(recipe, _note(found))
+    return found
+
+
+def _write_layers(
+    job: BuildJob, captured: Captured, files: ContextFiles, facts: list[LayerFacts], sample: tuple[torch.Tensor, str]
+) -> None:
+    """Write each layer's files, and its queries at sampled positions [P], whose recipe follows them in `sample`."""
+    positions, recipe = sample
+    for layer, of_layer in enumerate(facts):
         rows = captured.take(layer)
-        _write_layer(job, rows, layer, recipe, missing)
+        files.write(layer, (rows.keys, rows.values), rows.queries, of_layer)
         if rows.sample is not None and len(positions):
-            write_sample(job, layer, rows.sample, positions, sampled)
-        job.progress("write context", layer + 1, job.plan.num_hidden_layers)
-    return facts
+            write_sample(job.writer, layer, rows.sample, positions, recipe)
+        job.progress("write context", layer + 1, len(facts))
 
 
 def _remedy(dtype: str) -> str:
@@ -80,42 +102,37 @@ def _remedy(dtype: str) -> str:
     return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
 
 
-def _recipe(job: BuildJob) -> str:
-    return hash_json(
-        {
-            "model": _decides_keys(job.model),
-            "ids": hash_tokens(job.plan.prompt.input_ids.tolist()),
-            "split": job.split.model_dump(),
-            "dtype": job.plan.dtype,
-            "prefill": _decides_context(job.plan.prefill_record),
-        }
-    )
-
-
-def _decides_keys(model: ModelIdentity) -> list[str | None]:
-    return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
-
-
-def _decides_context(prefill: Prefill) -> object:
-    # The chunk size of a dense prefill does not change its result.
-    return prefill.kind if prefill.exact else prefill.model_dump()
-
-
 def _note(facts: ContextFacts) -> dict[str, object]:
-    return {"layers": [layer.model_dump() for layer in facts.layers], "probe": facts.probe.model_dump()}
+    storage = None if facts.storage is None else facts.storage.model_dump()
+    return {
+        "layers": [layer.model_dump() for layer in facts.layers],
+        "probe": facts.probe.model_dump(),
+        "kv_storage": storage,
+    }
 
 
 def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
     if note := job.writer.notes.get(recipe):
-        return ContextFacts([LayerFacts(**layer) for layer in note["layers"]], Probe(**note["probe"]))
+        # An earlier version wrote none of storage.
+        storage = note.get("kv_storage")
+        return ContextFacts(
+            [LayerFacts(**layer) for layer in note["layers"]],
+            Probe(**note["probe"]),
+            None if storage is None else KVStorage(**storage),
+        )
     base = job.writer.base
     if base and base.files[TOKENS].recipe == recipe:
-        return ContextFacts(base.layers, base.probe)
+        return ContextFacts(base.layers, base.probe, base.kv_storage)
     return None
 
 
 def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
-    """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill."""
+    """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill.
+
+    Not in 8 bits: the last block's scales are those of all of its tokens.
+    """
+    if job.plan.kv_dtype is not None:
+        return lambda layer, keys, values, end: None
 
     def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         if job.team.has_all_heads and (name := layer_file("context", layer)) in missing:
@@ -124,8 +141,8 @@ def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
     return rows_done
 
 
-def _capture(job: BuildJob, positions: torch.Tensor, rows_done: RowsDone) -> Captured:
-    input_ids, prefix_tokens = job.plan.prompt.input_ids, _shared_prefix(job)
+def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_done: RowsDone) -> Captured:
+    input_ids = job.plan.prompt.input_ids
     options: dict[str, Any] = {
         "tail": job.split.tail,
         "positions": positions,
@@ -133,56 +150,18 @@ def _capture(job: BuildJob, positions: torch.Tensor, rows_done: RowsDone) -> Cap
         "prefill": job.plan.prefill,
         "sinks": job.split.sinks,
     }
-    if prefix_tokens and (unknown := first_unknown(job, positions)) is not None:
-        prefix_tokens = min(prefix_tokens, unknown)
     job.team.begin_capture(input_ids, options)
     own = capture(
         job.plan.loaded.model,
         input_ids,
         **options,
         prefix_tokens=prefix_tokens,
-        prefix=lambda layer: _base_rows(job, layer),
+        prefix=lambda layer: prefix_rows(job, layer, prefix_tokens),
         prefix_queries=lambda layer, at: known_queries(job, layer, at),
         rows_done=rows_done,
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )
     return job.team.whole(own)
-
-
-def _shared_prefix(job: BuildJob) -> int:
-    """How many leading tokens the index in the folder has captured already, with the same model, dtype and prefill."""
-    base = job.writer.base
-    if base is None or job.plan.force or not job.team.starts_after_prefix:
-        return 0
-    if _decides_keys(base.model) != _decides_keys(job.model) or base.dtype != job.plan.dtype:
-        return 0
-    if _decides_context(base.prefill) != _decides_context(job.plan.prefill_record):
-        return 0
-    chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
-    # Damaged rows would be copied and get a valid checksum of their own, so that nobody would notice.
-    if not all(job.writer.is_whole(base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
-        return 0
-    # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
-    shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
-    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
-    return shared if job.plan.prefill.exact else shared // job.plan.chunk_size * job.plan.chunk_size
-
-
-def _base_rows(job: BuildJob, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = job.writer.read_base(layer_file("context", layer))
-    return tensors["keys"], tensors["values"]
-
-
-def _write_layer(job: BuildJob, rows: CapturedLayer, layer: int, recipe: str, missing: set[str]) -> None:
-    # Rows that came from other processes are copies, and take memory of their own until they are written.
-    copies = not job.team.has_all_heads
-    queries = {"tail": rows.tail}
-    if rows.sink_logits is not None:
-        queries["sink_logits"] = rows.sink_logits
-    for folder, tensors in (("context", {"keys": rows.keys, "values": rows.values}), ("queries", queries)):
-        name = layer_file(folder, layer)
-        if name in missing:
-            job.writer.write(name, tensors, recipe, wait=copies)
 
 
 def _context_bytes(job: BuildJob, sampled: int) -> int:
@@ -192,7 +171,8 @@ def _context_bytes(job: BuildJob, sampled: int) -> int:
     config = model.config.get_text_config()
     head_dim = job.plan.head_dim
     row = head_dim * model.dtype.itemsize
-    context = 2.2 * row * config.num_key_value_heads * job.split.tokens
+    stored = row if job.plan.kv_dtype is None else int8_row_bytes(head_dim)
+    context = (2 * stored + 0.2 * row) * config.num_key_value_heads * job.split.tokens
     samples = row * config.num_attention_heads * sampled
     tables = sum(indexer.bytes_per_token(head_dim) for indexer in job.plan.methods.values())
     methods = tables * config.num_key_value_heads * job.split.middle

@@ -1,7 +1,7 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -9,16 +9,17 @@ import torch
 
 from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
-from sparsekv.indexing.plan import BuildJob
+from sparsekv.indexing.plan import MethodJob
 
 T = TypeVar("T")
 AHEAD = 2  # layers that are prefetched while one is built
 
 
-def build_method(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
+def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
     """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
     # Through JSON, so that the parameters compare equal to those read back from a manifest.
     parameters = json.loads(json.dumps(asdict(indexer)))
@@ -47,26 +48,26 @@ def _sources(indexer: Indexer, layer: int) -> list[str]:
     return [layer_file(folder, layer) for folder in folders]
 
 
-def _grows(job: BuildJob, path: str) -> bool:
-    return job.plan.growth is not None and path.partition("/")[0] in job.plan.growth.online
+def _grows(job: MethodJob, path: str) -> bool:
+    return job.growth is not None and path.partition("/")[0] in job.growth.online
 
 
-def _layer_recipe(job: BuildJob, path: str, recipe: str) -> str:
+def _layer_recipe(job: MethodJob, path: str, recipe: str) -> str:
     # The result of an append depends on the old file: a build from scratch of the same tokens gives another one.
     base = job.writer.base
     return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
 
 
-def _build_layer(job: BuildJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:
+def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:
     base = job.writer.base
     if base and _grows(job, path):
         return indexer.append_layer(job.read_base(path), rows, base.split.middle)
     return indexer.build_layer(rows)
 
 
-def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
+def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
     """Yields `read(layer)` for each layer; threads read the next ones, so up to four layers are on the device."""
-    device = job.plan.loaded.model.device
+    device = job.device
 
     def use_own_stream() -> None:
         # On the default stream, a copy to the device would wait for the layer that is being built.
@@ -82,19 +83,24 @@ def _read_ahead(job: BuildJob, layers: list[int], read: Callable[[int], T]) -> I
     return read_ahead(layers, read_whole, AHEAD, use_own_stream)
 
 
-def _read(job: BuildJob, name: str) -> dict[str, torch.Tensor]:
+def _read(job: MethodJob, name: str) -> dict[str, torch.Tensor]:
     tensors = job.read(name)
-    for tensor in tensors.values():
-        if tensor.is_cuda:
-            # Allocated on the thread's stream, which must not reuse the memory before the default stream is done.
-            tensor.record_stream(torch.cuda.default_stream(tensor.device))
+    _lend(tensors.values())
     return tensors
 
 
-def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
+def _lend(tensors: Iterable[torch.Tensor]) -> None:
+    """Let the default stream use tensors that were allocated on a thread's stream."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            # The thread's stream must not reuse the memory before the default stream is done.
+            tensor.record_stream(torch.cuda.default_stream(tensor.device))
+
+
+def keep_methods(job: MethodJob) -> dict[str, MethodRecord]:
     """Reuse the finished index's methods that this build does not name, if they were built from the same context."""
     base = job.writer.base
-    if base is None or job.plan.force or base.split != job.split:
+    if base is None or job.force or base.split != job.split:
         return {}
     here, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
     for name, record in base.methods.items():
@@ -102,22 +108,22 @@ def keep_methods(job: BuildJob) -> dict[str, MethodRecord]:
         samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
         same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
         paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]
-        if name not in job.plan.methods and same and all(job.writer.reuse(p, base.files[p].recipe) for p in paths):
+        if name not in job.methods and same and all(job.writer.reuse(p, base.files[p].recipe) for p in paths):
             kept[name] = record
     return kept
 
 
-def _known_calibration(job: BuildJob, name: str) -> dict[str, object] | None:
+def _known_calibration(job: MethodJob, name: str) -> dict[str, object] | None:
     """The finished index's calibration, if all files that it was made from are reused."""
     base = job.writer.base
-    if base is None or job.plan.force or name not in base.methods:
+    if base is None or job.force or name not in base.methods:
         return None
     files = {path: record for path, record in base.files.items() if path.startswith(f"{name}/")}
     same = all(job.writer.record(path).recipe == record.recipe for path, record in files.items())
     return base.methods[name].calibration if same else None
 
 
-def _calibrate(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) -> dict[str, object]:
+def _calibrate(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> dict[str, object]:
     def read(layer: int) -> BuiltLayer:
         queries = _read(job, layer_file("queries", layer))["tail"]
         return BuiltLayer(_read(job, layer_file(name, layer)), queries, facts.layers[layer])
@@ -125,17 +131,20 @@ def _calibrate(job: BuildJob, name: str, indexer: Indexer, facts: ContextFacts) 
     return indexer.calibrate(lambda: _read_ahead(job, facts.indexed_layers, read))
 
 
-def _layer_input(job: BuildJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
-    tensors = _read(job, layer_file("context", layer))
+def _layer_input(job: MethodJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
+    stored = context_rows(_read(job, layer_file("context", layer)), getattr(torch, job.dtype))
+    # From what is stored, not from what was captured: a resumed build and a converted index have nothing else.
+    keys, values = stored.part(slice(job.split.sinks + job.split.middle))
+    _lend([keys, values])
     middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
     sample = _read(job, layer_file("samples", layer)) if indexer.queries_wanted() else {}
     return LayerInput(
-        keys=tensors["keys"][:, middle],
-        values=tensors["values"][:, middle],
+        keys=keys[:, middle],
+        values=values[:, middle],
         facts=facts.layers[layer],
         split=job.split,
         queries=sample.get("queries"),
         positions=sample.get("positions"),
-        sink_keys=tensors["keys"][:, : middle.start],
+        sink_keys=keys[:, : middle.start],
         sink_logits=_read(job, layer_file("queries", layer)).get("sink_logits"),
     )

@@ -8,6 +8,7 @@ import torch
 
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
@@ -44,7 +45,8 @@ class Growth:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything that decides the content of an index."""
+    """Everything that decides the content of an index. `kv_dtype`: what keys and values are stored in; None: the
+    model's dtype."""
 
     loaded: LoadedModel
     prompt: FixedPrompt
@@ -56,6 +58,7 @@ class BuildPlan:
     rope_scaling: str | None = None
     force: bool = False
     growth: Growth | None = None
+    kv_dtype: KVDtype | None = None
 
     def __post_init__(self) -> None:
         if self.sinks < 1 or self.tail < 2:
@@ -126,6 +129,28 @@ class BuildPlan:
 
 
 @dataclass(frozen=True)
+class MethodJob:
+    """What the methods of an index are built with, once the context's files are written or reused: no model."""
+
+    methods: dict[str, Indexer]
+    split: Split
+    dtype: str
+    device: torch.device
+    writer: ArtifactWriter
+    progress: Progress
+    force: bool = False
+    growth: Growth | None = None
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of a file of this build, on the device."""
+        return self.writer.read(name, self.device)
+
+    def read_base(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of a file of the finished index in the folder, on the device."""
+        return self.writer.read_base(name, self.device)
+
+
+@dataclass(frozen=True)
 class BuildJob:
     """A running build: its plan and split, the model's identity, the writer that holds the folder's lock, and the
     processes that run the model."""
@@ -138,9 +163,13 @@ class BuildJob:
     progress: Progress
     team: Team
 
-    def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of this build, on the model's device."""
-        return self.writer.read(name, self.plan.loaded.model.device)
+    @property
+    def methods(self) -> MethodJob:
+        """The part of the build that needs no model."""
+        plan, device = self.plan, self.plan.loaded.model.device
+        return MethodJob(
+            plan.methods, self.split, plan.dtype, device, self.writer, self.progress, plan.force, plan.growth
+        )
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of the finished index in the folder, on the model's device."""

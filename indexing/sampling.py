@@ -10,6 +10,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import Manifest, Split, layer_file
+from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.plan import BuildJob
 
 SEED = 0
@@ -44,11 +45,13 @@ def reuse_samples(job: BuildJob, layers: list[int], positions: torch.Tensor, rec
     return all(found)
 
 
-def write_sample(job: BuildJob, layer: int, queries: torch.Tensor, positions: torch.Tensor, recipe: str) -> None:
+def write_sample(
+    writer: ArtifactWriter, layer: int, queries: torch.Tensor, positions: torch.Tensor, recipe: str
+) -> None:
     """Write the queries [Hq, P, D] of one layer at positions [P], unless the file can be reused."""
     name = layer_file("samples", layer)
-    if not job.writer.reuse(name, recipe):
-        job.writer.write(name, {"queries": queries, "positions": positions.int()}, recipe, wait=False)
+    if not writer.reuse(name, recipe):
+        writer.write(name, {"queries": queries, "positions": positions.int()}, recipe, wait=False)
 
 
 def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:

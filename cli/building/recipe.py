@@ -7,10 +7,12 @@ from pathlib import Path
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
+from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
@@ -27,7 +29,7 @@ class Recipe:
     """What `build-index` was asked to do with each document; every field but `methods` and `prefill` is an option.
 
     methods: an indexer with its parameters, by name. prefill: what a chunk attends to. chunk_size: None for the
-    device's.
+    device's. kv_dtype: None for the model's dtype.
     """
 
     methods: dict[str, Indexer]
@@ -35,6 +37,7 @@ class Recipe:
     model: str | None
     device: str
     dtype: str
+    kv_dtype: KVDtype | None
     rope_scaling: str | None
     max_tokens: int | None
     sinks: int
@@ -81,11 +84,7 @@ class Recipe:
         plan = self._plan(model, prompt)
         before = _finished(target.folder)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model))
-        if before is not None and manifest.uuid == before.uuid:
-            note(f"{target.folder} is whole already", quiet=self.quiet)
-        elif before is not None and before.defaults is not None and manifest.defaults is None:
-            again = tune_hint(target.folder, before.defaults.target)
-            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
+        self._tell(target.folder, before, manifest)
 
     def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:
         return BuildPlan(
@@ -98,6 +97,7 @@ class Recipe:
             prefill=self.prefill,
             rope_scaling=self.rope_scaling,
             force=self.force,
+            kv_dtype=self.kv_dtype,
         )
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
@@ -112,6 +112,17 @@ class Recipe:
             show(stage, done, of)
 
         return told_first
+
+    def _tell(self, folder: Path, before: Manifest | None, manifest: Manifest) -> None:
+        """Notes about what was built: that it was there, what storing costs, or that a default of before is gone."""
+        if before is not None and manifest.uuid == before.uuid:
+            note(f"{folder} is whole already", quiet=self.quiet)
+            return
+        if (stored := stored_line(manifest)) is not None:
+            note(stored, quiet=self.quiet)
+        if before is not None and before.defaults is not None and manifest.defaults is None:
+            again = tune_hint(folder, before.defaults.target)
+            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
 
 
 def _finished(folder: Path) -> Manifest | None:

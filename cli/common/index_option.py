@@ -9,11 +9,12 @@ from sparsekv.formats.hints import command, first_build_hint, is_text
 from sparsekv.formats.reader import Artifact
 
 
-def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
+def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "--index") -> Artifact:
     """Open the index that was named, or the only `*.skv` of the current folder.
 
     Args:
         thorough: verify every file that is read, see `Artifact`.
+        called: what the user named it by, for messages.
 
     Raises:
         UsageError: none was named and the folder has none or several, or what was named is no folder.
@@ -21,7 +22,7 @@ def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
         ArtifactError: it is unfinished, damaged or newer than this version.
     """
     if given is not None:
-        _refuse_other_than_folder(given)
+        _refuse_other_than_folder(given, called)
         return Artifact(given, thorough=thorough)
     found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
     if not found:
@@ -31,7 +32,7 @@ def open_artifact(given: Path | None, *, thorough: bool = False) -> Artifact:
     return Artifact(found[0], thorough=thorough)
 
 
-def _refuse_other_than_folder(given: Path) -> None:
+def _refuse_other_than_folder(given: Path, called: str) -> None:
     """Raise UsageError if the path is no folder; `Artifact` reports a path that does not exist."""
     try:
         mode = os.stat(given).st_mode
@@ -39,9 +40,9 @@ def _refuse_other_than_folder(given: Path) -> None:
         return
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"--index {given}: {reason}; name the folder that build-index printed") from None
+        raise UsageError(f"{called} {given}: {reason}; name the folder that build-index printed") from None
     if not stat.S_ISDIR(mode):
-        raise UsageError(f"--index {given} {_no_folder(given)}")
+        raise UsageError(f"{called} {given} {_no_folder(given)}")
 
 
 def _no_folder(given: Path) -> str:

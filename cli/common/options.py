@@ -68,6 +68,14 @@ DtypeOption = Annotated[
         autocompletion=lambda: ["auto", "float32", "float16", "bfloat16"],
     ),
 ]
+KVDtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="What keys and values are stored in: auto (the model's dtype) or int8, which halves them and costs a "
+        "little of attention's accuracy: it is measured and kept in the index.",
+        autocompletion=lambda: ["auto", "int8"],
+    ),
+]
 SpecialTokensOption = Annotated[
     bool,
     typer.Option(

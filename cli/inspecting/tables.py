@@ -38,6 +38,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
     facts = {
         "index": f"{inspection['index']} (built {inspection['created']})",
         "model": f"{inspection['model']['id']}, {inspection['dtype']}",
+        **({} if inspection["kv_storage"] is None else {"keys and values": _storage(inspection["kv_storage"])}),
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
         "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
@@ -51,6 +52,15 @@ def _facts(inspection: dict[str, Any]) -> Table:
     for name, fact in facts.items():
         table.add_row(name, fact)
     return table
+
+
+def _storage(storage: dict[str, Any]) -> str:
+    """One line about keys and values in 8 bits."""
+    errors = storage["layers"]
+    return (
+        f"in {storage['dtype']}: output error of dense attention {storage['error']:.4f}, "
+        f"{max(errors):.4f} in layer {errors.index(max(errors))}, measured on {storage['measured_tokens']:,} tokens"
+    )
 
 
 def _default(setting: dict[str, Any]) -> str:

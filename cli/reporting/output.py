@@ -9,6 +9,7 @@ from rich.table import Table
 
 from sparsekv.cli.common.console import say, say_csv, show
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
+from sparsekv.cli.common.stored import storage_record
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.reporting.front import in_order, pareto_front, row_records
@@ -40,6 +41,7 @@ def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float
     best, records = report.best_within(within), row_records(rows)
     lowest = next((record for row, record in zip(rows, records, strict=True) if row == best), None)
     about = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "rows"}
+    about["kv_storage"] = storage_record(report.kv_storage)
     return {**about, "within": within, "best": lowest, "rows": records}
 
 
@@ -48,11 +50,12 @@ def print_csv(rows: Sequence[RecallRow]) -> None:
     say_csv([*(field.name for field in fields(RecallRow)), "front"], row_records(in_order(rows)))
 
 
-def print_report(report: RecallReport, groups: Sequence[str], within: float, answers: str) -> None:
+def print_report(report: RecallReport, groups: Sequence[str], within: float, stored: str | None, answers: str) -> None:
     """The table, its legend, the row of lowest error that reads at most `within`, and how answers are measured.
 
     Args:
         groups: the columns that rows are grouped by, of `layer` and `kv_head`.
+        stored: the result of `stored_line`.
         answers: the result of `answers_line`.
     """
     rows, best = report.by(*groups), report.best_within(within)
@@ -62,6 +65,8 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, ans
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+    if stored is not None:
+        say(f"{stored} The errors above are against dense attention over the stored ones.")
     say(answers)
 
 

@@ -34,6 +34,11 @@ class CapturedLayer:
     sink_logits: torch.Tensor | None
     sample: torch.Tensor | None
 
+    @property
+    def queries(self) -> dict[str, torch.Tensor]:
+        """What is stored of the queries of the tail, and of the sinks, by tensor."""
+        return {"tail": self.tail} | ({} if self.sink_logits is None else {"sink_logits": self.sink_logits})
+
 
 @dataclass
 class _Recorder:

@@ -1,18 +1,14 @@
 """Storage of the middle's keys and values during decoding: on the device, in host memory, or in the index's files."""
 
 from abc import ABC, abstractmethod
-from typing import TypeAlias
 
 import torch
 
+from sparsekv.formats.context_rows import Pair as Pair
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.cache.growing import GrowingRows
-
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [Hk, T, D]."""
-
 
 PLACEMENTS = ("device", "host", "disk")
 
@@ -107,7 +103,7 @@ class MemoryRows(MiddleRows):
 
 
 class DiskRows(MiddleRows):
-    """Rows in the index's own files; only chosen rows are read.
+    """Rows in the index's own files; only chosen rows are read, and restored where they are stored in 8 bits.
 
     The file is mapped again for each read and unmapped after it, so that pages count as the system's page cache and not
     as this process's memory. Keeps the layout, 8 bytes per token and head, and appended rows in memory.
@@ -123,7 +119,7 @@ class DiskRows(MiddleRows):
         self.reachable = False
         self.split = artifact.manifest.split
         heads, channels = artifact.heads_and_channels(layer)
-        self.heads = torch.arange(heads)[:, None]
+        self.heads = heads
         self.tokens = None if order is None else GrowingRows(order.cpu())
         self.nothing = torch.empty(heads, 0, channels, dtype=dtype, device=device)
         self.new = GrowingRows(self.nothing), GrowingRows(self.nothing)
@@ -134,20 +130,20 @@ class DiskRows(MiddleRows):
 
     def gather(self, rows: torch.Tensor) -> Pair:
         tokens = rows.cpu() if self.tokens is None else self.tokens.rows.gather(1, rows.cpu())
-        keys, values = self.artifact.context(self.layer)
-        return self._picked(keys, self.new[0], tokens), self._picked(values, self.new[1], tokens)
+        stored = self.artifact.context_rows(self.layer)
+        keys, values = stored.gather(tokens.clamp(max=self.split.middle - 1), self.split.sinks)
+        return self._with_new(keys, self.new[0], tokens), self._with_new(values, self.new[1], tokens)
 
-    def _picked(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
-        Hk, N, D = stored.shape
-        places = self.split.sinks + tokens.clamp(max=self.split.middle - 1) + self.heads * N
-        picked = stored.flatten(0, 1).index_select(0, places.flatten()).view(Hk, -1, D).to(self.device, self.dtype)
+    def _with_new(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
+        """Stored rows [Hk, R, D] on the model's device, with appended rows in place of those of later tokens."""
+        picked = stored.to(self.device, self.dtype)
         if not new.used:
             return picked
         later = (tokens - self.split.middle).to(self.device)[..., None]
-        return torch.where(later < 0, picked, new.rows.gather(1, later.clamp(min=0).expand(-1, -1, D)))
+        return torch.where(later < 0, picked, new.rows.gather(1, later.clamp(min=0).expand(-1, -1, picked.shape[2])))
 
     def from_row(self, start: int) -> Pair:
-        return self.gather(torch.arange(start, self.used).expand(len(self.heads), -1))
+        return self.gather(torch.arange(start, self.used).expand(self.heads, -1))
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         before = self.used
@@ -157,7 +153,7 @@ class DiskRows(MiddleRows):
             for rows, more in zip(self.new, new, strict=True):
                 rows.write(rows.used, more.to(self.nothing))
         if self.tokens is not None:
-            added = torch.arange(before, max(before, self.used)).expand(len(self.heads), -1)
+            added = torch.arange(before, max(before, self.used)).expand(self.heads, -1)
             among = torch.cat([self.tokens.rows[:, start:], added], 1)
             self.tokens.write(start, among.gather(1, order.cpu()))
 

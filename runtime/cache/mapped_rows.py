@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sparsekv.formats.context_rows import ContextRows
 from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows, Pair
 
 
@@ -15,13 +16,14 @@ class MappedRows(MiddleRows):
     that, so an index opens without it, and a method whose steps gather never copies.
 
     Args:
-        stored: keys and values [Hk, N, D] on the CPU, in order of position.
+        stored: keys and values [Hk, N, D] on the CPU, in order of position; in 8 bits, they are restored as they are
+            gathered.
         middle: which of the N are the middle.
         order: [Hk, M], the layout; None for order of position.
         dtype: the model's.
     """
 
-    stored: Pair
+    stored: ContextRows
     middle: slice
     order: torch.Tensor | None
     dtype: torch.dtype
@@ -36,12 +38,8 @@ class MappedRows(MiddleRows):
         if self._laid_out is not None:
             return self._laid_out.gather(rows)
         tokens = rows if self.order is None else self.order.gather(1, rows)
-        Hk, N, _ = self.stored[0].shape
-        flat = (tokens + torch.arange(self.middle.start, Hk * N, N)[:, None]).flatten()
-        keys, values = (
-            of.flatten(0, 1).index_select(0, flat).view(Hk, -1, of.shape[2]).to(self.dtype) for of in self.stored
-        )
-        return keys, values
+        keys, values = self.stored.gather(tokens, self.middle.start)
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def in_place(self) -> Pair:
         return self._in_memory().keys.buffer, self._in_memory().values.buffer
@@ -54,6 +52,6 @@ class MappedRows(MiddleRows):
 
     def _in_memory(self) -> MemoryRows:
         if self._laid_out is None:
-            keys, values = (of[:, self.middle].to(self.dtype) for of in self.stored)
+            keys, values = (rows.to(self.dtype) for rows in self.stored.part(self.middle))
             self._laid_out = MemoryRows(keys, values, self.order, keys.device)
         return self._laid_out

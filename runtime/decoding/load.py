@@ -11,7 +11,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel, choose_device, load_model
 from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.pages import map_pages
-from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -84,4 +84,4 @@ def _map_rows(artifact: Artifact) -> dict[int, LayerRows]:
 def _map_pages(rows: list[LayerRows]) -> None:
     # What cannot be read is told when it is needed.
     with suppress(ArtifactError):
-        map_pages(tensor for layer in rows for tensor in layer.on(CPU))
+        map_pages(tensor for layer in rows for tensor in layer.stored.tensors.values())

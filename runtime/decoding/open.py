@@ -165,9 +165,8 @@ class OpenIndex:
 
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Some tokens' keys and values in the model's dtype on its device; a window's are read alone."""
-        keys, values = rows.on(CPU if tokens.start else self.device)
-        device, dtype = self.device, self.dtype
-        return keys[:, tokens].to(device, dtype), values[:, tokens].to(device, dtype)
+        keys, values = rows.part(tokens, CPU if tokens.start else self.device)
+        return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def check_probe(self, *, hold: bool = False) -> None:
         """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
@@ -219,7 +218,7 @@ class _SparseLayers:
             gather=None if self.gather is None else self.gather(layer),
         )
         # The selector may keep the file mapped, with the pages that were read to get here.
-        for tensor in (*rows.on(CPU), *mapped) if self.placement == "disk" else ():
+        for tensor in (*rows.stored.tensors.values(), *mapped) if self.placement == "disk" else ():
             release_pages(tensor)
         rows.release()
         plan = plan_layer(prepared.selector, middle, facts, self.split.sinks, budget, len(exact[0]), device, options)
@@ -242,8 +241,8 @@ class _SparseLayers:
     def _exact(self, rows: LayerRows) -> Pair:
         """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
         sinks, end, index = self.split.sinks, self.split.sinks + self.split.middle, self.index
-        both = rows.on(self._placed())
-        keys, values = (torch.cat([one[:, :sinks], one[:, end : self.split.tokens]], 1) for one in both)
+        parts = [rows.part(tokens, self._placed()) for tokens in (slice(sinks), slice(end, self.split.tokens))]
+        keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
         return keys.to(index.device, index.dtype), values.to(index.device, index.dtype)
 
     def _placed(self) -> torch.device:
@@ -257,7 +256,7 @@ class _SparseLayers:
             return DiskRows(rows.artifact, rows.layer, layout, index.device, index.dtype)
         if index.device.type == "cpu":
             middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
-            return MappedRows(rows.on(CPU), middle, layout, index.dtype)
+            return MappedRows(rows.stored, middle, layout, index.dtype)
         if layout is None and where == self._search_device(self.method):
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:

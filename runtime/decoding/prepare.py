@@ -56,7 +56,7 @@ def stored_context(
         first_token=split.sinks,
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
     )
-    return StoredContext(context, (rows.on(device)[0], *stored.values()) if device.type == "cpu" else ())
+    return StoredContext(context, (*rows.mapped_keys, *stored.values()) if device.type == "cpu" else ())
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ class QueryBlock:
 def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> QueryBlock:
     """The tail's second half, which nothing was calibrated on; with `calibration` its first half."""
     stored, tail = artifact.queries(layer), artifact.manifest.split.tail
-    keys, values = artifact.context(layer)
+    keys, values = artifact.context_rows(layer).part(slice(0, 0))
     first, stop = (0, tail // 2) if calibration else (tail // 2, tail)
     return QueryBlock(
         queries=stored["tail"][:, first:stop],
-        keys=keys[:, :0],
-        values=values[:, :0],
+        keys=keys,
+        values=values,
         visible=torch.arange(first, stop) + 1,
         sink_logits=stored.get("sink_logits"),
     )
@@ -50,12 +50,12 @@ def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
     name = layer_file("samples", layer)
     if name not in artifact.manifest.files:
         return None
-    keys, values = artifact.context(layer)
+    keys, values = artifact.context_rows(layer).part(slice(0, 0))
     queries = artifact.tensors(name)["queries"][:, -(artifact.manifest.split.tail // 2) :]
     return QueryBlock(
         queries=queries,
-        keys=keys[:, :0],
-        values=values[:, :0],
+        keys=keys,
+        values=values,
         visible=torch.zeros(queries.shape[1], dtype=torch.int64),
         sink_logits=artifact.queries(layer).get("sink_logits"),
     )

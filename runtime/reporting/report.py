@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.cache.layer_rows import LayerRows
@@ -76,7 +77,7 @@ class RecallRow:
 @dataclass(frozen=True)
 class RecallReport:
     """A whole report: `rows` has one row per method, variant, budget, layer and KV head; `prefill` is how the index's
-    context was prefilled."""
+    context was prefilled, `kv_storage` what storing its keys and values costs, None where that is nothing."""
 
     index: str
     model: str
@@ -84,6 +85,7 @@ class RecallReport:
     n_middle: int
     n_queries: int
     prefill: str
+    kv_storage: KVStorage | None
     rows: list[RecallRow]
 
     def by(self, *names: str) -> list[RecallRow]:
@@ -168,6 +170,7 @@ def recall_report(
         n_middle=manifest.split.middle,
         n_queries=len(queries),
         prefill=str(manifest.prefill),
+        kv_storage=manifest.kv_storage,
         rows=rows,
     )
 

@@ -114,7 +114,7 @@ class TracedIndex:
     def _about(self, answer: Answer) -> dict[str, Any]:
         """What was asked, and of which tokens the prompt and the answer are made."""
         manifest = self.index.artifact.manifest
-        heads = len(self.index.artifact.context(manifest.indexed_layers[0])[0])
+        heads = self.index.artifact.context_rows(manifest.indexed_layers[0]).shape[0]
         return {
             "version": VERSION,
             "index": str(self.index.artifact.folder),

@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+from support.forked import zygote
 from support.hostile import KINDS, attack_once
 from support.sandbox import COMMANDS, Attacked, World
 
@@ -38,6 +39,27 @@ def test_an_index_from_a_stranger_is_harmless(
     world: World, tmp_path: Path, kind: str, seed: int, command: Attacked
 ) -> None:
     wrong = attack_once(world, tmp_path / "home", kind, seed, command)
+    assert wrong is None, wrong
+
+
+@pytest.fixture(scope="module")
+def int8_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The same with keys and values in 8 bits."""
+    return World.make(tmp_path_factory.mktemp("int8_world"), zygote(), options=("--kv-dtype", "int8"))
+
+
+@pytest.mark.parametrize("command", ["generate", "recall-report", "append", "save-to"])
+@pytest.mark.parametrize(("kind", "seed"), [("manifest", 15), ("manifest", 20), ("tensors", 2), ("tensors", 10)])
+def test_an_index_in_8_bits_from_a_stranger_is_harmless(
+    int8_world: World, tmp_path: Path, kind: str, seed: int, command: str
+) -> None:
+    wrong = attack_once(int8_world, tmp_path / "home", kind, seed, NAMED[command])
+    assert wrong is None, wrong
+
+
+@pytest.mark.parametrize("seed", [4, 9, 16])
+def test_converting_an_index_from_a_stranger_is_harmless(world: World, tmp_path: Path, seed: int) -> None:
+    wrong = attack_once(world, tmp_path / "home", "tensors", seed, NAMED["convert"])
     assert wrong is None, wrong
 
 

@@ -26,6 +26,9 @@ COMMANDS = {
     "--save-to": Killed(
         lambda sandbox, **how: sandbox.ask("--save-to", SAVED, **how), may_change=(SAVED,), makes=SAVED
     ),
+    "convert": Killed(
+        lambda sandbox, **how: sandbox.run("convert", INDEX, "-o", SAVED, **how), may_change=(SAVED,), makes=SAVED
+    ),
     "tune": Killed(
         lambda sandbox, **how: sandbox.run(*("tune", "-i", INDEX, "--target-recall", "0.5", "--method", "quest"), **how)
     ),

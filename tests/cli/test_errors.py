@@ -48,6 +48,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         ((*BUILD, "--chunk-size", "0"), 2, ("--chunk-size 0",)),
         ((*BUILD, "--device", "tpu"), 2, ("--device tpu", "cpu")),
         ((*BUILD, "--dtype", "int3"), 2, ("--dtype int3", "float32")),
+        ((*BUILD, "--kv-dtype", "int9"), 2, ("--kv-dtype int9", "choose one of auto, int8", "did you mean int8")),
         ((*BUILD, "--rope-scaling", "yarn"), 2, ("--rope-scaling yarn", "FACTOR")),
         (("generate", "Why?", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
         (("generate", "Why?", "--budget", "0"), 2, ("--budget 0", "0.05")),

@@ -47,13 +47,19 @@ CASES = {
         ("recall-report", "--method", "multipole", "--guard", "0.2", "--by", "layer,head", "--budget", "5%"),
         ("recall-report", "--method", "quest", "--residual", "--budget", "40", "--within", "0.01", "--together", "1,4"),
         ("recall-report", "--method", "oracle", "--budget", "5%"),
+        ("recall-report", "--index", "int8.skv", "--method", "oracle", "--budget", "5%"),
     ],
     "tune": [
         ("tune", "--target-recall", "0.2", "--method", "quest"),
         ("tune", "--target-error", "0.0001", "--method", "quest", "--dry-run"),
         ("tune", "--target-recall", "0.2", "--method", "quest", "--dry-run", "--cheapest", "time"),
     ],
-    "inspect": [("inspect",), ("inspect", "--verify", "--clusters", "0"), ("inspect", "--index", "lists.skv")],
+    "inspect": [
+        ("inspect",),
+        ("inspect", "--verify", "--clusters", "0"),
+        ("inspect", "--index", "lists.skv"),
+        ("inspect", "--index", "int8.skv"),
+    ],
     "bench": [
         ("bench", *SMALL, *LAYER, "--method", "squeezed"),
         ("bench", "--index", "doc.skv", "--budget", "9", "--runs", "2", "--warm"),
@@ -68,9 +74,11 @@ CASES = {
 
 @pytest.fixture
 def named(place: Path) -> Path:
-    """A folder with a second index, of posting lists, a batch of questions, defaults, and the model named once."""
+    """A folder with an index of posting lists, one in 8 bits, a batch of questions, defaults, and the model named
+    once."""
     few = ("--method", "csattention", "--max-tokens", "300")
     assert run_here("build-index", "doc.txt", "--model", "model", "-q", "-o", "lists.skv", *few).code == 0
+    assert run_here("convert", "doc.skv", "-o", "int8.skv", "-q").code == 0
     (place / "questions.txt").write_text("Why?\n\nHow?\n")
     (place / "sparsekv.toml").write_text('index = "doc.skv"\n[generate]\nahead = false\n[eval]\nprefill = ["dense"]\n')
     return place

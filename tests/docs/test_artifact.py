@@ -11,6 +11,7 @@ from safetensors import safe_open
 from support.doc_pages import ROOT, tables
 from support.small_index import INDEXERS, small_plan
 
+from sparsekv.formats.int8_rows import KEY_BLOCK
 from sparsekv.indexing.build import build_index
 
 PAGE = ROOT / "docs" / "reference" / "artifact.md"
@@ -93,3 +94,21 @@ def test_axes_are_those_of_the_page(files: list[tuple[int, Tensors]]) -> None:
         for axis, size, tensor in quotients:
             whole, parts = axis.split("/")
             assert sizes[whole] == sizes[parts] * size, (tensor, axis)
+
+
+def test_tensors_in_8_bits_are_those_of_their_page(tmp_path: Path) -> None:
+    """Their names, dtypes and axes, and no other tensors."""
+    plan = small_plan(kv_dtype="int8")
+    build_index(plan, tmp_path / "doc.skv")
+    page = ROOT / "docs" / "reference" / "eight-bits.md"
+    documented_here = {
+        tensor.strip("`"): (axes.strip("[]").split(", "), dtype)
+        for tensor, axes, dtype, *_ in tables(page, "tensor", "axes", "dtype")
+    }
+    sizes = DOCUMENT | {"D": 16, "B": -(-DOCUMENT["N"] // KEY_BLOCK)}
+    with safe_open(tmp_path / "doc.skv" / "context" / "layer_000.safetensors", "pt") as file:
+        stored_here = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    assert stored_here.keys() == documented_here.keys()
+    for name, (axes, dtype) in documented_here.items():
+        assert list(stored_here[name].shape) == [sizes[axis] for axis in axes], name
+        assert stored_here[name].dtype == getattr(torch, dtype), name

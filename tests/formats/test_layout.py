@@ -10,6 +10,7 @@ from support.artifacts import CONTEXT, METHOD, QUERIES, small_artifact
 from support.sealing import Tensors, change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_rows import quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import TOKENS
 
@@ -74,6 +75,59 @@ def test_a_file_that_is_not_recorded_is_named(index: Path, file: str) -> None:
     reseal(index, lambda fields: fields["files"].pop(file))
     with pytest.raises(ArtifactError, match=f"contradicts itself: {file} is not in it"):
         Artifact(index)
+
+
+def _int8_index(folder: Path) -> None:
+    """The small index with its keys and values in 8 bits."""
+    change_tensors(folder, CONTEXT, lambda tensors: quantise(tensors["keys"], tensors["values"]))
+    storage = {"dtype": "int8", "errors": [0.01], "measured_ids": "0" * 64, "measured_tokens": 40}
+    reseal(folder, lambda fields: fields.update(kv_storage=storage))
+
+
+INT8_CONTRADICTIONS: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "numbers": (_dtype(CONTEXT, "keys", "float32"), f"keys of {CONTEXT} is float32"),
+    "values": (_shape(CONTEXT, "values", [2, 39, 8]), f"values of {CONTEXT} is int8 \\[2, 39, 8\\]"),
+    "too few scales": (_shape(CONTEXT, "value_scales", [2, 39]), f"value_scales of {CONTEXT}"),
+    "scales' dtype": (_dtype(CONTEXT, "value_scales", "float32"), f"value_scales of {CONTEXT} is float32"),
+    "blocks of scales": (_shape(CONTEXT, "key_scales", [2, 2, 8]), f"key_scales of {CONTEXT}"),
+    "blocks of offsets": (_shape(CONTEXT, "key_offsets", [2, 1, 7]), f"key_offsets of {CONTEXT}"),
+    "no offsets": (lambda fields: fields["files"][CONTEXT]["tensors"].pop("key_offsets"), "key_offsets is not in"),
+    "not said": (_set("kv_storage", None), f"keys of {CONTEXT} is int8"),
+    "errors": (_set("kv_storage.errors", [0.1, 0.2]), "its kv_storage has errors of 2 layers for 1"),
+}
+
+
+@pytest.mark.parametrize("name", INT8_CONTRADICTIONS)
+def test_a_contradiction_about_8_bits_is_named(index: Path, name: str) -> None:
+    _int8_index(index)
+    assert Artifact(index).context(0)[0].dtype == torch.float32
+    change, says = INT8_CONTRADICTIONS[name]
+    reseal(index, change)
+    with pytest.raises(ArtifactError, match=f"contradicts itself: .*{says}.*--force"):
+        Artifact(index)
+
+
+def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
+    """They would decide how the keys are read."""
+    scales = torch.ones(2, 1, 8, dtype=torch.bfloat16)
+    change_tensors(index, CONTEXT, lambda tensors: tensors | {"key_scales": scales})
+    with pytest.raises(ArtifactError, match=f"contradicts itself: {CONTEXT} has a tensor key_scales"):
+        Artifact(index)
+
+
+@pytest.mark.parametrize("field", ["dtype", "errors", "measured_tokens"])
+def test_an_odd_record_of_storage_is_refused(index: Path, field: str) -> None:
+    _int8_index(index)
+    wrong = {"dtype": "int4", "errors": [-1.0], "measured_tokens": 0}[field]
+    reseal(index, _set(f"kv_storage.{field}", wrong))
+    with pytest.raises(ArtifactError, match=f"field kv_storage.{field}"):
+        Artifact(index)
+
+
+def test_an_index_that_says_nothing_of_storage_holds_exact_rows(index: Path) -> None:
+    """As those of earlier versions."""
+    reseal(index, lambda fields: fields.pop("kv_storage"))
+    assert Artifact(index).manifest.kv_storage is None
 
 
 def _renamed(tensors: Tensors) -> Tensors:

@@ -102,8 +102,10 @@ class World:
     original: Sandbox
 
     @classmethod
-    def make(cls, folder: Path, zygote: Zygote, methods: tuple[str, ...] = METHODS) -> "World":
-        """Write everything and build the index with the real command."""
+    def make(
+        cls, folder: Path, zygote: Zygote, methods: tuple[str, ...] = METHODS, options: tuple[str, ...] = ()
+    ) -> "World":
+        """Write everything and build the index with the real command, with these options."""
         model, home = save_tiny(folder / "model"), folder / "home"
         for name, content in VICTIMS.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,7 @@ class World:
         (home / "doc.txt").write_text(DOCUMENT)
         (home / "more.txt").write_text(MORE)
         original = Sandbox(home, model, zygote, methods)
-        built = original.build()
+        built = original.build(*options)
         assert built.code == 0, built
         return cls(original)
 
@@ -123,7 +125,7 @@ class World:
 
 @dataclass(frozen=True)
 class Attacked:
-    """One of the five commands on an index from a stranger, and what it may change in the home.
+    """One of the commands on an index from a stranger, and what it may change in the home.
 
     `reports`: what it prints is its own words, not a model's.
     """
@@ -138,6 +140,8 @@ class Attacked:
             return ("inspect", "-i", INDEX, "--model", sandbox.model)
         if self.name == "recall-report":
             return ("recall-report", "-i", INDEX, "--budget", "10%")
+        if self.name == "convert":
+            return ("convert", INDEX, "-o", SAVED)
         if self.name == "append":
             return ("append", "more.txt", "-i", INDEX, "--model", sandbox.model, "--rebuild")
         choose = random.Random(seed)
@@ -151,5 +155,6 @@ COMMANDS = (
     Attacked("generate", reports=False),
     Attacked("recall-report"),
     Attacked("append", (INDEX,)),
+    Attacked("convert", (SAVED,)),
     Attacked("save-to", (SAVED,), reports=False),
 )

@@ -9,13 +9,14 @@ from support.small_index import build_small
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, lay_out
+from sparsekv.runtime.cache.mapped_rows import MappedRows
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return build_small(tmp_path_factory.mktemp("rows") / "small.skv").artifact
+@pytest.fixture(scope="module", params=[None, "int8"], ids=["exact", "int8"])
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return build_small(tmp_path_factory.mktemp("rows") / "small.skv", kv_dtype=request.param).artifact
 
 
 def _shuffled(seed: int, heads: int, rows: int) -> torch.Tensor:
@@ -29,8 +30,10 @@ def _stored(artifact: Artifact) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _both(artifact: Artifact, order: torch.Tensor | None) -> list[MiddleRows]:
-    disk = DiskRows(artifact, 1, order, CPU, torch.float32)
-    return [MemoryRows(*_stored(artifact), order, CPU), disk]
+    split, disk = artifact.manifest.split, DiskRows(artifact, 1, order, CPU, torch.float32)
+    middle = slice(split.sinks, split.sinks + split.middle)
+    mapped = MappedRows(artifact.context_rows(1), middle, order, torch.float32)
+    return [MemoryRows(*_stored(artifact), order, CPU), disk, mapped]
 
 
 def _agree(places: list[MiddleRows], expected: tuple[torch.Tensor, torch.Tensor], seed: int) -> None:

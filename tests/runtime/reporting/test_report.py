@@ -54,6 +54,7 @@ def test_header_describes_what_was_measured(report: RecallReport, index: OpenInd
         "n_middle": split.middle,
         "n_queries": split.tail // 2,
         "prefill": "dense",
+        "kv_storage": None,
     }
     assert {row.budget_tokens for row in report.rows} == {round(0.05 * split.middle), 60, split.middle}
 

@@ -1,0 +1,71 @@
+"""`sparsekv convert`: an index with the same prompt and methods, whose keys and values are stored in 8 bits."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsekv.cli.common.console import note, progress, say
+from sparsekv.cli.common.index_option import open_artifact
+from sparsekv.cli.common.options import DeviceOption, QuietOption
+from sparsekv.cli.common.stored import stored_line
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import tune_hint
+from sparsekv.formats.kv_storage import KVDtype, kv_dtype_named
+from sparsekv.formats.models.load import choose_device
+from sparsekv.formats.ours import check_output
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.convert import convert_index
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def convert(
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="The index to convert; it is left as it is.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new index.")],
+    kv_dtype: Annotated[
+        str,
+        typer.Option(help="What to store keys and values in: int8.", autocompletion=lambda: ["int8"]),
+    ] = "int8",
+    device: DeviceOption = "auto",
+    quiet: QuietOption = False,
+) -> None:
+    """Store the keys and values of INDEX in 8 bits, in another index, and print its path.
+
+    The prompt, its queries and the probe are taken over, keys and values are rounded, and every method is built anew
+    from the rounded ones, with the parameters it had: the result is what build-index --kv-dtype int8 would have built.
+    No model is loaded. What was appended to INDEX is in it too, but methods are built as if all of the text had been
+    there at once. A default that tune found for INDEX is not kept.
+
+    \b
+    sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv
+    """
+    wanted = kv_dtype_named(kv_dtype)
+    if wanted is None:
+        raise UsageError(f"--kv-dtype {kv_dtype}: keys and values of an index are in its dtype already; give int8")
+    artifact = open_artifact(index, thorough=True, called="INDEX")
+    _refuse_rounded(artifact, wanted)
+    if os.path.lexists(output):
+        raise UsageError(f"{output} is there already; choose another name with --output")
+    check_output(output)
+    where = choose_device(device)
+    with progress(quiet=quiet) as show:
+        manifest = convert_index(artifact, wanted, output, where, show)
+    if (stored := stored_line(manifest)) is not None:
+        note(stored, quiet=quiet)
+    if artifact.manifest.defaults is not None:
+        again = tune_hint(output, artifact.manifest.defaults.target)
+        note(f"the default that tune found was for the index before: run {again} for the new one", quiet=quiet)
+    say(str(output))
+
+
+def _refuse_rounded(artifact: Artifact, wanted: KVDtype) -> None:
+    """Raise UsageError for an index whose exact rows are no longer there."""
+    stored = artifact.manifest.kv_storage
+    if stored is not None:
+        raise UsageError(
+            f"{artifact.folder} stores its keys and values in {stored.dtype} already: the exact ones are not there to "
+            f"store in {wanted}; copy the folder, or build the index again from its document"
+        )

@@ -1,0 +1,87 @@
+"""What dense attention loses by forms of storing keys and values in 8 bits, over an index of exact ones.
+
+    python docs/benchmarks/storing_forms.py topics.skv
+
+prints a row for each form of keys, of values and of both: the output error of dense attention for the tail's queries,
+the mean over layers and the largest of a layer.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
+
+Form = Callable[[torch.Tensor], torch.Tensor]
+LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
+
+
+def stored(rows: torch.Tensor, dtype: str, tokens: int, channels: int, *, offsets: bool) -> torch.Tensor:
+    """Rows [Hk, N, D] as they come back from 8 bits, with bfloat16 scales of each block of tokens and channels."""
+    filling = rows[:, -1:].expand(-1, -rows.shape[1] % tokens, -1)
+    blocks = torch.cat([rows, filling], 1).float().unflatten(1, (-1, tokens)).unflatten(3, (-1, channels))
+    middle = (blocks.amin((2, 4), keepdim=True) + blocks.amax((2, 4), keepdim=True)) / 2 * offsets
+    middle = middle.bfloat16().float()
+    scales = ((blocks - middle).abs().amax((2, 4), keepdim=True) / LARGEST[dtype]).bfloat16().float()
+    numbers = ((blocks - middle) / torch.where(scales == 0, 1.0, scales)).clamp(-LARGEST[dtype], LARGEST[dtype])
+    numbers = numbers.round() if dtype == "int8" else numbers.to(torch.float8_e4m3fn).float()
+    return (numbers * scales + middle).flatten(3, 4).flatten(1, 2)[:, : rows.shape[1]]
+
+
+def forms(channels: int) -> dict[str, tuple[Form, Form]]:
+    """What is done to keys and to values, by name."""
+
+    def same(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def form(dtype: str, tokens: int, group: int, *, offsets: bool = False) -> Form:
+        return lambda rows: stored(rows, dtype, tokens, group, offsets=offsets)
+
+    found: dict[str, tuple[Form, Form]] = {"bfloat16, both": (torch.Tensor.bfloat16, torch.Tensor.bfloat16)}
+    for dtype in LARGEST:
+        keys, values = form(dtype, 64, 1, offsets=True), form(dtype, 1, channels)
+        found |= {
+            f"{dtype}, keys: a token": (form(dtype, 1, channels), same),
+            f"{dtype}, keys: a channel of 64 tokens": (form(dtype, 64, 1), same),
+            f"{dtype}, keys: the same with offsets": (keys, same),
+            f"{dtype}, keys: of 256 tokens with offsets": (form(dtype, 256, 1, offsets=True), same),
+            f"{dtype}, values: a token": (same, values),
+            f"{dtype}, values: 32 channels of a token": (same, form(dtype, 1, 32)),
+            f"{dtype}, values: a channel of 64 tokens": (same, form(dtype, 64, 1)),
+            f"{dtype}, both: keys of 64 tokens with offsets, values of a token": (keys, values),
+        }
+    return found
+
+
+@torch.inference_mode()
+def errors(artifact: Artifact, layer: int, kinds: dict[str, tuple[Form, Form]]) -> dict[str, float]:
+    """The output error of each form in one layer."""
+    facts, (keys, values) = artifact.manifest.layers[layer], artifact.context(layer)
+    tail = artifact.queries(layer)["tail"]
+    mask = causal_mask(tail.shape[1], keys.shape[1], facts.sliding_window, tail.device)
+
+    def output(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        query = tail.float().unflatten(0, (len(keys), -1))
+        return attend(query, [Segment(keys.float(), values.float(), mask)], facts.softmax_scale, facts.softcap)
+
+    exact = output(keys, values)
+    return {
+        name: float(((output(of_keys(keys), of_values(values)) - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+        for name, (of_keys, of_values) in kinds.items()
+    }
+
+
+def main() -> None:
+    artifact = Artifact(Path(sys.argv[1]))
+    kinds = forms(artifact.context_rows(0).shape[2])
+    found = [errors(artifact, layer, kinds) for layer in artifact.manifest.indexed_layers]
+    for name in kinds:
+        of_layers = [layer[name] for layer in found]
+        print(f"{name:70} {sum(of_layers) / len(of_layers):.4f} {max(of_layers):.4f}")
+
+
+if __name__ == "__main__":
+    main()

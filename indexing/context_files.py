@@ -1,0 +1,106 @@
+"""A context's files, layer by layer: keys and values in the model's dtype or in 8 bits, and the held-out queries."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.context_rows import Pair
+from sparsekv.formats.int8_rows import first_tokens, joined, quantise
+from sparsekv.formats.kv_storage import KVDtype, KVStorage
+from sparsekv.formats.schema import LayerFacts, ModelIdentity, Prefill, Split, layer_file
+from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.storing_error import storing_error
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def context_recipe(
+    model: ModelIdentity, ids_sha256: str, split: Split, dtype: str, prefill: Prefill, kv_dtype: KVDtype | None
+) -> str:
+    """The recipe of a context's files: the hash of everything that decides their content.
+
+    Args:
+        kv_dtype: what keys and values are stored in; None for `dtype`.
+    """
+    decides = {
+        "model": decides_keys(model),
+        "ids": ids_sha256,
+        "split": split.model_dump(),
+        "dtype": dtype,
+        "prefill": decides_context(prefill),
+    }
+    return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype})
+
+
+def decides_keys(model: ModelIdentity) -> list[str | None]:
+    """What of a model decides keys and values."""
+    return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+
+
+def decides_context(prefill: Prefill) -> object:
+    """What of a prefill decides keys and values: not the chunk size of a dense one."""
+    return prefill.kind if prefill.exact else prefill.model_dump()
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """The first `tokens` rows of an index in 8 bits, whole blocks of keys, by layer: they are stored as they were,
+    because rounding them a second time would lose a second time. `storage` is what that index says of them."""
+
+    tokens: int
+    tensors: Callable[[int], Tensors]
+    storage: KVStorage
+
+
+@dataclass
+class ContextFiles:
+    """Writes a context's files in an order of layers.
+
+    Args:
+        missing: names of the files to write; the others were reused.
+        kv_dtype: what keys and values are stored in; None for their own dtype.
+        taken_over: rows that are not exact, and are stored as they were.
+        copies: rows are copies, which take memory of their own until they are written.
+    """
+
+    writer: ArtifactWriter
+    recipe: str
+    missing: set[str]
+    kv_dtype: KVDtype | None = None
+    taken_over: TakenOver | None = None
+    copies: bool = False
+    errors: list[float] = field(default_factory=list)
+
+    def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
+        """Write what is missing of a layer, and measure what storing costs while its exact rows are there.
+
+        Args:
+            rows: keys and values [Hk, N, D].
+            queries: `tail` [Hq, R, D], and `sink_logits` [Hq] where the layer has them.
+        """
+        tensors = {"keys": rows[0], "values": rows[1]}
+        if self.kv_dtype is not None:
+            tensors = self._in_8_bits(layer, rows)
+            if self.taken_over is None:
+                self.errors.append(storing_error(queries["tail"], rows, tensors, facts, queries.get("sink_logits")))
+        for folder, of_layer in (("context", tensors), ("queries", queries)):
+            name = layer_file(folder, layer)
+            if name in self.missing:
+                # What waits to be written is memory of its own in 8 bits; else the prefill has taken it anyway.
+                self.writer.write(name, of_layer, self.recipe, wait=self.copies or self.kv_dtype is not None)
+
+    def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:
+        """The manifest's record of what was written, for a prompt of so many tokens with this hash."""
+        if self.kv_dtype is None:
+            return None
+        if self.taken_over is not None:
+            return self.taken_over.storage
+        return KVStorage(dtype=self.kv_dtype, errors=self.errors, measured_ids=ids_sha256, measured_tokens=tokens)
+
+    def _in_8_bits(self, layer: int, rows: Pair) -> dict[str, torch.Tensor]:
+        if self.taken_over is None:
+            return quantise(*rows)
+        tokens = self.taken_over.tokens
+        return joined(first_tokens(self.taken_over.tensors(layer), tokens), quantise(*(of[:, tokens:] for of in rows)))

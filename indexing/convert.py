@@ -1,0 +1,114 @@
+"""Converts a finished index to one that stores keys and values in 8 bits; no model runs."""
+
+import uuid
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.int8_rows import row_bytes
+from sparsekv.formats.kv_storage import KVDtype, KVStorage
+from sparsekv.formats.marker import mark
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, layer_file
+from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.append import stored_indexers
+from sparsekv.indexing.context_files import ContextFiles, context_recipe
+from sparsekv.indexing.context_stage import ContextFacts
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.method_stage import build_method
+from sparsekv.indexing.partial_folder import partial_folder
+from sparsekv.indexing.plan import MethodJob, Progress
+from sparsekv.indexing.sampling import sample_recipe, write_sample
+from sparsekv.indexing.versions import library_versions
+
+
+def convert_index(
+    artifact: Artifact, kv_dtype: KVDtype, folder: Path, device: torch.device, progress: Progress
+) -> Manifest:
+    """Write an index of the same prompt, with keys and values in 8 bits, to a new folder; returns its manifest.
+
+    Prompt, queries and probe are those of the old index, methods are built anew from the rows in 8 bits: files equal
+    those of `build_index` with the same `kv_dtype`. The folder appears when it is whole. Memory: one layer, and the
+    files that wait to be written.
+
+    Args:
+        artifact: one that stores exact rows, opened thoroughly, so that damage never gets a sum of its own.
+        device: where rows are converted and methods are built.
+
+    Raises:
+        ArtifactError: a file is damaged, a method is of another version, or the folder is there or cannot be written.
+    """
+    indexers = stored_indexers(artifact.manifest)
+    try:
+        with partial_folder(folder) as unfinished:
+            mark(Folder(unfinished))
+            with ArtifactWriter(unfinished) as writer:
+                writer.need_space(_bytes(artifact.manifest))
+                storage = _write_context(artifact, kv_dtype, writer, device, progress)
+                methods = _build_methods(artifact.manifest, indexers, storage, writer, device, progress)
+                return writer.finish(_manifest(artifact.manifest, storage, methods))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
+
+
+def _write_context(
+    artifact: Artifact, kv_dtype: KVDtype, writer: ArtifactWriter, device: torch.device, progress: Progress
+) -> KVStorage:
+    manifest = artifact.manifest
+    ids_sha256 = manifest.prompt.ids_sha256
+    recipe = context_recipe(manifest.model, ids_sha256, manifest.split, manifest.dtype, manifest.prefill, kv_dtype)
+    writer.write(TOKENS, artifact.tensors(TOKENS), recipe)
+    names = {layer_file(part, layer) for part in ("context", "queries") for layer in range(len(manifest.layers))}
+    files = ContextFiles(writer, recipe, names, kv_dtype)
+    for layer, facts in enumerate(manifest.layers):
+        files.write(layer, artifact.context(layer, device), artifact.queries(layer, device), facts)
+        if (name := layer_file("samples", layer)) in manifest.files:
+            sample = artifact.tensors(name)
+            positions = sample["positions"].long()
+            write_sample(writer, layer, sample["queries"], positions, sample_recipe(recipe, positions))
+        progress("write context", layer + 1, len(manifest.layers))
+    storage = files.storage(ids_sha256, manifest.split.tokens)
+    assert storage is not None
+    return storage
+
+
+def _build_methods(
+    manifest: Manifest,
+    indexers: dict[str, Indexer],
+    storage: KVStorage,
+    writer: ArtifactWriter,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, MethodRecord]:
+    job = MethodJob(indexers, manifest.split, manifest.dtype, device, writer, progress)
+    facts = ContextFacts(manifest.layers, manifest.probe, storage)
+    return {name: build_method(job, name, indexer, facts) for name, indexer in indexers.items()}
+
+
+def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord]) -> Manifest:
+    return old.model_copy(
+        update={
+            "writer_version": version("sparsekv"),
+            "uuid": str(uuid.uuid4()),
+            "parent_uuid": old.uuid,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kv_storage": storage,
+            "versions": library_versions(),
+            "methods": methods,
+            "defaults": None,
+        }
+    )
+
+
+def _bytes(manifest: Manifest) -> int:
+    """Disk space that the new index needs: what is not keys and values stays as large as it is."""
+    context = [manifest.files[layer_file("context", layer)] for layer in range(len(manifest.layers))]
+    shapes = [record.tensors["keys"].shape for record in context]
+    stored = sum(2 * row_bytes(channels) * heads * tokens for heads, tokens, channels in shapes)
+    others = sum(record.bytes for record in manifest.files.values()) - sum(record.bytes for record in context)
+    return int(stored + others)

@@ -1,0 +1,61 @@
+"""What a build takes over from the finished index in its folder: the rows of tokens that both begin with."""
+
+import math
+
+import torch
+
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
+from sparsekv.formats.context_rows import Pair, context_rows
+from sparsekv.formats.int8_rows import KEY_BLOCK
+from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.formats.schema import Manifest, layer_file
+from sparsekv.indexing.context_files import TakenOver, decides_context, decides_keys
+from sparsekv.indexing.plan import BuildJob
+from sparsekv.indexing.sampling import first_unknown
+
+
+def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
+    """How many leading tokens need not be prefilled again: the index in the folder has their rows, from the same model,
+    dtype and prefill, and the queries of those at `positions` [P], rising."""
+    base = job.writer.base
+    if base is None or job.plan.force or not job.team.starts_after_prefix or not _fits(job, base):
+        return 0
+    # Damaged rows would be copied and get a valid checksum of their own, so that nobody would notice.
+    if not all(job.writer.is_whole(base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):
+        return 0
+    chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
+    # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
+    shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
+    if shared and (unknown := first_unknown(job, positions)) is not None:
+        shared = min(shared, unknown)
+    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
+    chunk = 1 if job.plan.prefill.exact else job.plan.chunk_size
+    # Keys of one block share their scales.
+    step = math.lcm(chunk, 1 if base.kv_storage is None else KEY_BLOCK)
+    return shared // step * step
+
+
+def _fits(job: BuildJob, base: Manifest) -> bool:
+    """Whether a build's rows may follow those of an index. Of one in 8 bits only where it stores 8 bits itself: else
+    rows would pass for exact ones."""
+    return (
+        decides_keys(base.model) == decides_keys(job.model)
+        and base.dtype == job.plan.dtype
+        and decides_context(base.prefill) == decides_context(job.plan.prefill_record)
+        and (base.kv_storage is None or base.kv_storage.dtype == job.plan.kv_dtype)
+        and not rope_depends_on_length(base.rope.parameters)
+    )
+
+
+def prefix_rows(job: BuildJob, layer: int, tokens: int) -> Pair:
+    """Keys and values [Hk, tokens, D] of a layer of the index in the folder, on the model's device."""
+    stored = context_rows(job.read_base(layer_file("context", layer)), job.plan.loaded.model.dtype)
+    return stored.part(slice(tokens))
+
+
+def taken_over(job: BuildJob, tokens: int) -> TakenOver | None:
+    """The rows in 8 bits that the build begins with; None where all of its rows are exact."""
+    base = job.writer.base
+    if not tokens or base is None or base.kv_storage is None:
+        return None
+    return TakenOver(tokens, lambda layer: job.read_base(layer_file("context", layer)), base.kv_storage)

@@ -1,0 +1,197 @@
+"""Builds that store keys and values in 8 bits: what is measured, reused, resumed and taken over."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.reference import assert_close
+from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan
+
+from sparsekv.formats.int8_rows import KEY_BLOCK, quantise
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import LayerFacts, Manifest, layer_file
+from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.storing_error import storing_error
+from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
+
+
+class _Killed(BaseException):
+    """What an interruption raises: no `except Exception` on the way may swallow it."""
+
+
+def _int8(**changes: Any) -> BuildPlan:
+    return small_plan(kv_dtype="int8", **changes)
+
+
+def _sums(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    return {name: (file.sha256, file.recipe) for name, file in manifest.files.items()}
+
+
+def _tokens_run(plan: BuildPlan, folder: Path) -> int:
+    with recorded_attention(plan.loaded.model) as outputs:
+        build_index(plan, folder)
+    return prefilled(outputs)
+
+
+def _edited(start: int, rest: int, **changes: Any) -> BuildPlan:
+    return small_plan(text=TEXT[:start] + TEXT[5000 : 5000 + rest], tokens=start + rest, **changes)
+
+
+def test_what_is_stored_is_what_was_captured_in_8_bits(tmp_path: Path) -> None:
+    exact, stored = small_plan(), _int8()
+    build_index(exact, tmp_path / "a.skv")
+    manifest = build_index(stored, tmp_path / "b.skv")
+    for layer in range(len(manifest.layers)):
+        tensors = Artifact(tmp_path / "b.skv").tensors(layer_file("context", layer))
+        expected = quantise(*Artifact(tmp_path / "a.skv").context(layer))
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], rows) for name, rows in expected.items())
+
+
+def test_the_cost_of_storing_is_the_error_of_dense_attention_over_what_is_stored(tmp_path: Path) -> None:
+    """Per layer, by a definition of its own in float64."""
+    build_index(small_plan("gemma2"), tmp_path / "a.skv")
+    manifest = build_index(small_plan("gemma2", kv_dtype="int8"), tmp_path / "b.skv")
+    exact, stored = Artifact(tmp_path / "a.skv"), Artifact(tmp_path / "b.skv")
+    assert manifest.kv_storage is not None
+    assert manifest.kv_storage.measured_tokens == manifest.split.tokens
+    assert manifest.kv_storage.measured_ids == manifest.prompt.ids_sha256
+    for layer, facts in enumerate(manifest.layers):
+        queries = exact.queries(layer)["tail"]
+        right, there = (_output(queries, index.context(layer), facts) for index in (exact, stored))
+        error = ((there - right).norm(dim=-1) / right.norm(dim=-1)).mean()
+        assert manifest.kv_storage.errors[layer] == pytest.approx(float(error), rel=1e-3)
+        assert 0 < manifest.kv_storage.errors[layer] < 0.1
+
+
+def _output(queries: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], facts: LayerFacts) -> torch.Tensor:
+    """[Hk, G, R, D]: attention of the prompt's last queries, in float64."""
+    keys, values = (of.double()[:, None] for of in rows)
+    grouped = queries.double().unflatten(0, (len(keys), -1))
+    logits = grouped @ keys.transpose(-1, -2) * facts.softmax_scale
+    if facts.softcap is not None:
+        logits = facts.softcap * (logits / facts.softcap).tanh()
+    tokens = keys.shape[2]
+    seen = causal_mask(queries.shape[1], tokens, facts.sliding_window, queries.device)
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+
+
+def test_the_cost_counts_learned_sinks_and_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values, queries = (torch.randn(2, 90, 8, generator=generator) for _ in range(3))
+    facts = LayerFacts(softmax_scale=0.4, softcap=None, sliding_window=None, attention_sinks=True)
+    tensors, sinks = quantise(keys, values), torch.tensor([0.5, 3.0])
+    whole = storing_error(queries[:, :20], (keys, values), tensors, facts, sinks)
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsekv.indexing.storing_error.LOGITS_AT_ONCE", 2 * 90 * 3)
+        assert storing_error(queries[:, :20], (keys, values), tensors, facts, sinks) == pytest.approx(whole, rel=1e-5)
+    mask = causal_mask(20, 90, None, torch.device("cpu"))
+    with_sinks = attend(queries[:, None, :20], [Segment(keys, values, mask)], 0.4, None, sinks[:, None])
+    assert with_sinks.norm() < attend(queries[:, None, :20], [Segment(keys, values, mask)], 0.4).norm()
+
+
+@pytest.mark.parametrize("text", ["exact", "zero values"])
+def test_rows_that_lose_nothing_cost_nothing(text: str) -> None:
+    keys, values = torch.ones(2, 70, 4), torch.ones(2, 70, 4) * (text == "exact")
+    facts = LayerFacts(softmax_scale=0.5, softcap=None, sliding_window=None, attention_sinks=False)
+    assert storing_error(torch.ones(4, 3, 4), (keys, values), quantise(keys, values), facts, None) < 0.004
+
+
+@pytest.mark.parametrize(
+    ("stage", "done"),
+    [("prefill", 128), ("write context", 1), ("write context", 3), ("index codes", 1), ("index multipole", 3)],
+)
+def test_a_build_that_was_interrupted_is_the_one_that_was_not(stage: str, done: int, tmp_path: Path) -> None:
+    """With what storing costs, which only the exact rows can tell."""
+    plan = _int8(methods={name: INDEXERS[name] for name in ("codes", "multipole")})
+    straight = build_index(plan, tmp_path / "b.skv")
+
+    def progress(now: str, so_far: int, of: int) -> None:
+        if now == stage and so_far >= done:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        build_index(plan, tmp_path / "a.skv", progress)
+    resumed = build_index(plan, tmp_path / "a.skv")
+    assert _sums(resumed) == _sums(straight)
+    assert (resumed.kv_storage, resumed.methods) == (straight.kv_storage, straight.methods)
+    assert build_index(plan, tmp_path / "a.skv") == resumed
+
+
+def test_an_index_of_exact_rows_and_one_in_8_bits_do_not_share_files(tmp_path: Path) -> None:
+    first = build_index(small_plan(), tmp_path / "a.skv")
+    second = build_index(_int8(), tmp_path / "a.skv")
+    assert second.kv_storage is not None
+    third = build_index(small_plan(), tmp_path / "a.skv")
+    assert third.kv_storage is None
+    assert _sums(third) == _sums(first)
+
+
+def test_a_build_in_8_bits_begins_with_the_exact_rows_of_the_index_that_is_there(tmp_path: Path) -> None:
+    """They cost nothing, so what storing them costs is measured on all of them."""
+    build_index(small_plan(tokens=600), tmp_path / "a.skv")
+    plan = _int8(tokens=600)
+    assert _tokens_run(plan, tmp_path / "a.skv") == len(plan.prompt.input_ids) - 512
+    straight, grown = build_index(plan, tmp_path / "b.skv"), Artifact(tmp_path / "a.skv").manifest
+    assert straight.kv_storage is not None
+    assert grown.kv_storage is not None
+    assert grown.kv_storage.measured_ids == grown.prompt.ids_sha256
+    assert grown.kv_storage.errors == pytest.approx(straight.kv_storage.errors, rel=0.05)
+
+
+def test_an_edited_document_keeps_the_numbers_of_the_blocks_that_it_shares(tmp_path: Path) -> None:
+    """Restored and rounded again they would be other numbers, and further off."""
+    before = build_index(_int8(tokens=700), tmp_path / "a.skv")
+    old = [dict(Artifact(tmp_path / "a.skv").tensors(layer_file("context", layer))) for layer in range(3)]
+    edited = _edited(600, 200, kv_dtype="int8")
+    frame = len(_int8(tokens=700).prompt.input_ids) - 700
+    shared = (frame + 600) // 256 * 256
+    assert _tokens_run(edited, tmp_path / "a.skv") == len(edited.prompt.input_ids) - shared
+    after = Artifact(tmp_path / "a.skv")
+    for layer in range(3):
+        new = after.tensors(layer_file("context", layer))
+        for name, rows in old[layer].items():
+            same = shared // KEY_BLOCK if name in ("key_scales", "key_offsets") else shared
+            assert torch.equal(new[name][:, :same], rows[:, :same])
+    # Exact rows of the shared tokens were not there: what was measured is the earlier text's.
+    assert after.manifest.kv_storage == before.kv_storage
+    build_index(edited, tmp_path / "b.skv")
+    for layer in range(3):
+        for found, anew in zip(after.context(layer), Artifact(tmp_path / "b.skv").context(layer), strict=True):
+            assert_close(found, anew, 0.1)
+
+
+def test_a_shared_prefix_ends_between_two_blocks_of_keys(tmp_path: Path) -> None:
+    """A shortened document's prefix ends where its tail begins, which may be anywhere."""
+    build_index(_int8(tokens=600), tmp_path / "a.skv")
+    plan = _int8(tokens=600)
+    shortened = replace(plan, prompt=replace(plan.prompt, input_ids=plan.prompt.input_ids[:520]))
+    assert _tokens_run(shortened, tmp_path / "a.skv") == 520 - (520 - plan.tail) // KEY_BLOCK * KEY_BLOCK
+
+
+def test_rounded_rows_never_pass_for_exact_ones(tmp_path: Path) -> None:
+    build_index(_int8(tokens=600), tmp_path / "a.skv")
+    plan = _edited(560, 30)
+    assert _tokens_run(plan, tmp_path / "a.skv") == len(plan.prompt.input_ids)
+    build_index(plan, tmp_path / "b.skv")
+    assert _sums(Artifact(tmp_path / "a.skv").manifest) == _sums(Artifact(tmp_path / "b.skv").manifest)
+
+
+def test_text_is_appended_in_8_bits_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    folder, plan = tmp_path / "a.skv", _int8(tokens=300, methods={"multipole": INDEXERS["multipole"]})
+    before = build_index(plan, folder)
+    old = {name: rows.clone() for name, rows in Artifact(folder).tensors(layer_file("context", 1)).items()}
+    for text in ("Some more text, which follows.", "And more of it again."):
+        artifact = Artifact(folder)
+        addition = encode_addition(plan.loaded.tokenizer, text, artifact.manifest.prompt.chat)
+        build_index(growing_plan(artifact, plan.loaded, addition), folder)
+    after = Artifact(folder)
+    assert after.manifest.split.tokens > before.split.tokens
+    assert after.manifest.kv_storage == before.kv_storage
+    for name, rows in after.tensors(layer_file("context", 1)).items():
+        same = 256 // KEY_BLOCK if name in ("key_scales", "key_offsets") else 256
+        assert torch.equal(rows[:, :same], old[name][:, :same])
