@@ -1,8 +1,8 @@
 """A program of one rank: builds an index of each family's model, and answers over two indices with each method.
 
-Arguments: the folder, families and methods. In it are the models `FAMILY/`, the document and the indices
-`FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes what was answered to
-`answers.json`.
+Arguments: the folder, families, methods and what keys and values are stored in. In the folder are the models `FAMILY/`,
+the document and the indices `FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes
+what was answered to `answers.json`.
 """
 
 import json
@@ -15,6 +15,7 @@ from sparsekv.cli.building.recipe import Recipe
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.ranks.join import join_ranks
+from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.ranks.ranks import Ranks
@@ -31,7 +32,7 @@ QUESTION = "What does line 7 say?"
 TOKENS = 12
 
 
-def recipe(model: Path, methods: list[str]) -> Recipe:
+def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> Recipe:
     """What both one process and ranks are asked to build: the indices of those methods that have one."""
     return Recipe(
         methods={name: indexer() for name, indexer in indexers().items() if name in methods},
@@ -39,6 +40,7 @@ def recipe(model: Path, methods: list[str]) -> Recipe:
         model=str(model),
         device="auto",
         dtype="auto",
+        kv_dtype=kv_dtype_named(kv_dtype),
         rope_scaling=None,
         max_tokens=None,
         sinks=10,
@@ -75,12 +77,12 @@ def answers(folder: Path, families: list[str], methods: list[str], ranks: Ranks 
     }
 
 
-def main(folder: Path, families: list[str], methods: list[str]) -> None:
+def main(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -> None:
     ranks = join_ranks("auto")
     assert ranks is not None
     for family in families:
         target = Target(str(folder / "doc.txt"), folder / f"{family}-ranks.skv")
-        index_by_ranks(ranks, recipe(folder / family, methods), target, lambda stage, done, of: None)
+        index_by_ranks(ranks, recipe(folder / family, methods, kv_dtype), target, lambda stage, done, of: None)
         ranks.share("built")
     found = answers(folder, families, methods, ranks)
     if ranks.first:
@@ -88,4 +90,4 @@ def main(folder: Path, families: list[str], methods: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","))
+    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","), sys.argv[4])

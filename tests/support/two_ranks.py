@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.building.targets import Target
+from sparsekv.formats.kv_storage import AUTO
 from sparsekv.formats.ranks.place import FOLDER
 
 from . import rank_job
@@ -28,16 +29,16 @@ class Both:
     ranks: dict[str, Any]
 
 
-def run_both(folder: Path, families: list[str], methods: list[str]) -> Both:
+def run_both(folder: Path, families: list[str], methods: list[str], kv_dtype: str = AUTO) -> Both:
     """Build and ask by one process and by two ranks."""
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
         without_window(family).save_pretrained(folder / family)
         tiny_tokenizer().save_pretrained(folder / family)
-        recipe = rank_job.recipe(folder / family, methods)
+        recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
         recipe.index(target, recipe.load, lambda stage, done, of: None)
-    _run_ranks(folder, families, methods)
+    _run_ranks(folder, families, methods, kv_dtype)
     return Both(
         folder,
         rank_job.answers(folder, families, methods, None),
@@ -45,10 +46,10 @@ def run_both(folder: Path, families: list[str], methods: list[str]) -> Both:
     )
 
 
-def _run_ranks(folder: Path, families: list[str], methods: list[str]) -> None:
+def _run_ranks(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -> None:
     meeting = folder / "meeting"
     meeting.mkdir()
-    job = [sys.executable, rank_job.__file__, str(folder), ",".join(families), ",".join(methods)]
+    job = [sys.executable, rank_job.__file__, str(folder), ",".join(families), ",".join(methods), kv_dtype]
     own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     both = [
         subprocess.Popen(job, env=own | {"RANK": number, "LOCAL_RANK": number}, stderr=subprocess.PIPE, text=True)

@@ -1,6 +1,7 @@
 """Two ranks build the index and give the answers of one process, and each opens what the other wrote."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_ranks_build_the_index_of_one_process(llama: Both) -> None:
 
 def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
     _assert_same_answers(llama, "llama")
+
+
+@pytest.mark.slow
+def test_keys_and_values_in_8_bits_are_shared_out_with_their_scales(tmp_path: Path) -> None:
+    """A number that lies between two may be rounded either way: answers are over the rows that are there."""
+    both = run_both(tmp_path, ["llama"], ["multipole", "dense"], "int8")
+    assert Artifact(tmp_path / "llama-ranks.skv").manifest.kv_storage is not None
+    for key, answer in both.alone.items():
+        assert both.ranks[key]["ids"] == answer["ids"], key
 
 
 @pytest.mark.slow
