@@ -46,9 +46,7 @@ def build_context(job: BuildJob) -> ContextFacts:
         SparsekvError: every layer of the model has a sliding window, or keys, values, queries or logits are not finite.
     """
     ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
-    recipe = context_recipe(
-        job.model, ids_sha256, job.split, job.plan.dtype, job.plan.prefill_record, job.plan.kv_dtype
-    )
+    recipe = _recipe(job, ids_sha256)
     layers = range(job.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     missing = {name for name in names if not job.writer.reuse(name, recipe)}
@@ -81,6 +79,11 @@ def build_context(job: BuildJob) -> ContextFacts:
         found = replace(found, storage=files.storage(ids_sha256, job.split.tokens))
         job.writer.note(recipe, _note(found))
     return found
+
+
+def _recipe(job: BuildJob, ids_sha256: str) -> str:
+    plan = job.plan
+    return context_recipe(job.model, ids_sha256, job.split, plan.dtype, plan.prefill_record, plan.kv_dtype)
 
 
 def _write_layers(

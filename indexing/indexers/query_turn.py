@@ -27,6 +27,9 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int) -> torch.T
     turned = keys.float() @ root
     turned -= turned.mean(1, keepdim=True)
     variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ turned / turned.shape[1])
+    # A direction's sign is rounding's: with its largest part above 0 the same keys have the same codes everywhere.
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    directions = directions * largest.sign()
     dealt = torch.stack([_deal(of_head, parts) for of_head in variances]).to(keys.device)
     directions = directions.gather(2, dealt[:, None].expand_as(directions))
     # Queries take the inverse of the root; the directions are orthogonal.
