@@ -82,6 +82,9 @@ def tune(
         ),
     ] = CHEAPEST[0],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Search, but leave the index as it is.")] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Search nothing: take the index's default away again.")
+    ] = False,
     model: ModelOption = None,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -104,8 +107,11 @@ def tune(
     sparsekv tune --index manual.skv --target-error 0.05 --method squeezed --method quest --dry-run
     sparsekv tune --index manual.skv --target-perplexity 1.02 --method squeezed
     """
-    if sum(target is not None for target in (target_recall, target_error, target_perplexity)) != 1:
-        raise UsageError("give one target: --target-recall 0.9, --target-error 0.05 or --target-perplexity 1.02")
+    targets = [target for target in (target_recall, target_error, target_perplexity) if target is not None]
+    if reset:
+        return _reset(open_artifact(index), targets, dry_run=dry_run, quiet=quiet)
+    if len(targets) != 1:
+        raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
     if on_command_line(ctx, "model") and target_perplexity is None:
         raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
     if cheapest not in CHEAPEST:
@@ -142,7 +148,18 @@ def tune(
         )
     if not dry_run:
         write_defaults(artifact.folder, artifact.manifest, defaults)
-        note(f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now", quiet=quiet)
+        note(
+            f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now; tune --reset takes it away",
+            quiet=quiet,
+        )
+
+
+def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bool) -> None:
+    if targets or dry_run:
+        raise UsageError("--reset: searches nothing; leave the target and --dry-run out")
+    refuse_unwritable(artifact.folder)
+    write_defaults(artifact.folder, artifact.manifest, None)
+    note(f"{artifact.folder} has no default of its own now", quiet=quiet)
 
 
 def _defaults(best: Tuned, goal: Goal) -> Defaults:

@@ -15,8 +15,8 @@ def refuse_unwritable(folder: Path) -> None:
         raise ArtifactError(f"cannot write {folder}: permission denied; allow it, or measure alone with --dry-run")
 
 
-def write_defaults(folder: Path, base: Manifest, defaults: Defaults) -> Manifest:
-    """Replace the manifest of a finished index by one with these defaults, atomically, holding the index's lock.
+def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> Manifest:
+    """Replace the manifest of a finished index by one with these defaults or none, atomically, holding its lock.
 
     Identity and files do not change; an interrupted build can still be resumed.
 

@@ -23,6 +23,9 @@ def _argument(part: str | Path) -> str:
 
 def build_hint(folder: Path) -> str:
     """How to build a missing index: from the text beside it that has its name (manual.txt for manual.skv)."""
+    named = folder.with_name(f"{folder.name}.skv")
+    if named.is_dir():
+        return f"name {named}, which is there"
     for text in _texts(path for path in folder.parent.glob(f"{escape(folder.stem)}.*") if path != folder):
         return f"build it with {command('build-index', text, '-o', folder)}"
     return f"name one that is there, or build it: {command('build-index', '--help')} says how"

@@ -8,10 +8,15 @@ NEAR = 70.0
 
 def suggestion(given: str, known: Iterable[str]) -> str:
     """` (did you mean NAME?)` with the known name that is most like the given one; empty where none is."""
-    from rapidfuzz import process  # here: --help need not wait for it
+    from rapidfuzz import fuzz, process  # here: --help need not wait for it
 
-    found = process.extractOne(given, [*known], score_cutoff=NEAR, processor=str.lower)
-    return "" if found is None else f" (did you mean {found[0]}?)"
+    names = [*known]
+    # Letters in common first: `code` is in tidaldecode as a whole, and nearer to codes.
+    for alike in (fuzz.ratio, fuzz.WRatio):
+        found = process.extractOne(given, names, scorer=alike, score_cutoff=NEAR, processor=str.lower)
+        if found is not None:
+            return f" (did you mean {found[0]}?)"
+    return ""
 
 
 def choose_one(given: str, known: Iterable[str]) -> str:

@@ -29,6 +29,8 @@ OPTIONAL_COLUMNS = ("missed_estimate", "recall_seen", "list_coverage", "raised",
 """Fields that are shown if at least one method has a value for them."""
 ANSWERING = 2
 """How many methods a report suggests to evaluate."""
+RIVALS = 3
+"""Times the least error that another method may have to be suggested too."""
 LEGEND = """\
 *: on the Pareto front: no method here reads less of the document and errs less.
 recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
@@ -72,8 +74,9 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
     """How right answers are measured, which an error is not: of methods of least error that read at most `within`."""
-    ranked = report.ranked_within(within)
-    names = list(dict.fromkeys(row.method for row in ranked if row.kv_fraction))[:ANSWERING]
+    ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
+    rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
+    names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]
     how = eval_hint(artifact.folder, artifact.manifest, *(part for name in names for part in ("--method", name)))
     return f"A mean error hides the failure of a single token: right answers are measured with {how}."
 
@@ -101,7 +104,10 @@ def _table(report: RecallReport, rows: Sequence[RecallRow], groups: Sequence[str
     shared = ["together"] if any(row.together > 1 for row in rows) else []
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(row, name) is not None for row in rows)]
     table.add_column("")
-    for name in ["method", *shared, *groups]:
+    # A narrow terminal breaks a form's words, and never a method's name.
+    longest = max((len(word) for row in rows for word in f"{row.method} {row.variant}".split()), default=0)
+    table.add_column("method", vertical="bottom", min_width=longest)
+    for name in [*shared, *groups]:
         table.add_column(name.replace("_", " "), vertical="bottom")
     for name in ("budget", *COLUMNS, *optional):
         table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True, vertical="bottom")

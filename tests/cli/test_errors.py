@@ -120,6 +120,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("models", "pull", "no/such/model"), 2, ("no/such/model",)),
         (("nonsense",), 2, ("nonsense",)),
         (("help",), 2, ("no command 'help'", "--help")),
+        (("generate", "Why?", "--index", "doc"), 2, ("no index at doc", "name doc.skv, which is there")),
         (("models",), 2, ("Missing command", "`sparsekv models --help`")),
         (("append",), 2, ("'MORE'", "`sparsekv append --help`")),
         (("completion", "bsh"), 2, ("SHELL': 'bsh' is not one of 'bash'",)),

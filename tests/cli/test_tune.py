@@ -90,8 +90,17 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert len(rows) == 3
     assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
-    assert "is the default now" in outcome.stderr
+    assert "is the default now; tune --reset takes it away" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
+
+
+def test_a_default_is_taken_away_again(place: Path) -> None:
+    assert run_here(*TUNE, "-q").code == 0
+    assert read_manifest(place / "doc.skv").defaults is not None
+    outcome = run_here("tune", "--reset")
+    assert (outcome.code, outcome.stderr) == (0, "doc.skv has no default of its own now\n")
+    assert read_manifest(place / "doc.skv").defaults is None
+    assert "--reset: searches nothing" in run_here("tune", "--reset", "--dry-run").error()
 
 
 @pytest.mark.parametrize("options", [("--method", "quest"), ("--budget", "20%"), ("--lookup", "flat"), ("--residual",)])
