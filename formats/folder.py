@@ -50,9 +50,11 @@ class UnfinishedFile:
 
     def discard(self) -> None:
         """Remove it."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._temporary, dir_fd=self._parent)
-        self._close()
+        try:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary, dir_fd=self._parent)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         os.close(self.descriptor)

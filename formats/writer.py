@@ -89,9 +89,11 @@ class ArtifactWriter:
             if error is None:
                 self._check_made()
         finally:
-            for growing in self._growing.values():
-                growing.discard()
-            self._lock.release()
+            try:
+                for growing in self._growing.values():
+                    growing.discard()
+            finally:
+                self._lock.release()
 
     @property
     def files(self) -> dict[str, FileRecord]:

@@ -118,3 +118,21 @@ def test_a_disk_that_fills_stops_the_prefill(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ArtifactError, match=r"no space left on device; make room"):
         prefill()
     assert not list(folder.glob("context/*"))
+
+
+def test_an_end_that_is_interrupted_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rows = tmp_path / "some.skv", {"keys": torch.randn(2, 60, 4)}
+
+    def interrupted(file: UnfinishedFile) -> None:
+        raise KeyboardInterrupt
+
+    def prefill() -> None:
+        with ArtifactWriter(folder) as writer:
+            writer.write_rows("context/layer_00.safetensors", rows, "recipe", 20)
+            monkeypatch.setattr(UnfinishedFile, "discard", interrupted)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill()
+    with ArtifactWriter(folder) as writer:
+        writer.write("context/layer_00.safetensors", rows, "recipe")
