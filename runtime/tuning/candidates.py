@@ -1,11 +1,29 @@
 """The candidates of a tuning search: all forms of the methods that can run on an index."""
 
+from dataclasses import dataclass
+
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.tuning.budget_search import BudgetSearch
+
+
+@dataclass
+class Candidate:
+    """A form that is searched on all layers. `hopeless`: no form of its method met the target on the sample; `raised`:
+    how often its target was raised."""
+
+    form: Form
+    search: BudgetSearch
+    hopeless: bool
+    raised: int = 0
+
+    def propose(self) -> float | None:
+        """The share to measure next; only one in all for a hopeless form."""
+        return None if self.hopeless and self.search.gains else self.search.propose()
 
 
 def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[Form]:

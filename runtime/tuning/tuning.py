@@ -11,7 +11,7 @@ its place, and the model runs only for the forms that remain.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,7 @@ from sparsekv.runtime.reporting.checked_rows import measured_files
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.allocation import Option, allocate
 from sparsekv.runtime.tuning.budget_search import BudgetSearch, rounded
-from sparsekv.runtime.tuning.candidates import candidates
+from sparsekv.runtime.tuning.candidates import Candidate, candidates
 from sparsekv.runtime.tuning.goals import Goal
 from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, Point, Shares
 from sparsekv.runtime.tuning.tuned import Tuned
@@ -43,21 +43,6 @@ LEAST_SAVING = 0.97
 """Budgets by layer are kept if they read at most this share of what one budget for all layers reads."""
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass
-class _Candidate:
-    """A form that is searched on all layers. `hopeless`: no form of its method met the target on the sample; `raised`:
-    how often its target was raised."""
-
-    form: Form
-    search: BudgetSearch
-    hopeless: bool
-    raised: int = 0
-
-    def propose(self) -> float | None:
-        """The share to measure next; only one in all for a hopeless form."""
-        return None if self.hopeless and self.search.gains else self.search.propose()
 
 
 @torch.inference_mode()
@@ -149,7 +134,7 @@ class _Tuner:
                 wanted.append((form, share))
         return wanted
 
-    def promising(self, searches: dict[Form, BudgetSearch]) -> list[_Candidate]:
+    def promising(self, searches: dict[Form, BudgetSearch]) -> list[Candidate]:
         """Each method's cheapest forms on the sample; the form of most gain if none meets the target there."""
         kept = []
         for name in dict.fromkeys(form.name for form in searches):
@@ -166,10 +151,10 @@ class _Tuner:
             for form in order or [max(most, key=lambda form: most[form])]:
                 start, slack = of_method[form].guess(), self.goal.tolerance
                 search = BudgetSearch(self.target, start, FINE_STEP, FINE_RATIO, slack)
-                kept.append(_Candidate(form, search, hopeless))
+                kept.append(Candidate(form, search, hopeless))
         return kept
 
-    def search(self, found: list[_Candidate]) -> None:
+    def search(self, found: list[Candidate]) -> None:
         """Search on all layers, with all calibration queries."""
         while wanted := [(one, share) for one in found if (share := one.propose()) is not None]:
             self._measure(self.calibration, [(one.form, self._same(share)) for one, share in wanted])
@@ -177,14 +162,14 @@ class _Tuner:
                 point = self.calibration.mean(one.form, self._same(share))
                 one.search.gains[share] = self._gain(point)
 
-    def verify(self, found: list[_Candidate]) -> None:
+    def verify(self, found: list[Candidate]) -> None:
         """Measure the candidates on held-out queries; search those that miss again, with a target raised by the gap."""
         while found:
             self._measure(self.held_out, [(one.form, self._same(one.search.best)) for one in found])
             found = [one for one in found if self._raise(one)]
             self.search(found)
 
-    def _raise(self, one: _Candidate) -> bool:
+    def _raise(self, one: Candidate) -> bool:
         gap = self._gap(one.form, self._same(one.search.best))
         if gap <= self.goal.tolerance or one.search.high is None or one.raised == RAISES or one.hopeless:
             return False
@@ -193,7 +178,7 @@ class _Tuner:
         one.raised += 1
         return True
 
-    def contenders(self, found: list[_Candidate]) -> list[_Candidate]:
+    def contenders(self, found: list[Candidate]) -> list[Candidate]:
         """The few candidates that meet the target and read least."""
         costs = [
             (self.held_out.mean(one.form, shares).kv_fraction, one)
@@ -203,7 +188,7 @@ class _Tuner:
         costs = sorted(costs, key=lambda of: of[0])[:CONTENDERS]
         return [one for cost, one in costs if cost <= CONTENDING_WITHIN * costs[0][0]]
 
-    def search_closely(self, found: list[_Candidate]) -> None:
+    def search_closely(self, found: list[Candidate]) -> None:
         """Search on until the smallest share that meets the target is known to the goal's precision."""
         for one in found:
             one.search.ratio = one.search.step = self.goal.precision
@@ -211,16 +196,16 @@ class _Tuner:
         self.search(found)
         self.verify(found)
 
-    def compare_attention(self, found: list[_Candidate]) -> None:
+    def compare_attention(self, found: list[Candidate]) -> None:
         """Measure recall and error of the candidates, if the goal's meters have not."""
         self._measure(self.attention, [(one.form, self._same(one.search.best)) for one in found])
 
-    def uniform(self, one: _Candidate) -> Tuned:
+    def uniform(self, one: Candidate) -> Tuned:
         """A candidate's setting with one budget for all layers, as measured on both halves."""
         share = one.search.best
         return self._tuned(one.form, share, self._same(share), one.search.target, by_layer=False)
 
-    def by_layer(self, one: _Candidate) -> Tuned | None:
+    def by_layer(self, one: Candidate) -> Tuned | None:
         """A candidate's setting with a budget for each layer; None if that is not worthwhile.
 
         It needs a separate curve for each layer, which neither forms with state shared by layers nor a perplexity have.
