@@ -19,7 +19,7 @@ from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, Q
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.load import choose_device
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.runtime.benchmark.clock import clock_for

@@ -37,6 +37,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.selection.registry import methods
 
@@ -80,7 +81,8 @@ def chat(
     """
     refuse_little_room()
     artifact = open_artifact(index)
-    prefilling = prefill_method(artifact, prefill)
+    prefilling, hold = prefill_method(artifact, prefill), placement == "device"
+    early = EarlyReading(artifact, model, device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.chatting.choices import Choices
     from sparsekv.cli.chatting.loop import HOW, converse
@@ -99,8 +101,8 @@ def chat(
         residual_source(artifact)
     piped, questions = is_piped(), piped_questions()
     first = [next(questions)] if piped else []
-    started, loading, hold = time.perf_counter(), list[float](), placement == "device"
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append)
+    started, loading = time.perf_counter(), list[float]()
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, early=early)
     talk = Talk(opened, setting, placement=placement, prefill=asking, raw=raw, special_tokens=special_tokens)
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([setting.budget], quiet=quiet)

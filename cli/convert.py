@@ -13,7 +13,7 @@ from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.kv_storage import KVDtype, kv_dtype_named
-from sparsekv.formats.models.load import choose_device
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.ours import check_output
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.convert import convert_index

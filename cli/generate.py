@@ -52,7 +52,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
 from sparsekv.runtime.decoding.compiled import check_mode
-from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.decoding.setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.selection.registry import methods
 
@@ -155,6 +156,9 @@ def generate(
         refuse_with_ranks({"--resume": resume, "--save-to": save_to, "--compile on": compiled == "on"})
         refuse_merged_heads(setting, asking)
         compiled, batch_size = "off", one_at_a_time(batch_size, batch_file)
+    hold = placement == "device"
+    read = files_read(artifact, setting.name, setting.method)
+    early = None if ranks is not None else EarlyReading(artifact, model, device, read, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions
@@ -194,8 +198,10 @@ def generate(
     note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)
     if len(done) == len(questions):
         return say("\n".join(done))
-    started, loading, hold = time.perf_counter(), list[float](), placement == "device"
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, ranks=ranks)
+    started, loading = time.perf_counter(), list[float]()
+    opened = load_for(
+        artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, ranks=ranks, early=early
+    )
     asker = Asker.open(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )

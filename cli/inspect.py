@@ -21,8 +21,9 @@ from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.identity import check_tokenizer
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.models.identify import tokenizer_identity
-from sparsekv.formats.models.load import choose_device, load_tokenizer
+from sparsekv.formats.models.load import load_tokenizer
 from sparsekv.formats.models.named import named_by_index
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.registry import indexers

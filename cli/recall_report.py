@@ -29,7 +29,7 @@ from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, w
 from sparsekv.cli.reporting.output import answers_line, print_csv, print_report, report_record
 from sparsekv.cli.reporting.page import recall_page
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.load import choose_device
+from sparsekv.formats.models.device import choose_device
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries

@@ -32,7 +32,8 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
-from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.early_reading import EarlyReading
+from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
 
@@ -105,13 +106,14 @@ def trace(
     if setting.residual:
         residual_source(artifact)
     question = read_question(prompt, prompt_file)
+    early = EarlyReading(artifact, model, device, files_read(artifact, setting.name, setting.method), hold=True)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(max_new_tokens)
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
     ids = question_ids(opened, question, raw=raw, special_tokens=special_tokens)
     traced = TracedIndex(opened, setting, asking)
     hidden = traced.hide(without) if without else None

@@ -24,7 +24,7 @@ from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.load import choose_device
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.formats.suggestions import choose_one

@@ -9,11 +9,14 @@ import transformers
 
 from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.early_weights import EarlyWeights
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.models.load import LoadedModel, fetch, load_model
+from sparsekv.formats.models.find import fetch
+from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.attention.first_kernel import launch_first_kernel
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.registry import methods
@@ -43,8 +46,8 @@ def load(
         dtype=dtype,
         rope_scaling=rope_scaling,
         progress=progress,
-        meanwhile=launch_first_kernel,
         ranks=1 if ranks is None else ranks.size,
+        early=None if ranks is not None else EarlyWeights(name_or_own, device, launch_first_kernel),
     )
     if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)
@@ -68,8 +71,9 @@ def load_for(
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
     ranks: "Ranks | None" = None,
+    early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """An index, opened with a model; raises what `load_and_open` raises, whose last three arguments these are."""
+    """An index, opened with a model; raises what `load_and_open` raises, whose last four arguments these are."""
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
     progress = partial(note, quiet=quiet)
@@ -77,7 +81,9 @@ def load_for(
         device = str(ranks.device)
         if name is not None:
             _fetch_once(name, progress, ranks)
-    return load_and_open(artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks)
+    return load_and_open(
+        artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks, early=early
+    )
 
 
 def _refuse_method(model: str | None) -> None:

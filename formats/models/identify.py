@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # transformers takes a second to import
 
 def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
     """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template."""
-    model = loaded.model
+    # The tokenizer first: the pages of weights that were loaded just now are being mapped meanwhile.
+    tokenizer, model = tokenizer_identity(loaded.tokenizer), loaded.model
     adapters = getattr(model, "peft_config", None)
     with torch.no_grad():
         model_identity = identify_model(
@@ -24,7 +25,7 @@ def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
             model.state_dict().items(),
             ",".join(sorted(adapters)) if adapters else None,
         )
-    return model_identity, tokenizer_identity(loaded.tokenizer)
+    return model_identity, tokenizer
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:

@@ -1,15 +1,16 @@
 """Load a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_path, pull_embedded, silent_transformers
+from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
 from sparsekv.formats.suggestions import choose_one
@@ -18,8 +19,9 @@ if TYPE_CHECKING:  # transformers takes a second to import, which listing models
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from sparsekv.formats.models.early_weights import EarlyWeights
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
     """
     if name == EMBEDDED:
         return pull_embedded(progress, full_check=True)
-    if name and os.path.isdir(_path(name)):
+    if name and os.path.isdir(named_path(name)):
         raise UsageError(f"{name} is a folder already; use it with --model {name}")
     return hub_folder(name)
 
@@ -84,8 +86,8 @@ def load_model(
     dtype: str = "auto",
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
-    meanwhile: Callable[[torch.device], None] = lambda device: None,
     ranks: int = 1,
+    early: "EarlyWeights | None" = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
@@ -95,8 +97,8 @@ def load_model(
         dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called on another thread while weights are read to a GPU.
         ranks: how many processes load a share of it each; UsageError where they cannot share it.
+        early: weights that are being read to the device already; those of another folder are not used.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -108,20 +110,15 @@ def load_model(
     target = choose_device(device)
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
-    folder, name, revision = _find(name, progress)
+    folder, name, revision = find_model(name, progress)
     with silent_transformers():
         config = _config(folder, name)
         if scaling is not None:
             scaling.stretch(config)
         tokenizer = _tokenizer(folder, name)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
-        model = causal_model(folder, name, config, target, chosen, meanwhile, ranks)
+        model = causal_model(folder, name, config, target, chosen, ranks, early)
     return LoadedModel(model, tokenizer, name, revision)
-
-
-def fetch(name: str, progress: Progress = lambda text: None) -> None:
-    """Download what this machine lacks of a model that is to be loaded; raises what `load_model` raises of its name."""
-    _find(name, progress)
 
 
 def load_tokenizer(name: str) -> "Tokenizer":
@@ -131,33 +128,9 @@ def load_tokenizer(name: str) -> "Tokenizer":
         UsageError: no such model, or one without a tokenizer.
         SparsekvError: the embedded model is not in the cache.
     """
-    if name == EMBEDDED and damaged_files(embedded_path(), full=False):
-        raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
-    folder, name, _ = _find(name, lambda text: None, download=False)
+    folder = local_folder(name)
     with silent_transformers():
         return _tokenizer(folder, name)
-
-
-def choose_device(text: str) -> torch.device:
-    """A device by its name, a GPU with its number; `auto` is the GPU if there is one.
-
-    Raises:
-        UsageError: an unknown or missing device.
-    """
-    if text == "auto":
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {text}: {choose_one(text, ('auto', 'cpu', 'cuda', 'cuda:N'))}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"--device {text}: this machine (or this build of torch) has {torch.cuda.device_count()} CUDA devices; "
-            "use --device cpu or auto"
-        )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype:
@@ -165,31 +138,6 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
         return torch.float32
     own = config.dtype or config.get_text_config().dtype
     return own if isinstance(own, torch.dtype) else torch.bfloat16
-
-
-def _path(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # ~user of an unknown user
-        return Path(name)
-
-
-def _find(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
-    """Folder, full name and revision of a model; downloads it unless `download` is False."""
-    if name == EMBEDDED:
-        return pull_embedded(progress), name, None
-    path = _path(name)
-    if not name or not os.path.exists(path):
-        folder = hub_folder(name, download=download)
-        return folder, name, folder.name
-    if not os.access(path, os.X_OK):
-        raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
-    if not os.path.isfile(path / "config.json"):
-        raise UsageError(
-            f"model '{name}' has no config.json that can be read; name a folder saved with save_pretrained, a hub id, "
-            "or see `sparsekv models list`"
-        )
-    return path, str(path.resolve()), None
 
 
 def _config(folder: Path, name: str) -> "PreTrainedConfig":

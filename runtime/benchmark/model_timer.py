@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.load import DTYPES, choose_device
+from sparsekv.formats.models.device import choose_device
+from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.benchmark.configs import head_dim, make_queries_alike, model_config, random_model
 from sparsekv.runtime.benchmark.end_to_end import ModelBench, ModelRow
 from sparsekv.runtime.benchmark.indexed_layers import LayerIndexer, index_mixture

@@ -2,18 +2,13 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Thread
 from typing import TYPE_CHECKING
 
-from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.models.load import LoadedModel, choose_device, load_model
+from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import named_by_index, remember
-from sparsekv.formats.pages import map_pages
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.attention.first_kernel import launch_first_kernel
-from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
 if TYPE_CHECKING:  # torch.distributed is for ranks alone
@@ -30,6 +25,7 @@ def load_and_open(
     hold: bool = False,
     loaded_in: Callable[[float], None] = lambda seconds: None,
     ranks: "Ranks | None" = None,
+    early: EarlyReading | None = None,
 ) -> OpenIndex:
     """Open an index with a model: by default the one that built it, in the dtype and with the RoPE scaling it had then.
 
@@ -40,6 +36,7 @@ def load_and_open(
         loaded_in: called with the seconds that the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
         ranks: the processes that share the model; each opens the heads that are its own.
+        early: what is being read already, of this index and model, for this device.
 
     Raises:
         SparsekvError: no model is given, and the user has never named the one that the index names.
@@ -47,8 +44,8 @@ def load_and_open(
         IdentityError: the index does not belong to this model.
     """
     started = time.perf_counter()
-    rows = _map_rows(artifact) if hold and ranks is None and choose_device(device).type == "cpu" else {}
-    loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
+    early = early or (EarlyReading(artifact, model, device, hold=hold) if ranks is None else None)
+    loaded = _load(artifact, model, device, dtype, progress, ranks, early)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
@@ -56,11 +53,18 @@ def load_and_open(
         from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
-    return open_index(artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold, rows=rows)
+    rows, its = early.rows(loaded.model.device) if early else {}, identify(loaded)
+    return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, rows=rows)
 
 
 def _load(
-    artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
+    artifact: Artifact,
+    model: str | None,
+    device: str,
+    dtype: str,
+    progress: Callable[[str], None],
+    ranks: "Ranks | None",
+    early: EarlyReading | None,
 ) -> LoadedModel:
     manifest = artifact.manifest
     return load_model(
@@ -69,19 +73,6 @@ def _load(
         dtype=manifest.dtype if dtype == "auto" else dtype,
         rope_scaling=manifest.rope.scaling,
         progress=progress,
-        meanwhile=launch_first_kernel,
-        ranks=ranks,
+        ranks=1 if ranks is None else ranks.size,
+        early=None if early is None else early.weights,
     )
-
-
-def _map_rows(artifact: Artifact) -> dict[int, LayerRows]:
-    """Rows of all layers but those with a window, whose pages a thread maps while this one loads the model."""
-    rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-    Thread(target=_map_pages, args=[list(rows.values())], daemon=True).start()
-    return rows
-
-
-def _map_pages(rows: list[LayerRows]) -> None:
-    # What cannot be read is told when it is needed.
-    with suppress(ArtifactError):
-        map_pages(tensor for layer in rows for tensor in layer.stored.tensors.values())

@@ -13,7 +13,7 @@ from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity, layer_file
+from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
@@ -26,7 +26,7 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
-from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
+from sparsekv.runtime.decoding.prepare import PreparedLayer, files_read, prepare_layer
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -103,13 +103,11 @@ class OpenIndex:
         if measured:
             option = "--gauge" if guard is None else "--guard"
             check_estimates_missed(option, name, method, residual=residual)
-        manifest = self.artifact.manifest
-        read = [name, "queries"] if method.needs_index else ["queries"]
-        self.artifact.check_sums(layer_file(folder, layer) for folder in read for layer in manifest.indexed_layers)
+        self.artifact.check_sums(files_read(self.artifact, name, method))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
         sparse = _SparseLayers(self, name, method, split, placement, question, residual=residual, gather=gather)
-        for layer, facts in enumerate(manifest.layers):
+        for layer, facts in enumerate(self.artifact.manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, split.tokens))
                 continue

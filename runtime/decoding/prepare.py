@@ -20,6 +20,14 @@ from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
 
 
+def files_read(artifact: Artifact, name: str, method: Method | None) -> list[str]:
+    """The index's files that decoding with a method, or None for dense attention, reads beside keys and values."""
+    if method is None:
+        return []
+    folders = [name, "queries"] if method.needs_index else ["queries"]
+    return [layer_file(folder, layer) for folder in folders for layer in artifact.manifest.indexed_layers]
+
+
 @dataclass(frozen=True)
 class StoredContext:
     """A method's input for one layer of an index, and the views of the index's files in it."""

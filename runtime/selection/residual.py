@@ -33,9 +33,9 @@ class ResidualClusters:
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
     """The finest clusters in a method's tensors, whose token positions are counted from the first middle token."""
-    order, offsets = tensors["token_order"].long(), tensors["token_offsets"].long()
-    slots = torch.arange(order.shape[1], device=order.device).expand_as(order).contiguous()
-    cluster = torch.searchsorted(offsets, slots, right=True) - 1
+    order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
+    numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
+    cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)
     return ResidualClusters(
         keys=tensors["level0.centroids"],
         values=tensors["level0.value_centroids"],
