@@ -11,6 +11,7 @@ import typer
 from sparsekv.cli.benchmarking.end_to_end import time_models
 from sparsekv.cli.benchmarking.indexers import mixture_indexers
 from sparsekv.cli.benchmarking.output import print_rows
+from sparsekv.cli.common.collector import resume_collector
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
@@ -186,6 +187,7 @@ def bench(
     refuse_unwritable_plot(plot)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     where = choose_device(device)
+    resume_collector()
     times = check_runs(RUNS[where.type] if runs is None else runs)
     check_dtype(dtype)
     source = _source(index, layer, wanted, where)

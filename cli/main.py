@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from sparsekv.cli.common.collector import rest_collector
 from sparsekv.cli.common.interruption import INTERRUPTED, interruptions
 from sparsekv.cli.completing.scripts import ASK
 
@@ -22,6 +23,7 @@ def main() -> NoReturn:
     Python would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
+    rest_collector()
     try:
         run()
     except SystemExit as ended:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
+from sparsekv.cli.common.collector import resume_collector
 from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.early_weights import EarlyWeights
@@ -51,6 +52,7 @@ def load(
     )
     if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)
+    resume_collector()
     return loaded
 
 
@@ -81,9 +83,11 @@ def load_for(
         device = str(ranks.device)
         if name is not None:
             _fetch_once(name, progress, ranks)
-    return load_and_open(
+    opened = load_and_open(
         artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks, early=early
     )
+    resume_collector()
+    return opened
 
 
 def _refuse_method(model: str | None) -> None:

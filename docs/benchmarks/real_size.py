@@ -29,6 +29,8 @@ QUESTION = "What is a context manager?"
 PYTHON = sys.executable
 START = """
 import sys
+from sparsekv.cli.common.collector import rest_collector
+rest_collector()
 import sparsekv.cli.build_index
 from sparsekv.cli.common.loading import load
 load(sys.argv[1], "auto", "auto", None, quiet=True)

@@ -43,8 +43,7 @@ class EarlyReading:
         return self._rows
 
     def _read(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            launch_first_kernel(device)
+        launch_first_kernel(device)
         self._artifact.check_sums(self._files)
         for rows in self._rows.values():
             if device.type == "cpu":

@@ -1,0 +1,33 @@
+"""The collector of cyclic garbage rests while a command starts, and no longer."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from sparsekv.cli.common.collector import rest_collector, resume_collector
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[tuple[int, int, int]]:
+    threshold = gc.get_threshold()
+    yield threshold
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+
+
+def test_it_rests_and_resumes(usual: tuple[int, int, int]) -> None:
+    rest_collector()
+    assert gc.isenabled()
+    assert gc.get_threshold()[0] > 10 * usual[0]
+    resume_collector()
+    assert gc.get_threshold() == usual
+    assert gc.get_freeze_count() > 0
+
+
+def test_one_that_works_is_left_alone(usual: tuple[int, int, int]) -> None:
+    """A program that calls a command in its own process keeps its own collector, and its garbage."""
+    gc.set_threshold(usual[0] + 1)
+    resume_collector()
+    assert gc.get_threshold()[0] == usual[0] + 1
+    assert gc.get_freeze_count() == 0
