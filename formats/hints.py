@@ -39,6 +39,11 @@ def first_build_hint() -> str:
     return f"build one: {command('build-index', '--help')} says how"
 
 
+def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
+    """How to build more methods into an index, from its own tokens: its document may be gone, or was appended to."""
+    return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
+
+
 def tune_hint(folder: Path, target: Target) -> str:
     """The search for a default setting again, for the same target."""
     of = [] if target.of is None else ["--of", f"{target.of:g}"]

@@ -1,11 +1,7 @@
 """Commands about the document of an index that messages show: each runs when it is pasted into a shell."""
 
-import shlex
 from glob import escape
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.hints import TEXT_ENDINGS, command
@@ -17,8 +13,6 @@ _MOST_HASHED = 64 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EVALUATED, _LEAST_EVALUATED = 4096, 2048
 """Tokens of a context of `eval` by default, and of the shortest document that is suggested to it."""
-_USUAL = {"model": EMBEDDED, "sinks": 10, "tail": 128}
-"""Options that need not be given where an index has these values."""
 
 
 def document_of(folder: Path, manifest: Manifest) -> Path | None:
@@ -38,14 +32,6 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
     return None
 
 
-def add_method_hint(folder: Path, manifest: Manifest, method: str) -> str:
-    """How to build one more method into an index; without a command where its document or its model is not known."""
-    text = document_of(folder, manifest)
-    if text is None or not is_named(manifest.model.id):
-        return f"build it again from its document with --method {shlex.quote(method)} too"
-    return f"add it with {command('build-index', text, '-o', folder, '--method', method, *_options(manifest))}"
-
-
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
     """How right answers are measured on the document of an index, with more options; its help where that is not known
     or is too short."""
@@ -57,24 +43,3 @@ def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
     if whole and tokens < 2 * _EVALUATED:
         options += ["--length", str(min(_EVALUATED, tokens // 2))]
     return command("eval", text, *options)
-
-
-def _options(manifest: Manifest) -> list[str]:
-    """The options by which an index was built, but for its methods and those that are as they are by default."""
-    split, prefill = manifest.split, manifest.prefill
-    options: dict[str, Any] = {"model": manifest.model.id, "sinks": split.sinks, "tail": split.tail}
-    options |= {"max-tokens": manifest.prompt.max_tokens, "rope-scaling": manifest.rope.scaling}
-    if not prefill.exact:
-        options |= {"prefill": prefill.kind, "chunk-size": prefill.chunk_size, **prefill.parameters}
-    if manifest.dtype != "float32" or torch.cuda.is_available():
-        options["dtype"] = manifest.dtype
-    flags = {"raw": manifest.prompt.chat is None, "special-tokens": manifest.prompt.special_tokens}
-    given = {name: value for name, value in options.items() if value is not None and value != _USUAL.get(name)}
-    return [
-        *(part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", _value(value))),
-        *(f"--{name}" for name, wanted in flags.items() if wanted),
-    ]
-
-
-def _value(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
