@@ -45,9 +45,10 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def tune_hint(folder: Path, target: Target) -> str:
-    """The search for a default setting again, for the same target."""
+    """The search for a default setting again, for the same target among the same methods."""
     of = [] if target.of is None else ["--of", f"{target.of:g}"]
-    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of)
+    among = (part for name in target.methods for part in ("--method", name))
+    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)
 
 
 def is_text(path: Path) -> bool:

@@ -39,8 +39,8 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
     table = Table(
-        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts of {mean}{first.tokens:,.0f} tokens"
-        f"{asked}, {first.metric}{unit}, {about['model']}",
+        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts of {mean}"
+        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}",
         title_justify="left",
         title_style="",
     )

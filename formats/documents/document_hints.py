@@ -11,8 +11,8 @@ from sparsekv.formats.schema import Manifest
 
 _MOST_HASHED = 64 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_EVALUATED, _LEAST_EVALUATED = 4096, 2048
-"""Tokens of a context of `eval` by default, and of the shortest document that is suggested to it."""
+_EVALUATED, _LEAST_EVALUATED = 4096, 512
+"""Tokens of a context of `eval` by default, and of the shortest that is suggested to it."""
 
 
 def document_of(folder: Path, manifest: Manifest) -> Path | None:
@@ -33,13 +33,20 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
 
 
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
-    """How right answers are measured on the document of an index, with more options; its help where that is not known
-    or is too short."""
+    """How right answers are measured on the document of an index, with more options: a command that runs.
+
+    Where the document is not known, as that of an index that text was appended to, or too short, it is the call of the
+    help, with the reason.
+    """
     text, tokens = document_of(folder, manifest), manifest.split.tokens
     whole = manifest.prompt.max_tokens is None
-    if text is None or not is_named(manifest.model.id) or (whole and tokens < _LEAST_EVALUATED):
-        return command("eval", "--help")
+    if text is None or not is_named(manifest.model.id):
+        why = "no file here has the text as it is indexed" if text is None else "name the model with --model"
+        return f"{command('eval', '--help')} ({why})"
+    most = tokens // 2 if whole else manifest.prompt.max_tokens or 0
+    if most < _LEAST_EVALUATED:
+        return f"{command('eval', '--help')} (this text is too short)"
     options = [*chosen] if manifest.model.id == EMBEDDED else [*chosen, "--model", manifest.model.id]
-    if whole and tokens < 2 * _EVALUATED:
-        options += ["--length", str(min(_EVALUATED, tokens // 2))]
+    if most < _EVALUATED and "--length" not in chosen:
+        options += ["--length", str(most)]
     return command("eval", text, *options)

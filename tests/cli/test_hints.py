@@ -119,15 +119,38 @@ def test_names_are_quoted_and_never_options() -> None:
 
 
 def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
-    report = run_here("recall-report", "--method", "squeezed", "--budget", "5%", "-q")
-    assert shown(report.stdout) == ["sparsekv eval --help"], "the document has too few tokens"
+    """With a length that its document has, also where only its beginning is indexed."""
     Path("long.txt").write_text(Path("doc.txt").read_text() * 2)
-    assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q").code == 0
-    report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
-    (hint,) = shown(report.stdout)
-    assert hint.startswith("sparsekv eval long.txt --method squeezed --model ")
-    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
+    for cut in ((), ("--max-tokens", "600")):
+        assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q", *cut).code == 0
+        report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
+        (hint,) = shown(report.stdout)
+        assert hint.startswith("sparsekv eval long.txt --method squeezed --model ")
+        done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree("long.skv")
+
+
+def test_what_keeps_answers_from_being_evaluated_is_told(place: Path) -> None:
+    report = ("recall-report", "--method", "window", "--budget", "5%", "-q")
+    assert run_here("build-index", "doc.txt", "-o", "few.skv", "--model", "model", "--max-tokens", "500").code == 0
+    assert "`sparsekv eval --help` (this text is too short)" in run_here(*report, "-i", "few.skv").stdout
+    Path("more.txt").write_text("One more line.\n")
+    assert run_here("append", "-i", "doc.skv", "more.txt", "--rebuild", "-q").code == 0
+    told = run_here(*report, "-i", "doc.skv").stdout
+    assert "`sparsekv eval --help` (no file here has the text as it is indexed)" in told
+
+
+@pytest.mark.parametrize("wrong", [("--index", "doc.skv"), ("-i", "doc.skv"), ("--index=doc.skv",), ("doc.skv",)])
+def test_eval_of_an_index_is_shown_with_its_text(place: Path, wrong: tuple[str, ...]) -> None:
+    message = run_here("eval", *wrong).error()
+    (hint,) = shown(message)
+    assert hint.startswith("sparsekv eval doc.txt --model ")
+    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 --method quest --budget 9 -q", place)
     assert done.returncode == 0, done.stderr
+    shutil.rmtree("doc.skv")
+    Path("doc.txt").unlink()
+    assert run_here("eval", *wrong).code == 2
 
 
 @pytest.mark.parametrize(
