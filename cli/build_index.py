@@ -168,9 +168,9 @@ def build_index(
         return say(str(targets[0].folder))
     if ray is not None:
         cluster = RayCluster(recipe, ray, workers)
-        return index_several(targets, lambda show, done: index_by_ray(cluster, targets, done), quiet=quiet)
+        return index_several(targets, lambda there, _, done: index_by_ray(cluster, there, done), quiet=quiet)
     if len(targets) > 1 or from_file is not None:
-        return index_several(targets, partial(index_here, recipe, targets), quiet=quiet)
+        return index_several(targets, partial(index_here, recipe), quiet=quiet)
     with progress(quiet=quiet) as show:
         recipe.index(targets[0], recipe.load, show)
     say(str(targets[0].folder))

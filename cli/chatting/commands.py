@@ -40,9 +40,7 @@ def save(session: Session, argument: str) -> None:
     save_session(talk.index, folder, talk.turns, **encoding, quiet=session.quiet)
 
 
-@slash(
-    "/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them"
-)
+@slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
 def method(session: Session, argument: str) -> None:
     if argument:
         setting = session.choices.other_method(argument)
