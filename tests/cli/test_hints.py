@@ -10,6 +10,7 @@ from support.command import fails, run_here, shell
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.hints import command
 from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.schema import Defaults, Target
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
@@ -163,6 +164,8 @@ def test_eval_of_an_index_is_shown_with_its_text(place: Path, wrong: tuple[str, 
         (("generate", "Why?", "--lookup", "hierarchicl"), "hierarchical"),
         (("tune", "--target-recall", "0.5", "--cheapest", "tim"), "time"),
         (("eval", "doc.txt", "--task", "niah-singel"), "niah-single"),
+        (("build-index", "doc.txt", "--model", "smollm"), EMBEDDED),
+        (("build-index", "doc.txt", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct"), EMBEDDED),
     ],
 )
 def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], meant: str) -> None:
@@ -171,3 +174,6 @@ def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], me
 
 def test_nothing_is_suggested_where_nothing_is_near(place: Path) -> None:
     assert "did you mean" not in run_here("recall-report", "--method", "xyz").error()
+    message = run_here("build-index", "doc.txt", "--model", "xyz").error()
+    assert "did you mean" not in message
+    assert f"or take {EMBEDDED}, which needs no hub" in message
