@@ -99,7 +99,7 @@ def test_inspect_shows_what_is_there(index: Artifact) -> None:
         cluster["tokens"] for cluster in squeezed["biggest"]
     )
     assert (folder / "sizes.png").read_bytes().startswith(b"\x89PNG")
-    table = sparsekv("inspect", "-i", index.folder, cwd=folder)
+    table = sparsekv("inspect", "-i", index.folder, "--method", "all", cwd=folder)
     assert table.returncode == 0, table.stderr
     assert "biggest clusters of layer 15" in table.stdout, table
 
