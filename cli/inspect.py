@@ -81,7 +81,7 @@ def inspect(
 
     Clusters and lists are those of all layers together; --by layer has a row for each layer, as --json always has.
 
-    --plot draws the first method that has clusters or posting lists.
+    --plot draws the first method that has clusters or posting lists. docs/reference/measures.md explains the words.
 
     \b
     sparsekv inspect --index manual.skv

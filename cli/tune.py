@@ -99,7 +99,7 @@ def tune(
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
     tighter one. That takes some 20 rounds, minutes on a CPU; fewer --method take less. `generate` uses the default
     when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
-    --target-perplexity, which alone runs the model.
+    --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
