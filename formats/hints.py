@@ -51,6 +51,16 @@ def tune_hint(folder: Path, target: Target) -> str:
     return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)
 
 
+def no_folder(given: Path) -> str:
+    """What a file is that was named in the place of an index, and what to do."""
+    if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
+        return "is no folder, and an index is one; name the folder that build-index printed"
+    index = given.with_suffix(".skv")
+    if index.is_dir():
+        return f"is a text, not an index; name {index}, which has its name"
+    return f"is a text, not an index; build one with {command('build-index', given)}"
+
+
 def is_text(path: Path) -> bool:
     """Whether a file begins as UTF-8 text does."""
     try:
