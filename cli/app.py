@@ -92,6 +92,9 @@ def main(
     closes the pipe (`| head -1`), the command ends silently and the shell reports 141, except that `generate --save-to`
     still saves.
 
+    The pages of docs/ explain more: docs/newcomers.md where to begin, docs/reference/measures.md the words of the
+    output.
+
     \b
     sparsekv build-index manual.txt
     sparsekv generate --index manual.skv "How is it installed?"

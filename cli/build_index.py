@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.building.by_ranks import index_by_ranks
+from sparsekv.cli.building.onto_index import FIXED, add_methods, index_among
 from sparsekv.cli.building.ray_cluster import RayCluster, index_by_ray
 from sparsekv.cli.building.recipe import Recipe
 from sparsekv.cli.building.several import index_here, index_several
@@ -24,6 +25,7 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     names_of,
 )
+from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
@@ -37,8 +39,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=GroupedCommand)
 @with_method_options(indexers() | {f"--prefill {name}": prefill for name, prefill in prefills().items()})
 def build_index(
+    ctx: typer.Context,
     documents: Annotated[
-        list[str] | None, typer.Argument(metavar="DOC", help="Text files, or - for standard input.")
+        list[str] | None,
+        typer.Argument(metavar="DOC", help="Text files, or - for standard input; or an index, to add methods to it."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -114,7 +118,8 @@ def build_index(
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. An index of another document, or for another model, is left alone unless --force is
-    given.
+    given. With an index in the place of DOC, methods are added to it from its own tokens, also where its text is gone
+    or more was appended.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
     reported at the end, with exit code 1, and the others are built all the same.
@@ -122,6 +127,7 @@ def build_index(
     \b
     sparsekv build-index manual.txt
     sparsekv build-index chapters/*.txt -o indices
+    sparsekv build-index manual.skv --method multipole
     sparsekv build-index report.txt -o q3.skv --model Qwen/Qwen3-0.6B --max-tokens 32000
     A=$(sparsekv build-index manual.txt) && sparsekv generate --index "$A" "What is this about?"
     """
@@ -130,6 +136,8 @@ def build_index(
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
     if workers is not None and ray is None:
         raise UsageError(f"--workers {workers}: is for --ray; leave it out")
+    ranks = join_ranks(device)
+    index = index_among(documents or [], ranks=ranks is not None)
     targets = choose_targets(documents or [], from_file, output)
     recipe = Recipe(
         methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
@@ -148,7 +156,10 @@ def build_index(
         force=force,
         quiet=quiet,
     )
-    ranks = join_ranks(device)
+    if index is not None:
+        with progress(quiet=quiet) as show:
+            add_methods(index, recipe, [name for name in FIXED if on_command_line(ctx, name)], show)
+        return say(str(index))
     if ranks is not None:
         several = len(targets) > 1 or from_file is not None
         refuse_with_ranks({"--ray": ray, "an index of more than one document": several, "--prefill": not way.exact})
@@ -157,9 +168,9 @@ def build_index(
         return say(str(targets[0].folder))
     if ray is not None:
         cluster = RayCluster(recipe, ray, workers)
-        return index_several(targets, lambda show, done: index_by_ray(cluster, targets, done), quiet=quiet)
+        return index_several(targets, lambda there, _, done: index_by_ray(cluster, there, done), quiet=quiet)
     if len(targets) > 1 or from_file is not None:
-        return index_several(targets, partial(index_here, recipe, targets), quiet=quiet)
+        return index_several(targets, partial(index_here, recipe), quiet=quiet)
     with progress(quiet=quiet) as show:
         recipe.index(targets[0], recipe.load, show)
     say(str(targets[0].folder))

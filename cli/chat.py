@@ -72,7 +72,8 @@ def chat(
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
     lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its
-    lines is a question, and the answers go to stdout one after another, without a prompt.
+    lines is a question and none a command (one that looks like it is refused), and the answers go to stdout one after
+    another, without a prompt.
 
     \b
     sparsekv chat --index manual.skv

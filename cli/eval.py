@@ -165,7 +165,7 @@ def evaluate_methods(
 
     Each context is indexed once. Brackets hold 95% confidence intervals, from a bootstrap over contexts and the
     questions within them. Differences from dense attention are paired by question. A stopped run continues when the
-    same command is given again, and ends with the same numbers.
+    same command is given again, and ends with the same numbers. docs/reference/measures.md explains the words.
 
     \b
     sparsekv eval manual.txt

@@ -20,6 +20,7 @@ from sparsekv.cli.inspecting.page import inspection_page, token_texts
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.hints import command
 from sparsekv.formats.identity import check_tokenizer
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.models.identify import tokenizer_identity
@@ -32,6 +33,8 @@ from sparsekv.runtime.selection.cluster_statistics import Cluster
 from sparsekv.runtime.selection.registry import methods_of
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+MOST = 8
+"""Clusters that are shown of each kind."""
 
 
 @app.command()
@@ -40,13 +43,15 @@ def inspect(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method to describe; repeatable. Default: all in the index.", autocompletion=names_of(indexers)
+            help="Method to describe, or `all`; repeatable. Default: a summary.",
+            autocompletion=names_of(indexers, "all"),
         ),
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Layer whose clusters are shown. Default: the middle one.")] = None,
     clusters: Annotated[
-        int, typer.Option(min=0, help="How many of the biggest and of the most spread clusters to show.")
-    ] = 8,
+        int | None,
+        typer.Option(min=0, help="How many of the biggest and of the most spread clusters to show. Default: 8."),
+    ] = None,
     by: Annotated[
         str | None,
         typer.Option(metavar="layer", help="Show clusters and posting lists layer by layer, not as a summary."),
@@ -64,7 +69,9 @@ def inspect(
     model: ModelOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Show an index's sizes and parameters, and each method's blocks, clusters and posting lists.
+    """Show an index's sizes and parameters; with --method, --layer, --clusters or --by more.
+
+    That is each method's blocks, clusters and posting lists, which --json, --html and --plot always have.
 
     Of clusters: the distribution of their sizes, and the words of the biggest and of those with the largest key spread.
     Key spread and value spread are the distance of keys and values from their cluster's centroid, relative to their
@@ -75,10 +82,11 @@ def inspect(
 
     Clusters and lists are those of all layers together; --by layer has a row for each layer, as --json always has.
 
-    --plot draws the first method that has clusters or posting lists.
+    --plot draws the first method that has clusters or posting lists. docs/reference/measures.md explains the words.
 
     \b
     sparsekv inspect --index manual.skv
+    sparsekv inspect --index manual.skv --method all
     sparsekv inspect --index manual.skv --by layer
     sparsekv inspect --index manual.skv --verify
     sparsekv inspect --index manual.skv --method csattention --plot shares.png --html shares.html
@@ -95,10 +103,11 @@ def inspect(
             for done, _ in enumerate(artifact.verify(), 1):
                 show("verify", done, len(artifact.manifest.files))
         note(f"verified {len(artifact.manifest.files)} files: every sha256 is right", quiet=quiet)
-    described = _describe(artifact, names, clusters, quiet=quiet)
-    tokenizer, ids = _tokenizer(artifact, model, quiet=quiet), artifact.input_ids().tolist()
+    more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
+    described = _describe(artifact, names, MOST if clusters is None else clusters, quiet=quiet) if more else {}
+    tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
     words = [] if tokenizer is None else words_of(tokenizer, ids)
-    inspection = _inspection(artifact, described, shown, words, verified=verify)
+    inspection = _inspection(artifact, described or {name: [] for name in names}, shown, words, verified=verify)
     if html is not None:
         texts = [] if tokenizer is None else token_texts(tokenizer, ids)
         write_html(inspection_page(inspection, described, shown, texts), html, quiet=quiet)
@@ -109,6 +118,8 @@ def inspect(
         say(json.dumps(inspection, indent=1))
     else:
         print_inspection(inspection, by_layer=by is not None)
+    if not more:
+        say(f"\nBlocks, clusters and lists: {command('inspect', '--index', artifact.folder, '--method', 'all')}")
 
 
 Described = list[LayerDescription]

@@ -137,7 +137,7 @@ def recall_report(
 
     Rows are in the order of their budgets, within a budget of their errors. The names above are those of the columns of
     the table, of --csv and of --json. With --by, --csv has a row for each layer or head alone; --json also has the rows
-    over all of them, whose layer and kv_head are null.
+    over all of them, whose layer and kv_head are null. docs/reference/measures.md explains the words.
 
     By default a method is measured in several forms, such as with and without re-ranking. Options of a method, such as
     --rerank 4, replace these by the one form that they describe.

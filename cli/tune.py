@@ -26,7 +26,7 @@ from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Defaults
+from sparsekv.formats.schema import Defaults, Target
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
@@ -99,7 +99,7 @@ def tune(
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
     tighter one. That takes some 20 rounds, minutes on a CPU; fewer --method take less. `generate` uses the default
     when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
-    --target-perplexity, which alone runs the model.
+    --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9
@@ -132,11 +132,12 @@ def tune(
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
     with progress(quiet=quiet) as tell:
         tuned = find(artifact, goal, method or [], tell, where, None if times is None else times.sparse)
-    dense_ms = None if times is None else times.dense()
-    best = tuned[0]
-    defaults = _defaults(best, goal) if best.holds else None
+    dense_ms, best = None if times is None else times.dense(), tuned[0]
+    target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
+    defaults = _defaults(best, target) if best.holds else None
     if as_json:
-        say(json.dumps({**_record(artifact, goal, tuned, defaults), "dense_step_ms": dense_ms}, indent=1))
+        found = {**_record(artifact, goal, tuned, defaults), "target": target.model_dump(), "dense_step_ms": dense_ms}
+        say(json.dumps(found, indent=1))
     else:
         _print_table(artifact, goal, tuned, dense_ms)
         told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
@@ -162,7 +163,7 @@ def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bo
     note(f"{artifact.folder} has no default of its own now", quiet=quiet)
 
 
-def _defaults(best: Tuned, goal: Goal) -> Defaults:
+def _defaults(best: Tuned, target: Target) -> Defaults:
     return Defaults(
         method=best.form.name,
         variant=best.form.variant,
@@ -170,7 +171,7 @@ def _defaults(best: Tuned, goal: Goal) -> Defaults:
         budget=best.budget,
         layer_budgets=best.layer_budgets,
         residual=best.form.residual,
-        target=goal.target(),
+        target=target,
         calibration=best.calibration,
         held_out=best.held_out,
         kv_fraction=best.kv_fraction,

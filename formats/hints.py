@@ -39,10 +39,26 @@ def first_build_hint() -> str:
     return f"build one: {command('build-index', '--help')} says how"
 
 
+def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
+    """How to build more methods into an index, from its own tokens: its document may be gone, or was appended to."""
+    return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
+
+
 def tune_hint(folder: Path, target: Target) -> str:
-    """The search for a default setting again, for the same target."""
+    """The search for a default setting again, for the same target among the same methods."""
     of = [] if target.of is None else ["--of", f"{target.of:g}"]
-    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of)
+    among = (part for name in target.methods for part in ("--method", name))
+    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)
+
+
+def no_folder(given: Path) -> str:
+    """What a file is that was named in the place of an index, and what to do."""
+    if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
+        return "is no folder, and an index is one; name the folder that build-index printed"
+    index = given.with_suffix(".skv")
+    if index.is_dir():
+        return f"is a text, not an index; name {index}, which has its name"
+    return f"is a text, not an index; build one with {command('build-index', given)}"
 
 
 def is_text(path: Path) -> bool:

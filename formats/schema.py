@@ -154,12 +154,14 @@ class Target(Record):
     """What a setting had to reach: recall of at least or error of at most `value`, as a mean over layers, heads and
     queries; or perplexity of at most `value` times dense attention's.
 
-    Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens.
+    Recall is measured against the oracle's best tokens at budget `of`, a share or a number of tokens. The search was
+    among `methods`; none means all.
     """
 
     measure: str
     value: float
     of: float | int | None = None
+    methods: list[MethodName] = Field(default_factory=list)
 
 
 class Defaults(Record):

@@ -128,7 +128,7 @@ def growing_plan(
         if folder == "samples" or folder in manifest.methods:
             check_values(artifact.tensors(name), manifest.split, f"{name} of {artifact.folder}")
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
-    prefill = _stored_prefill(manifest)
+    prefill = stored_prefill(manifest)
     chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
     return BuildPlan(
         loaded=loaded,
@@ -149,7 +149,8 @@ def growing_plan(
     )
 
 
-def _stored_prefill(manifest: Manifest) -> Prefill:
+def stored_prefill(manifest: Manifest) -> Prefill:
+    """How an index was prefilled; raises ArtifactError if this version cannot do it so."""
     known: dict[str, Callable[..., Prefill]] = dict(prefills())
     try:
         return known[manifest.prefill.kind](**manifest.prefill.parameters)

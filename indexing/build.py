@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sparsekv.formats.checksums import BLOCK_TOKENS, chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.schema import Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
@@ -70,8 +71,9 @@ def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
     if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
         added = sum(addition.tokens for addition in base.additions)
         raise ArtifactError(
-            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; build another "
-            "index with --output, or give --force to lose them and append them again"
+            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; add methods to "
+            f"it with {add_methods_hint(writer.folder, plan.methods)}, build another index with --output, or give "
+            "--force to lose them and append them again"
         )
 
 

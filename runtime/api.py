@@ -14,10 +14,12 @@ user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
@@ -29,6 +31,8 @@ from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
 from sparsekv.runtime.selection.registry import methods, methods_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,11 @@ class Index:
         for name, value in parameters.items():
             if name in of_sampling:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
+        refuse_unknown(parameters, ("method", "budget", "residual", "placement", "question", "sampling"))
         artifact, text = self.opened.artifact, None if budget is None else str(budget)
-        setting = choose_setting(artifact, method, text, parameters, {}, residual=residual)
-        return Asker.open(self.opened, setting, placement=placement)
+        with api_words():
+            setting = choose_setting(artifact, method, text, parameters, {}, residual=residual)
+            return Asker.open(self.opened, setting, placement=placement)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
         """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.
@@ -107,19 +113,26 @@ class Index:
             residual: measure each form also with centroids for the tokens that it does not choose.
             parameters: of the methods; one that has any is measured so, in place of its usual forms.
         """
+        refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
         artifact = self.opened.artifact
-        chosen = {name: methods()[name] for name in methods_of(artifact, names)}
-        refuse_unused(chosen, parameters)
-        report = recall_report(
-            artifact,
-            list(chosen),
-            [Budget.parse(str(budget)) for budget in budgets],
-            question_queries(self.opened, questions),
-            residual=residual,
-            configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
-            device=self.opened.model.device,
-        )
-        return row_records(report.by(*by))
+        with api_words():
+            chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
+            refuse_unused(chosen, parameters)
+            report = recall_report(
+                artifact,
+                list(chosen),
+                [Budget.parse(str(budget)) for budget in _several(budgets)],
+                question_queries(self.opened, _several(questions)),
+                residual=residual,
+                configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
+                device=self.opened.model.device,
+            )
+        return row_records(report.by(*_several(by)))
+
+
+def _several(given: Sequence[T]) -> Sequence[T]:
+    """A text where several may be given is one of them."""
+    return cast(Sequence[T], [given]) if isinstance(given, str) else given
 
 
 def open_index(
@@ -132,6 +145,9 @@ def open_index(
 ) -> Index:
     """Open an index with the model that built it, or with the `model` named: a local folder or a hub id.
 
-    Loads the model's weights; arguments and errors are those of `load_and_open`.
+    Loads the model's weights; arguments and errors are those of `load_and_open`, and UsageError for a file.
     """
-    return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress))
+    if Path(folder).is_file():
+        raise UsageError(f"{folder} {no_folder(Path(folder))}")
+    with api_words():
+        return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress))

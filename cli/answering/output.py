@@ -1,6 +1,9 @@
 """Print answers: as they stream, one a line, or as JSON."""
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +23,7 @@ class Output:
 
     as_json: an object a line. streamed: the answer's text was printed as it came. measured: what each layer leaves is
     known. stats: print times too, to stderr. resumed: the file that takes each line, too.
-    settings: what a line of a batch has, so that it can be resumed.
+    settings: what a line of a batch has, so that it can be resumed. within: a streamed answer has begun.
     """
 
     setting: Setting
@@ -32,12 +35,23 @@ class Output:
     settings: dict[str, Any] = field(default_factory=dict)
     answers: int = 0
     tokens: int = 0
+    within: bool = False
     began: float = field(default_factory=time.perf_counter)
 
     def piece(self, text: str) -> None:
         """Print a piece of a streamed answer."""
         if self.streamed:
+            self.within = True
             say(text, end="")
+
+    @contextmanager
+    def ending_lines(self) -> Iterator[None]:
+        """At a terminal, what comes after a streamed answer that broke off begins a line of its own."""
+        try:
+            yield
+        finally:
+            if self.within and sys.stdout.isatty():
+                say("")
 
     def answer(self, question: str, answer: Answer) -> None:
         """Print one answer, or its end where it was streamed."""
@@ -47,6 +61,7 @@ class Output:
         if self.resumed is not None:
             self.resumed.add(line)
         say("" if self.streamed else line)
+        self.within = False
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
             print_stats(answer)
@@ -80,7 +95,12 @@ def settings_of(
         "index": artifact.manifest.uuid,
         "residual": setting.residual,
         **asdict(sampling),
-        "parameters": {name: str(value) for name, value in parameters.items()},
+        "parameters": {name: _as_json(value) for name, value in parameters.items()},
         "prefill": prefill,
         **more,
     }
+
+
+def _as_json(value: Any) -> bool | int | float | str:
+    """A parameter's value as JSON has it; what it has no type for as text."""
+    return value if isinstance(value, bool | int | float | str) else str(value)

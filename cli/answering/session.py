@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.cli.common.console import note, progress
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import command
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.append import Addition, growing_plan, refuse_other_dtype, stored_indexers
@@ -55,4 +56,4 @@ def save_session(
     plan = growing_plan(opened.artifact, loaded, addition)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show)
-    note(f"saved {folder}", quiet=quiet)
+    note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

@@ -84,7 +84,7 @@ class Recipe:
         plan = self._plan(model, prompt)
         before = _finished(target.folder)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model))
-        self._tell(target.folder, before, manifest)
+        tell_built(target.folder, before, manifest, quiet=self.quiet)
 
     def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:
         return BuildPlan(
@@ -113,16 +113,17 @@ class Recipe:
 
         return told_first
 
-    def _tell(self, folder: Path, before: Manifest | None, manifest: Manifest) -> None:
-        """Notes about what was built: that it was there, what storing costs, or that a default of before is gone."""
-        if before is not None and manifest.uuid == before.uuid:
-            note(f"{folder} is whole already", quiet=self.quiet)
-            return
-        if (stored := stored_line(manifest)) is not None:
-            note(stored, quiet=self.quiet)
-        if before is not None and before.defaults is not None and manifest.defaults is None:
-            again = tune_hint(folder, before.defaults.target)
-            note(f"what tune found was for the index before: run {again} again", quiet=self.quiet)
+
+def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
+    """Notes about what was built: that it was there, what storing costs, or that a default of before is gone."""
+    if before is not None and manifest.uuid == before.uuid:
+        note(f"{folder} is whole already", quiet=quiet)
+        return
+    if (stored := stored_line(manifest)) is not None:
+        note(stored, quiet=quiet)
+    if before is not None and before.defaults is not None and manifest.defaults is None:
+        again = tune_hint(folder, before.defaults.target)
+        note(f"what tune found was for the index before: run {again} again", quiet=quiet)
 
 
 def _finished(folder: Path) -> Manifest | None:

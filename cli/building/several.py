@@ -16,11 +16,13 @@ Done = Callable[[Target, str], None]
 """Told of each document that is done, and what went wrong with it in one line, empty for nothing."""
 
 
-def index_several(targets: Sequence[Target], work: Callable[[Progress, Done], None], *, quiet: bool) -> None:
-    """Print each index's path once it is whole, and at the end what went wrong with the other documents.
+Work = Callable[[Sequence[Target], Progress, Done], None]
+"""Indexes the targets, and tells of its progress."""
 
-    Args:
-        work: indexes the targets, and tells of its progress.
+
+def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None:
+    """Print each index's path once it is whole, and what went wrong with the other documents: first of those that are
+    not there, and at the end of those that could not be indexed.
 
     Raises:
         SparsekvError: some documents could not be indexed; or what `work` raises.
@@ -31,23 +33,27 @@ def index_several(targets: Sequence[Target], work: Callable[[Progress, Done], No
     def done(target: Target, wrong: str) -> None:
         nonlocal count
         count += 1
-        show("documents", count, len(targets))
+        show("documents", count, len(there))
         if wrong:
             failures[target.document] = wrong
         else:
             say(str(target.folder), to=results)
 
+    there = [target for target in targets if target.document == "-" or os.path.exists(target.document)]
     for target in targets:
-        if target.document != "-" and not os.path.exists(target.document):
-            note(f"{target.document}: no such file; the others are indexed", quiet=quiet)
+        if target not in there:
+            others = "; the others are indexed" if there else ""
+            tell(printable(f"no such file: {target.document}{others}"), soft_wrap=True)
     with progress(quiet=quiet) as show:
-        show("documents", 0, len(targets))
-        work(show, done)
+        if there:
+            show("documents", 0, len(there))
+            work(there, show, done)
     for document, why in failures.items():
-        tell(printable(why if why.startswith(document) else f"{document}: {why}"), soft_wrap=True)
-    if failures:
+        named = why.startswith(document) or why.endswith(document)
+        tell(printable(why if named else f"{document}: {why}"), soft_wrap=True)
+    if wrong := len(targets) - len(there) + len(failures):
         raise SparsekvError(
-            f"{len(failures)} of {len(targets)} documents are not indexed, for the reasons above; the same command "
+            f"{wrong} of {len(targets)} documents are not indexed, for the reasons above; the same command "
             "tries these again, and leaves the others as they are"
         )
 

@@ -40,10 +40,12 @@ def save(session: Session, argument: str) -> None:
     save_session(talk.index, folder, talk.turns, **encoding, quiet=session.quiet)
 
 
-@slash("/method NAME", "answer with another method; without a name it lists them")
+@slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
 def method(session: Session, argument: str) -> None:
     if argument:
-        session.switch(session.choices.other_method(argument))
+        setting = session.choices.other_method(argument)
+        own = ", its own budget" if session.choices.budget is None else ""
+        session.switch(setting, "" if setting.form is None else f"{own}; /budget B changes that")
         return
     usable = choose_methods([], list(session.choices.artifact.manifest.methods))
     note(f"{describe(session.talk.setting)}; there are: {', '.join([*usable, DENSE])}", quiet=False)

@@ -50,10 +50,10 @@ class Session:
         if self.stats:
             print_stats(answer)
 
-    def switch(self, setting: Setting) -> None:
-        """Answer with another setting from now on, and say so; raises what `Talk.switch` raises."""
+    def switch(self, setting: Setting, more: str = "") -> None:
+        """Answer with another setting from now on, and say so, and more; raises what `Talk.switch` raises."""
         self.talk.switch(setting)
-        note(describe(setting), quiet=self.quiet)
+        note(f"{describe(setting)}{more}", quiet=self.quiet)
 
 
 def describe(setting: Setting) -> str:

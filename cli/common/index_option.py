@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import command, first_build_hint, is_text
+from sparsekv.formats.hints import first_build_hint, no_folder
 from sparsekv.formats.reader import Artifact
 
 
@@ -42,14 +42,4 @@ def _refuse_other_than_folder(given: Path, called: str) -> None:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"{called} {given}: {reason}; name the folder that build-index printed") from None
     if not stat.S_ISDIR(mode):
-        raise UsageError(f"{called} {given} {_no_folder(given)}")
-
-
-def _no_folder(given: Path) -> str:
-    """What a file is that was named in the place of an index, and what to do."""
-    if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
-        return "is no folder, and an index is one; name the folder that build-index printed"
-    index = given.with_suffix(".skv")
-    if index.is_dir():
-        return f"is a text, not an index; name {index}, which has its name"
-    return f"is a text, not an index; build one with {command('build-index', given)}"
+        raise UsageError(f"{called} {given} {no_folder(given)}")

@@ -4,10 +4,12 @@ Imports nothing heavy: it must work when an import itself has failed.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.hints import command as shown
 
-EXTRA = "Got unexpected extra argument"
+EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
 
 
 def described_usage(message: str, command: str, arguments: Sequence[str]) -> str:
@@ -18,7 +20,24 @@ def described_usage(message: str, command: str, arguments: Sequence[str]) -> str
         arguments: of the whole call.
     """
     message = message.replace("Value error, ", "").rstrip(".")
+    if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
+        return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     named = next((one for one in arguments if one.rstrip("/").endswith(".skv")), None)
     if message.startswith(EXTRA) and named is not None and "--index" not in arguments and "-i" not in arguments:
         return f"{message}; an index is named by an option: --index {named}"
     return f"{message}; {shown(*filter(None, [command]), '--help')} says what there is"
+
+
+def _eval_of(arguments: Sequence[str]) -> str:
+    """The call of `eval` with the text of the index that it names."""
+    given = [part for one in arguments[list(arguments).index("eval") + 1 :] for part in one.split("=", 1)]
+    at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
+    folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
+    try:
+        # Here, because it imports a model's library: other errors do not wait for it.
+        from sparsekv.formats.documents.document_hints import eval_hint
+        from sparsekv.formats.manifest import read_manifest
+
+        return eval_hint(folder, read_manifest(folder), *others)
+    except SparsekvError:
+        return shown("eval", "--help")

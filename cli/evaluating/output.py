@@ -35,11 +35,12 @@ def print_rows(
 
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
-    length = "" if first.length is None else f" of {first.length:,} tokens"
+    asked = "" if first.length is None else f" ({first.length:,} asked for)"
+    mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
     table = Table(
-        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts{length}, "
-        f"{first.metric}{unit}, {about['model']}",
+        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts of {mean}"
+        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}",
         title_justify="left",
         title_style="",
     )

@@ -1,11 +1,7 @@
 """Commands about the document of an index that messages show: each runs when it is pasted into a shell."""
 
-import shlex
 from glob import escape
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.hints import TEXT_ENDINGS, command
@@ -15,10 +11,8 @@ from sparsekv.formats.schema import Manifest
 
 _MOST_HASHED = 64 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_EVALUATED, _LEAST_EVALUATED = 4096, 2048
-"""Tokens of a context of `eval` by default, and of the shortest document that is suggested to it."""
-_USUAL = {"model": EMBEDDED, "sinks": 10, "tail": 128}
-"""Options that need not be given where an index has these values."""
+_EVALUATED, _LEAST_EVALUATED = 4096, 512
+"""Tokens of a context of `eval` by default, and of the shortest that is suggested to it."""
 
 
 def document_of(folder: Path, manifest: Manifest) -> Path | None:
@@ -38,43 +32,21 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
     return None
 
 
-def add_method_hint(folder: Path, manifest: Manifest, method: str) -> str:
-    """How to build one more method into an index; without a command where its document or its model is not known."""
-    text = document_of(folder, manifest)
-    if text is None or not is_named(manifest.model.id):
-        return f"build it again from its document with --method {shlex.quote(method)} too"
-    return f"add it with {command('build-index', text, '-o', folder, '--method', method, *_options(manifest))}"
-
-
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
-    """How right answers are measured on the document of an index, with more options; its help where that is not known
-    or is too short."""
+    """How right answers are measured on the document of an index, with more options: a command that runs.
+
+    Where the document is not known, as that of an index that text was appended to, or too short, it is the call of the
+    help, with the reason.
+    """
     text, tokens = document_of(folder, manifest), manifest.split.tokens
     whole = manifest.prompt.max_tokens is None
-    if text is None or not is_named(manifest.model.id) or (whole and tokens < _LEAST_EVALUATED):
-        return command("eval", "--help")
+    if text is None or not is_named(manifest.model.id):
+        why = "no file here has the text as it is indexed" if text is None else "name the model with --model"
+        return f"{command('eval', '--help')} ({why})"
+    most = tokens // 2 if whole else manifest.prompt.max_tokens or 0
+    if most < _LEAST_EVALUATED:
+        return f"{command('eval', '--help')} (this text is too short)"
     options = [*chosen] if manifest.model.id == EMBEDDED else [*chosen, "--model", manifest.model.id]
-    if whole and tokens < 2 * _EVALUATED:
-        options += ["--length", str(min(_EVALUATED, tokens // 2))]
+    if most < _EVALUATED and "--length" not in chosen:
+        options += ["--length", str(most)]
     return command("eval", text, *options)
-
-
-def _options(manifest: Manifest) -> list[str]:
-    """The options by which an index was built, but for its methods and those that are as they are by default."""
-    split, prefill = manifest.split, manifest.prefill
-    options: dict[str, Any] = {"model": manifest.model.id, "sinks": split.sinks, "tail": split.tail}
-    options |= {"max-tokens": manifest.prompt.max_tokens, "rope-scaling": manifest.rope.scaling}
-    if not prefill.exact:
-        options |= {"prefill": prefill.kind, "chunk-size": prefill.chunk_size, **prefill.parameters}
-    if manifest.dtype != "float32" or torch.cuda.is_available():
-        options["dtype"] = manifest.dtype
-    flags = {"raw": manifest.prompt.chat is None, "special-tokens": manifest.prompt.special_tokens}
-    given = {name: value for name, value in options.items() if value is not None and value != _USUAL.get(name)}
-    return [
-        *(part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", _value(value))),
-        *(f"--{name}" for name, wanted in flags.items() if wanted),
-    ]
-
-
-def _value(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,5 +1,6 @@
 """Fetch models of the Hugging Face hub into the hub's own cache, with every failure as a one-line error."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from huggingface_hub.errors import (
 )
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.model_names import named_models
+from sparsekv.formats.suggestions import suggestion
 
 # What loading reads: no pickles, no copies of the weights in other formats or in subfolders.
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+OWN = f"take {EMBEDDED}, which needs no hub (`sparsekv models list`)"
 UNNEEDED = ["*/*", "consolidated*"]
 
 
@@ -35,15 +40,16 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
         remedy = f"accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a folder here nor a public id on the Hugging Face hub"
-        remedy = "check its spelling, log in with `hf auth login` if it is private, or see `sparsekv models list`"
+        remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
     except LocalEntryNotFoundError:
         problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
-        remedy = "check the network and HF_HUB_OFFLINE, give a local folder, or see `sparsekv models list`"
+        remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"
         if not download:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
     except (HfHubHTTPError, OSError) as error:
         raise SparsekvError(f"cannot download '{name}': {first_line(error)}; run the same command again") from None
-    raise UsageError(f"model '{name}' {problem}; {remedy}")
+    known = [EMBEDDED, *(one for one in named_models() if not os.path.isabs(one))]
+    raise UsageError(f"model '{name}'{suggestion(name, known)} {problem}; {remedy}")
 
 
 def first_line(error: BaseException) -> str:

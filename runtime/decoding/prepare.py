@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.documents.document_hints import add_method_hint
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
@@ -128,7 +128,7 @@ def residual_source(artifact: Artifact) -> str:
     found = {name: file.tensors[key].shape[1] for name, file in first_layers.items() if key in file.tensors}
     if not found:
         raise UsageError(
-            "--residual needs clusters with value centroids, and the index has none: "
-            + add_method_hint(artifact.folder, manifest, "multipole")
+            "--residual needs clusters with value centroids, and the index has none; add them with "
+            + add_methods_hint(artifact.folder, ["multipole"])
         )
     return min(found, key=lambda name: found[name])

@@ -112,9 +112,10 @@ def _default(artifact: Artifact, defaults: Defaults) -> Setting:
         methods_of(artifact, [defaults.method])
         configured = _configured(methods()[defaults.method], defaults.parameters)
     except UsageError as error:
+        anew = defaults.target.model_copy(update={"methods": []})  # one of them may be gone
         raise ArtifactError(
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
-            f"{tune_hint(artifact.folder, defaults.target)} again, or choose with --method"
+            f"{tune_hint(artifact.folder, anew)} again, or choose with --method"
         ) from None
     form = Form(defaults.method, defaults.variant, configured, defaults.residual)
     layers = defaults.layer_budgets

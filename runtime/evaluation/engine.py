@@ -69,7 +69,7 @@ class _Asking:
             for question, key in asked:
                 while key not in self.answers.known:
                     self._keep(*next(answered), way)
-                yield Result(self.context, question, way, self.answers.known[key])
+                yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
         if self.opened is not None and not self.comparison.keep:
             self.opened = None
             shutil.rmtree(self._folder())

@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.schema import MANIFEST
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
@@ -54,6 +57,7 @@ class Inputs:
         Request("", len, min(lengths, default=1), contexts, questions, tuple(depth / 100 for depth in depths))
         for task in tasks:
             choose_task(task)
+        _refuse_index(document)
         return cls(
             name=Path(data or document or "").name,
             text="" if document is None else read_document(document),
@@ -65,6 +69,16 @@ class Inputs:
             contexts=contexts,
             questions=questions,
             seed=seed,
+        )
+
+
+def _refuse_index(document: str | None) -> None:
+    """Raise UsageError for an index in the place of a text, and say which text is its own."""
+    folder = Path(document or "-")
+    if (folder / MANIFEST).is_file():
+        raise UsageError(
+            f"{folder} is an index; eval takes its text, and builds indices of its own: "
+            + eval_hint(folder, read_manifest(folder))
         )
 
 

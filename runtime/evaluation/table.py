@@ -1,6 +1,6 @@
 """Turns answers into a table: scores and differences from dense attention, each with a confidence interval."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,12 +30,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Result:
-    """One question's answer in one way."""
+    """One question's answer in one way; `tokens`: those of its context, as it was indexed."""
 
     context: Context
     question: Question
     way: Way
     given: Given
+    tokens: int
 
     @property
     def score(self) -> float:
@@ -48,10 +49,12 @@ class Result:
 @dataclass(frozen=True)
 class Row:
     """One task at one length in one way: score and difference from dense attention in the metric's unit, with the
-    bounds of their 95% intervals. The difference is None for dense attention itself."""
+    bounds of their 95% intervals. The difference is None for dense attention itself. `length` is what was asked for,
+    `tokens` what a context has in the mean: it ends with a sentence, and a text may be shorter."""
 
     task: str
     length: int | None
+    tokens: float
     prefill: str
     method: str
     variant: str
@@ -118,6 +121,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
             Row(
                 task=task,
                 length=length,
+                tokens=_mean([one[0].tokens for one in kept]),
                 **asdict(way),
                 metric=metric,
                 unit=told.unit,
@@ -161,5 +165,5 @@ def cells(results: Iterable[Result]) -> list[Cell]:
     ]
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -1,10 +1,9 @@
 """The methods by name: one file each in `runtime/methods`, and those of plugins (entry points `sparsekv.methods`)."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from sparsekv.formats.documents.document_hints import add_method_hint
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.registry import Registry
 from sparsekv.formats.suggestions import suggestion
@@ -15,8 +14,9 @@ methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods",
 
 def methods_of(artifact: Artifact, names: Sequence[str] = ()) -> list[str]:
     """`choose_methods` for an index; the error for a method that it lacks shows how to add it."""
-    manifest = artifact.manifest
-    return choose_methods(names, list(manifest.methods), partial(add_method_hint, artifact.folder, manifest))
+    return choose_methods(
+        names, list(artifact.manifest.methods), lambda name: f"add it with {add_methods_hint(artifact.folder, [name])}"
+    )
 
 
 def choose_methods(

@@ -11,7 +11,10 @@ from .test_trace_numbers import SELECTIONS, select
 from .test_trace_use import IN_VIEW
 
 GROUPS = ("by_token", "by_head", "records")
-SENTENCE = " is on text that is always read: sinks, tail, question and answer. It is not lit."
+SENTENCE = (
+    " is on text that is always read: sinks, tail, question and answer. It is neither lit nor under “Where it looks”: "
+    "the trace has its sum, not what each sentence gets."
+)
 BEFORE = """(mark) => {
   const range = document.createRange();
   range.setStart(document.getElementById("document"), 0);

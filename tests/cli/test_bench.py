@@ -224,7 +224,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (("--index", "doc.skv", "--batch", "2"), 2, ("--batch", "the index's")),
         (("--index", "doc.skv", "--shared", "--batch", "999"), 2, ("--batch 999", "half the held-out queries")),
         (("--index", "doc.skv", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
-        (("--index", "doc.skv", "--method", "csattention"), 2, ("doc.txt -o doc.skv --method csattention",)),
+        (("--index", "doc.skv", "--method", "csattention"), 2, ("build-index doc.skv --method csattention",)),
         (("--index", "doc.skv", "--levels", "0.1"), 2, ("--levels", "leave it out")),
     ],
 )

@@ -243,7 +243,7 @@ def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
-    for measuring in (("inspect", "--verify"), ("inspect",), ("recall-report", "--method", "window")):
+    for measuring in (("inspect", "--verify"), ("inspect", "--method", "all"), ("recall-report", "--method", "window")):
         fails(1, *measuring, "-q", says=("context/layer_001.safetensors", "sha256", "--force"))
 
 

@@ -10,6 +10,7 @@ from support.command import fails, run_here, shell
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.hints import command
 from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.schema import Defaults, Target
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
@@ -49,13 +50,13 @@ def test_a_method_that_is_missing_is_added_with_all_that_the_index_was_built_wit
         assert getattr(before, field) == getattr(after, field)
 
 
-@pytest.mark.parametrize("command", [("generate", "Why?"), ("recall-report",), ("tune", "--target-recall", "0.5")])
-def test_a_document_that_is_not_there_gives_no_command_that_would_fail(spaced: Path, command: tuple[str, ...]) -> None:
+def test_a_method_is_added_where_the_document_is_gone(spaced: Path) -> None:
     Path("my doc.txt").unlink()
     Path("doc.txt").unlink()  # the same text
-    message = run_here(*command, "-i", "it's.skv", "--method", "codes").error()
-    assert shown(message) == []
-    assert "from its document with --method codes" in message
+    for asked in (("generate", "Why?"), ("recall-report",), ("tune", "--target-recall", "0.5")):
+        message = run_here(*asked, "-i", "it's.skv", "--method", "codes").error()
+        assert shown(message) == ["sparsekv build-index 'it'\"'\"'s.skv' --method codes"]
+    paste(message, spaced)
 
 
 def test_a_residual_that_needs_another_method(place: Path) -> None:
@@ -119,15 +120,38 @@ def test_names_are_quoted_and_never_options() -> None:
 
 
 def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
-    report = run_here("recall-report", "--method", "squeezed", "--budget", "5%", "-q")
-    assert shown(report.stdout) == ["sparsekv eval --help"], "the document has too few tokens"
+    """With a length that its document has, also where only its beginning is indexed."""
     Path("long.txt").write_text(Path("doc.txt").read_text() * 2)
-    assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q").code == 0
-    report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
-    (hint,) = shown(report.stdout)
-    assert hint.startswith("sparsekv eval long.txt --method squeezed --model ")
-    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
+    for cut in ((), ("--max-tokens", "600")):
+        assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q", *cut).code == 0
+        report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
+        (hint,) = shown(report.stdout)
+        assert hint.startswith("sparsekv eval long.txt --method squeezed --model ")
+        done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree("long.skv")
+
+
+def test_what_keeps_answers_from_being_evaluated_is_told(place: Path) -> None:
+    report = ("recall-report", "--method", "window", "--budget", "5%", "-q")
+    assert run_here("build-index", "doc.txt", "-o", "few.skv", "--model", "model", "--max-tokens", "500").code == 0
+    assert "`sparsekv eval --help` (this text is too short)" in run_here(*report, "-i", "few.skv").stdout
+    Path("more.txt").write_text("One more line.\n")
+    assert run_here("append", "-i", "doc.skv", "more.txt", "--rebuild", "-q").code == 0
+    told = run_here(*report, "-i", "doc.skv").stdout
+    assert "`sparsekv eval --help` (no file here has the text as it is indexed)" in told
+
+
+@pytest.mark.parametrize("wrong", [("--index", "doc.skv"), ("-i", "doc.skv"), ("--index=doc.skv",), ("doc.skv",)])
+def test_eval_of_an_index_is_shown_with_its_text(place: Path, wrong: tuple[str, ...]) -> None:
+    message = run_here("eval", *wrong).error()
+    (hint,) = shown(message)
+    assert hint.startswith("sparsekv eval doc.txt --model ")
+    done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 --method quest --budget 9 -q", place)
     assert done.returncode == 0, done.stderr
+    shutil.rmtree("doc.skv")
+    Path("doc.txt").unlink()
+    assert run_here("eval", *wrong).code == 2
 
 
 @pytest.mark.parametrize(
@@ -140,6 +164,8 @@ def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
         (("generate", "Why?", "--lookup", "hierarchicl"), "hierarchical"),
         (("tune", "--target-recall", "0.5", "--cheapest", "tim"), "time"),
         (("eval", "doc.txt", "--task", "niah-singel"), "niah-single"),
+        (("build-index", "doc.txt", "--model", "smollm"), EMBEDDED),
+        (("build-index", "doc.txt", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct"), EMBEDDED),
     ],
 )
 def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], meant: str) -> None:
@@ -148,3 +174,6 @@ def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], me
 
 def test_nothing_is_suggested_where_nothing_is_near(place: Path) -> None:
     assert "did you mean" not in run_here("recall-report", "--method", "xyz").error()
+    message = run_here("build-index", "doc.txt", "--model", "xyz").error()
+    assert "did you mean" not in message
+    assert f"or take {EMBEDDED}, which needs no hub" in message

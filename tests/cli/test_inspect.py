@@ -66,6 +66,20 @@ def _shares_from_logits(queries: torch.Tensor, keys: torch.Tensor, tensors: dict
     return deviations / deviations.sum(-1, keepdim=True)
 
 
+def test_a_summary_fits_a_screen_and_says_how_to_see_the_rest(lists: Artifact) -> None:
+    summary = run_here("inspect", "-q").stdout
+    assert len(summary.splitlines()) <= 24
+    assert all(f"{name}: " in summary for name in lists.manifest.methods)
+    assert "biggest clusters" not in summary
+    shown = "inspect --index doc.skv --method all"
+    assert summary.endswith(f"\nBlocks, clusters and lists: `sparsekv {shown}`\n")
+    whole = run_here(*shown.split(), "-q", "--model", "model").stdout
+    assert summary[: summary.index("Blocks, clusters")].splitlines()[:8] == whole.splitlines()[:8]
+    assert "biggest clusters" in whole
+    for more in (("--by", "layer"), ("--clusters", "0"), ("--layer", "1")):
+        assert "clusters a KV head" in run_here("inspect", "-q", "--model", "model", *more).stdout
+
+
 def test_one_method_is_described_and_drawn_when_it_is_named(lists: Artifact) -> None:
     shown = run_here("inspect", "--method", "csattention", "--plot", "shares.png", "--by", "layer", "-q")
     assert shown.code == 0, shown.stderr
@@ -150,7 +164,7 @@ def test_an_index_without_value_centroids_shows_none(place: Path) -> None:
     after = json.loads(run_here("inspect", "-i", "doc.skv", "--json", "-q").stdout)["methods"]["squeezed"]
     assert after["layers"] == [{**one, "value_spread": None} for one in before["layers"]]
     assert before["blocks"] == after["blocks"] == []
-    assert "none" in run_here("inspect", "-i", "doc.skv", "-q").stdout
+    assert "none" in run_here("inspect", "-i", "doc.skv", "-q", "--method", "all").stdout
 
 
 def _without_value_centroids(folder: Path) -> None:

@@ -41,7 +41,7 @@ def test_an_edited_document_keeps_its_methods_and_says_what_it_loses(place: Path
         file.write("One line more.\n")
     rebuilt = run_here("build-index", "doc.txt", "--model", "model")
     assert rebuilt.code == 0, rebuilt.stderr
-    assert "run `sparsekv tune --index doc.skv --target-recall 0.5 --of 0.05` again" in rebuilt.stderr
+    assert "run `sparsekv tune --index doc.skv --target-recall 0.5 --of 0.05 --method quest` again" in rebuilt.stderr
     methods = read_manifest(place / "doc.skv").methods
     assert set(methods) == {"codes", "multipole", "pqcache", "squeezed"}
     assert methods["pqcache"].parameters["pq_bytes"] == 4

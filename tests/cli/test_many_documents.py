@@ -54,8 +54,8 @@ def test_a_document_that_fails_is_told_at_the_end_and_the_others_are_built(docum
     built = run_here("build-index", "a.txt", "b.txt", "none.txt", "c.txt", *TAIL, "-q")
     assert (built.code, built.stdout) == (1, "a.skv\nc.skv\n")
     assert built.stderr.splitlines() == [
+        "no such file: none.txt; the others are indexed",
         "b.txt is not text: it contains zero bytes; convert it to plain text first",
-        "none.txt: no such file: none.txt",
         "sparsekv: error: 2 of 4 documents are not indexed, for the reasons above; the same command tries these again, "
         "and leaves the others as they are",
     ]
@@ -64,7 +64,15 @@ def test_a_document_that_fails_is_told_at_the_end_and_the_others_are_built(docum
 
 def test_a_missing_document_is_told_of_before_the_others_are_built(documents: Path) -> None:
     told = run_here("build-index", "a.txt", "none.txt", *TAIL).stderr
-    assert told.index("none.txt: no such file; the others are indexed") < told.index("a.txt (1 of 2)")
+    assert told.index("no such file: none.txt; the others are indexed") < told.index("a.txt (1 of 1)")
+    assert told.count("none.txt") == 1
+
+
+def test_no_model_is_loaded_where_no_document_is_there(place: Path) -> None:
+    told = run_here("build-index", "none.txt", "gone.txt", "--model", "no-such-model")
+    assert (told.code, told.stdout) == (1, "")
+    assert told.stderr.splitlines()[:2] == ["no such file: none.txt", "no such file: gone.txt"]
+    assert "error: 2 of 2 documents are not indexed" in told.stderr
 
 
 def test_what_is_whole_is_not_built_again(documents: Path) -> None:

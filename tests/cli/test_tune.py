@@ -94,6 +94,14 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert "recall" in run_here("inspect").stdout
 
 
+def test_the_search_that_is_shown_again_is_among_the_same_methods(place: Path) -> None:
+    assert run_here(*TUNE, "-q").code == 0
+    told = run_here("build-index", "doc.skv", "--method", "codes", "--model", "model").stderr
+    shown = "tune --index doc.skv --target-recall 0.7 --of 0.05 --method squeezed --method quest --method window"
+    assert f"`sparsekv {shown}`" in told
+    assert run_here(*shown.split(), "-q").code == 0
+
+
 def test_a_default_is_taken_away_again(place: Path) -> None:
     assert run_here(*TUNE, "-q").code == 0
     assert read_manifest(place / "doc.skv").defaults is not None
@@ -173,7 +181,12 @@ def test_recall_is_of_as_many_best_tokens_as_one_says(place: Path) -> None:
     for method in ("squeezed", "quest"):
         assert budgets[0][method] < budgets[1][method]
         assert budgets[1][method] * middle >= 0.7 * 400 - 1
-    assert few["default"]["target"] == {"measure": "recall", "value": 0.7, "of": 0.05}
+    assert few["default"]["target"] == {
+        "measure": "recall",
+        "value": 0.7,
+        "of": 0.05,
+        "methods": ["squeezed", "quest", "window"],
+    }
     assert "of the oracle's best 400 on the held-out half" in run_here("inspect").stdout
 
 
@@ -188,7 +201,7 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
     assert best["recall"] is not None
     defaults = read_manifest(place / "doc.skv").defaults
     assert defaults is not None
-    assert defaults.target == Target(measure="perplexity", value=1.5)
+    assert defaults.target == Target(measure="perplexity", value=1.5, methods=["squeezed", "window"])
     assert asked()["method"] == best["method"]
 
 

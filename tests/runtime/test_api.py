@@ -51,8 +51,29 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask("")
     with pytest.raises(UsageError, match=r"sampling is 20: give Sampling\(max_new_tokens"):
         index.ask(QUESTION, 20)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"budgit is no argument \(did you mean budget\?\)"):
+        index.ask(QUESTION, budgit="5%")
+    with pytest.raises(UsageError, match=r"max_tokens is no argument \(did you mean max_new_tokens\?\)"):
+        index.ask(QUESTION, max_tokens=20)
+    with pytest.raises(UsageError, match=r"budget is no argument \(did you mean budgets\?\)"):
+        index.recall_report(["quest"], budget="5%")
+    with pytest.raises(UsageError, match=r"^budget lots: give a share"):
+        index.ask(QUESTION, budget="lots")
+    with pytest.raises(UsageError, match=r"^hash_bits means nothing to quest; leave it out"):
+        index.ask(QUESTION, method="quest", hash_bits=3)
+    with pytest.raises(UsageError, match=r"add it with `sparsekv build-index .* --method csattention`"):
+        index.ask(QUESTION, method="csattention")
     with pytest.raises(UsageError, match=r"max_new_tokens is Sampling's: give ask a Sampling\(max_new_tokens=20\)"):
         index.ask(QUESTION, max_new_tokens=20)
+
+
+def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"doc.txt is a text, not an index; name .*doc\.skv, which has its name"):
+        api.open_index(folder / "doc.txt")
+
+
+def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
+    assert index.recall_report("window", "10%") == index.recall_report(["window"], ["10%"])
 
 
 def test_an_index_is_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
@@ -78,7 +99,7 @@ def test_methods_are_those_that_can_run(index: api.Index) -> None:
 
 
 def test_a_wrong_argument_is_named(index: api.Index) -> None:
-    with pytest.raises(UsageError, match="--page-size means nothing to squeezed"):
+    with pytest.raises(UsageError, match="page_size means nothing to squeezed"):
         index.asker("squeezed", page_size=8)
     with pytest.raises(UsageError, match="no method 'nonsense'"):
         index.recall_report(["nonsense"])

@@ -42,7 +42,7 @@ function groupSection(rows) {
   }));
   const length = first.length === null ? "" : ` of ${count(first.length)} tokens`;
   return section(`${first.task}${length}`,
-    element("p", { class: "small faint" }, `${count(first.questions)} questions about ${count(first.contexts)} contexts; intervals are of 95%`),
+    element("p", { class: "small faint" }, `${count(first.questions)} questions about ${count(first.contexts)} contexts of ${count(Math.round(first.tokens))} tokens in the mean; intervals are of 95%`),
     linePlot(`Score by ${first.metric}${unit}`, { name: "kv fraction (keys and values read)", log: true, text: axisPercent }, { name: `${first.metric}${unit}`, text: plain }, lines,
       { level: dense ? { y: dense.score, name: `dense attention: ${withInterval(dense.score, dense.score_low, dense.score_high)}` } : null }),
     dataTable(`${first.metric}${unit}; difference in the same unit, paired by question`, columns, rows));

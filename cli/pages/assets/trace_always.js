@@ -54,7 +54,7 @@ function alwaysShare(trace) {
   const show = (share) => {
     box.hidden = !(share > 0);
     box.classList.toggle("most", share > 0.5);
-    box.replaceChildren(element("strong", { class: "number" }, percent(share)), ` is on text that is always read: ${read} and answer. It is not lit.`);
+    box.replaceChildren(element("strong", { class: "number" }, percent(share)), ` is on text that is always read: ${read} and answer. It is neither lit nor under “Where it looks”: the trace has its sum, not what each sentence gets.`);
   };
   return { box, show };
 }

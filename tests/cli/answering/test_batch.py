@@ -32,6 +32,15 @@ def test_each_line_has_its_answer_and_a_blank_one_a_blank_answer(place: Path) ->
     assert (first, blank, end) == (second, "", "")
 
 
+def test_parameters_have_the_types_of_their_options(place: Path) -> None:
+    Path("questions.txt").write_text("Why?\n")
+    (record,) = _records("--batch-file", "questions.txt", "--method", "multipole", "--opened", "3")
+    settings = record["settings"]
+    assert isinstance(settings, dict)
+    told = {"lookup": "flat", "opened": 3.0, "replace": True, "stream": False, "buffer": 128}
+    assert json.dumps(settings["parameters"]) == json.dumps(told)
+
+
 def test_a_question_that_is_too_long_is_named_by_its_line_before_any_answer(place: Path) -> None:
     Path("questions.txt").write_text("Why?\n\n" + "why " * 2000)
     outcome = run_here(*ASK, "--batch-file", "questions.txt")

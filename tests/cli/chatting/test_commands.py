@@ -83,9 +83,13 @@ def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
         assert answer(one, "/method").startswith(
             "multipole at 10% of the document, with --residual; there are: keydiff, "
         )
-        assert answer(one, "/method quest") == "quest at 10% of the document, with --residual\n"
+        assert answer(one, "/method quest") == (
+            "quest at 10% of the document, with --residual, its own budget; /budget B changes that\n"
+        )
         assert "--budget 3 is 3 tokens of the document" in answer(one, "/budget 3")
-        assert answer(one, "/method squeezed") == "squeezed at 3 tokens of the document, with --residual\n"
+        assert answer(one, "/method squeezed") == (
+            "squeezed at 3 tokens of the document, with --residual; /budget B changes that\n"
+        )
         assert answer(one, "/budget 100%") == "squeezed at 100% of the document, with --residual\n"
         assert answer(one, "/budget") == "squeezed at 100% of the document, with --residual\n"
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")

@@ -20,11 +20,19 @@ def test_lines_are_questions_one_after_another(place: Path) -> None:
 
 
 def test_a_line_is_never_a_command(place: Path) -> None:
-    done = sparsekv(*ASK, "-q", cwd=place, stdin="/save talk.skv\nquit\n!multi\n//\n")
+    done = sparsekv(*ASK, "-q", cwd=place, stdin="//save talk.skv\nquit\n!multi\n//\n/usr/bin is what?\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert not (place / "talk.skv").exists()
     first = run_here("generate", "/save talk.skv", *ASK[1:], "-q").stdout
     assert done.stdout.startswith(first)
+
+
+def test_a_line_that_would_be_a_command_is_refused(place: Path) -> None:
+    done = sparsekv(*ASK, "-q", cwd=place, stdin="Why?\n/save talk.skv\n")
+    assert (done.returncode, done.stdout) == (2, run_here("generate", "Why?", *ASK[1:], "-q").stdout)
+    assert "standard input line 2: /save is a command at a terminal alone" in done.stderr
+    assert "write //save to ask it" in done.stderr
+    assert not (place / "talk.skv").exists()
 
 
 def test_dense_attention_talks_as_a_method_does_that_chooses_everything(place: Path) -> None:

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from support.command import EXECUTABLE, environment, run_here, start
+from support.dialogue import Dialogue
 
 LATE = 120
 """Seconds after which a command that was interrupted is stuck."""
@@ -68,6 +69,16 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
     assert not (place / "new.skv" / "manifest.json").exists()
     assert run_here(*BUILD).code == 0
     assert run_here("inspect", "-i", "new.skv", "--verify", "-q").code == 0
+
+
+def test_an_answer_that_breaks_off_at_a_terminal_ends_its_line(place: Path) -> None:
+    asked = ("generate", "Why?", "--model", "model", "--max-new-tokens", "2000", "-q")
+    with closing(Dialogue(*asked, cwd=place)) as one:
+        one.until(r"\S{3}")
+        one.press("c")
+        shown = one.until("sparsekv: interrupted; the index is as it was\r\n")
+        assert shown.endswith("\n")
+        assert one.started.wait().code == 130
 
 
 def test_while_it_waits_for_a_question(place: Path) -> None:

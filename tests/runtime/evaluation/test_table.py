@@ -1,6 +1,7 @@
 """From answers to rows: the same questions for all, differences by pairs, cells by depth."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ def _context(name: str, *depths: float, metric: str = "match-all", length: int =
 
 
 def _result(context: Context, number: int, way: Way, text: str, loss: float | None = None) -> Result:
-    return Result(context, context.questions[number], way, Given(text, loss, 1.0 if way == DENSE else 0.1, 2.0))
+    return Result(context, context.questions[number], way, Given(text, loss, 1.0 if way == DENSE else 0.1, 2.0), 100)
 
 
 def test_scores_and_differences() -> None:
@@ -53,6 +54,12 @@ def test_lengths_are_told_apart() -> None:
     short, long = _context("one", 0.1), _context("one", 0.1, length=2000)
     found = rows([_result(short, 0, DENSE, "yes"), _result(long, 0, DENSE, "no")])
     assert [(row.length, row.score) for row in found] == [(1000, 100.0), (2000, 0.0)]
+
+
+def test_the_tokens_of_contexts_are_told_beside_the_length_that_was_asked_for() -> None:
+    one, two = _context("one", 0.1, 0.9), _context("two", 0.5)
+    results = [replace(_result(context, 0, DENSE, "yes"), tokens=has) for context, has in ((one, 990), (two, 951))]
+    assert [(row.length, row.tokens) for row in rows(results)] == [(1000, 970.5)]
 
 
 def test_perplexities_are_of_mean_losses() -> None:

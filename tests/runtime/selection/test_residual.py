@@ -207,7 +207,7 @@ def test_an_index_without_value_centroids_has_no_residual(tmp_path: Path) -> Non
     for command in (("generate", "Why?", "--model", str(model)), ("recall-report",)):
         outcome = run_here(*command, "--index", tmp_path / "bare.skv", "--method", "quest", "--residual")
         assert outcome.code == 2
-        assert "build it again from its document with --method multipole too" in outcome.error()
+        assert f"add them with `sparsekv build-index {tmp_path / 'bare.skv'} --method multipole`" in outcome.error()
 
 
 def test_tokens_that_an_order_leaves_out_are_in_some_cluster() -> None:

@@ -1,0 +1,37 @@
+"""Build more methods into a finished index from its own tokens: its text is not needed, which may be gone or longer."""
+
+from sparsekv.formats.documents.prompt import FixedPrompt
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.append import stored_prefill
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
+
+
+def adding_plan(
+    artifact: Artifact, loaded: LoadedModel, methods: dict[str, Indexer], *, chunk_size: int | None = None
+) -> BuildPlan:
+    """The plan of a build that adds methods to an index and leaves all else as it is.
+
+    Args:
+        chunk_size: tokens per forward pass where queries have to be computed again; None lets the device decide.
+
+    Raises:
+        ArtifactError: the index was prefilled by another version, in a way that this one does not know.
+    """
+    manifest = artifact.manifest
+    prompt, prefill = manifest.prompt, stored_prefill(manifest)
+    chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
+    return BuildPlan(
+        loaded=loaded,
+        prompt=FixedPrompt(
+            artifact.input_ids(), prompt.text_sha256, prompt.chat, prompt.special_tokens, cut=prompt.max_tokens
+        ),
+        methods=methods,
+        sinks=manifest.split.sinks,
+        tail=manifest.split.tail,
+        chunk_size=chosen if prefill.exact else manifest.prefill.chunk_size,
+        prefill=prefill,
+        rope_scaling=manifest.rope.scaling,
+        kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
+    )
