@@ -19,6 +19,10 @@ from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 
+FIT_EVERY = 3
+"""What clusters stand for is fitted to one of so many positions of the sample: to all of them the output error is 0.2%
+smaller, and the build on a CPU takes a tenth of a prefill longer."""
+
 
 @indexers.register("codes")
 @dataclass(frozen=True)
@@ -88,6 +92,6 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
 
 
 def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    labels = finest_labels(clusters)
-    bias, values = fit_rest(layer.keys, layer.values, _grouped(layer), clusters, labels, layer.facts)
+    labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
+    bias, values = fit_rest(layer.keys, layer.values, some, clusters, labels, layer.facts)
     return {"rest_bias": bias, "rest_values": values}
