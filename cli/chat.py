@@ -83,7 +83,7 @@ def chat(
     refuse_little_room()
     artifact = open_artifact(index)
     prefilling, hold = prefill_method(artifact, prefill), placement == "device"
-    early = EarlyReading(artifact, model, device, hold=hold)
+    early = EarlyReading(artifact, device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.chatting.choices import Choices
     from sparsekv.cli.chatting.loop import HOW, converse

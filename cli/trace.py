@@ -106,7 +106,7 @@ def trace(
     if setting.residual:
         residual_source(artifact)
     question = read_question(prompt, prompt_file)
-    early = EarlyReading(artifact, model, device, files_read(artifact, setting.name, setting.method), hold=True)
+    early = EarlyReading(artifact, device, files_read(artifact, setting.name, setting.method), hold=True)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids

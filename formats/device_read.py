@@ -15,8 +15,8 @@ from queue import SimpleQueue
 
 import torch
 
-THREADS = 4
-PIECE = 64 << 20  # bytes that one thread reads at a time: the fewer, the less it disturbs imports that go on beside it
+THREADS = 8
+PIECE = 8 << 20  # bytes that one thread reads at a time
 _BUFFERS = 2 * THREADS
 
 
@@ -30,7 +30,7 @@ class _Buffer:
 
 
 class DeviceReader:
-    """Reads files to one GPU. Holds 512 MiB of page-locked memory and `THREADS` threads for the life of the process."""
+    """Reads files to one GPU. Holds 128 MiB of page-locked memory and `THREADS` threads for the life of the process."""
 
     def __init__(self, device: torch.device):
         self.device = device

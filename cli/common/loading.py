@@ -10,7 +10,6 @@ import transformers
 from sparsekv.cli.common.collector import resume_collector
 from sparsekv.cli.common.console import note
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.early_weights import EarlyWeights
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
@@ -47,8 +46,8 @@ def load(
         dtype=dtype,
         rope_scaling=rope_scaling,
         progress=progress,
+        meanwhile=launch_first_kernel,
         ranks=1 if ranks is None else ranks.size,
-        early=None if ranks is not None else EarlyWeights(name_or_own, device, launch_first_kernel),
     )
     if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)

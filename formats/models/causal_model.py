@@ -1,6 +1,7 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.early_weights import EarlyWeights
 from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.models.weights import weights_on
 from sparsekv.formats.pages import map_pages
@@ -26,15 +26,15 @@ def causal_model(
     config: PreTrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
+    meanwhile: Callable[[torch.device], None],
     ranks: int = 1,
-    early: EarlyWeights | None = None,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
         name: what error messages call it.
+        meanwhile: called on another thread while weights are read to a GPU.
         ranks: how many processes, this one among them, load a share of it each.
-        early: weights that are being read to the device already; those of another folder are not used.
 
     Raises:
         UsageError: the ranks cannot share it.
@@ -47,7 +47,7 @@ def causal_model(
         if ranks > 1:
             loaded = _share(folder, name, config, dtype, ranks)
         else:
-            loaded = _loaded(folder, config, device, dtype, early)
+            loaded = _loaded(folder, config, device, dtype, meanwhile)
     except torch.OutOfMemoryError:
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
@@ -88,23 +88,25 @@ def _loaded(
     config: PreTrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
-    early: EarlyWeights | None,
+    meanwhile: Callable[[torch.device], None],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with its weights, and what transformers says of their loading."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     if device.type == "cpu":
         return _from_folder(folder, how)
     how["device_map"] = device
-    weights = (None if early is None else early.of(folder)) or weights_on(folder, device)
-    if weights is None:
-        return _from_folder(folder, how)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    own = folder / "generation_config.json"
-    answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
-        None, state_dict=weights, generation_config=answers, **how
-    )
-    return loaded
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(meanwhile, device)
+        weights = weights_on(folder, config, device)
+        if weights is None:
+            return _from_folder(folder, how)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        own = folder / "generation_config.json"
+        answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+            None, state_dict=weights, generation_config=answers, **how
+        )
+        return loaded
 
 
 def _share(

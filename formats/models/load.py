@@ -1,6 +1,7 @@
 """Load a model and its tokenizer: the embedded one, a local folder, or an id of the Hugging Face hub."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ from sparsekv.formats.suggestions import choose_one
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from sparsekv.formats.models.early_weights import EarlyWeights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -86,8 +85,8 @@ def load_model(
     dtype: str = "auto",
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
+    meanwhile: Callable[[torch.device], None] = lambda device: None,
     ranks: int = 1,
-    early: "EarlyWeights | None" = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
@@ -97,8 +96,8 @@ def load_model(
         dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
+        meanwhile: called on another thread while weights are read to a GPU.
         ranks: how many processes load a share of it each; UsageError where they cannot share it.
-        early: weights that are being read to the device already; those of another folder are not used.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -117,7 +116,7 @@ def load_model(
             scaling.stretch(config)
         tokenizer = _tokenizer(folder, name)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
-        model = causal_model(folder, name, config, target, chosen, ranks, early)
+        model = causal_model(folder, name, config, target, chosen, meanwhile, ranks)
     return LoadedModel(model, tokenizer, name, revision)
 
 

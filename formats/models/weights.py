@@ -6,21 +6,14 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig
 
 from sparsekv.formats.device_read import device_reader
 
 INDEX = "model.safetensors.index.json"
-_OTHERWISE = (
-    "transformers_weights",
-    "quantization_config",
-    "extra_files",
-)  # of a config, where weights are not as they lie
-
-Weights = dict[str, torch.Tensor]
-"""Tensors by the names that a checkpoint gives them."""
 
 
-def weights_on(folder: Path, device: torch.device) -> Weights | None:
+def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor] | None:
     """All tensors of a checkpoint, by the names that it gives them, on a GPU in the checkpoint's own dtypes.
 
     Allocates the weights once: `from_pretrained` takes these tensors as they are if their dtype is the model's.
@@ -31,15 +24,13 @@ def weights_on(folder: Path, device: torch.device) -> Weights | None:
 
     Raises:
         OSError: a file is missing, ends early or cannot be read.
-        ValueError: a JSON file is none.
         SafetensorError: a file is no safetensors file.
     """
-    if device.type != "cuda" or (folder / "adapter_config.json").exists():
+    special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
+    files = _files(folder)
+    if device.type != "cuda" or any(special) or (folder / "adapter_config.json").exists() or not files:
         return None
-    config, files = json.loads((folder / "config.json").read_text(encoding="utf-8")), _files(folder)
-    if not files or any(config.get(name) for name in _OTHERWISE):
-        return None
-    found: Weights = {}
+    found: dict[str, torch.Tensor] = {}
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -4,11 +4,9 @@ import torch
 
 
 def launch_first_kernel(device: torch.device) -> None:
-    """Launch a small kernel on a GPU; nothing on a CPU. Triton takes half a second for the first kernel of a process,
-    whichever it is: it hashes itself to find what it compiled before."""
-    if device.type == "cpu":
-        return
-    from sparsekv.kernels.common.run_rows_triton import list_rows  # here: a CPU needs no Triton
+    """Launch a small kernel on a GPU. Triton takes half a second for the first kernel of a process, whichever it is: it
+    hashes itself to find what it compiled before."""
+    from sparsekv.kernels.common.run_rows_triton import list_rows  # here, as a CPU needs no Triton
 
     with torch.cuda.device(device):
         one = torch.ones(1, 1, dtype=torch.int32, device=device)

@@ -1,52 +1,48 @@
-"""What opening an index reads while the program still imports transformers, which takes longer than all reading."""
+"""What opening an index on a CPU reads while the program still imports transformers, which takes longer."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
 
-import torch
-
-from sparsekv.formats.models.early_weights import EarlyWeights
-from sparsekv.formats.models.named import may_be_loaded
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.pages import map_pages
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.cache.layer_rows import LayerRows
 
 
 class EarlyReading:
-    """A model's weights, the sums of an index's files, and its keys and values, that a thread of its own reads.
+    """The sums of an index's files, and its keys and values: a thread checks the ones and maps the others' pages.
 
-    On a GPU weights and rows are read into its memory; on a CPU the rows' pages are mapped, and transformers maps the
-    weights. Whatever cannot be read is left for whoever needs it to read, and to tell why it cannot.
+    What cannot be read is left for whoever needs it to read, and to tell why it cannot. Nothing is read for a GPU: the
+    threads that would do it and the one that imports take turns, and the whole command gains nothing.
 
     Args:
-        model: a local folder or a hub id; None: the one that the index names, if it may be loaded.
         device: as `choose_device` takes it.
         files: files of the index whose sums are checked.
-        hold: read all rows of all layers but those with a window.
+        hold: map the rows of all layers but those with a window.
     """
 
-    def __init__(
-        self, artifact: Artifact, model: str | None, device: str, files: Sequence[str] = (), *, hold: bool = False
-    ):
-        layers = artifact.manifest.indexed_layers if hold else []
-        self._artifact, self._files = artifact, files
-        self._rows = {layer: LayerRows(artifact, layer) for layer in layers}
-        named = artifact.manifest.model.id
-        if model is None and may_be_loaded(named):
-            model = named
-        self.weights = EarlyWeights(model or "", device, self._read)
+    def __init__(self, artifact: Artifact, device: str, files: Sequence[str] = (), *, hold: bool = False):
+        self.rows: dict[int, LayerRows] = {}
+        """The layers' rows whose pages are being mapped."""
+        if not _is_cpu(device):
+            return
+        if hold:
+            self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
+        reading = [artifact, files, list(self.rows.values())]
+        Thread(target=_read, args=reading, name="early-reading", daemon=True).start()
 
-    def rows(self, device: torch.device) -> dict[int, LayerRows]:
-        """The layers' rows: on a GPU once all are read, on a CPU while their pages are being mapped."""
-        if device.type != "cpu":
-            self.weights.finish()
-        return self._rows
 
-    def _read(self, device: torch.device) -> None:
-        launch_first_kernel(device)
-        self._artifact.check_sums(self._files)
-        for rows in self._rows.values():
-            if device.type == "cpu":
-                map_pages(rows.stored.tensors.values())
-            else:
-                rows.on(device)
+def _is_cpu(device: str) -> bool:
+    # A device that there is not is told by whoever loads the model for it.
+    with suppress(SparsekvError):
+        return choose_device(device).type == "cpu"
+    return False
+
+
+def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows]) -> None:
+    with suppress(SparsekvError, OSError):
+        artifact.check_sums(files)
+        for layer in rows:
+            map_pages(layer.stored.tensors.values())

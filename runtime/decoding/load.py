@@ -8,6 +8,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.attention.first_kernel import launch_first_kernel
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
@@ -36,7 +37,7 @@ def load_and_open(
         loaded_in: called with the seconds that the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
         ranks: the processes that share the model; each opens the heads that are its own.
-        early: what is being read already, of this index and model, for this device.
+        early: what is being read of this index already.
 
     Raises:
         SparsekvError: no model is given, and the user has never named the one that the index names.
@@ -44,8 +45,8 @@ def load_and_open(
         IdentityError: the index does not belong to this model.
     """
     started = time.perf_counter()
-    early = early or (EarlyReading(artifact, model, device, hold=hold) if ranks is None else None)
-    loaded = _load(artifact, model, device, dtype, progress, ranks, early)
+    early = early or (EarlyReading(artifact, device, hold=hold) if ranks is None else None)
+    loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
@@ -53,18 +54,12 @@ def load_and_open(
         from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
-    rows, its = early.rows(loaded.model.device) if early else {}, identify(loaded)
+    rows, its = early.rows if early else {}, identify(loaded)
     return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, rows=rows)
 
 
 def _load(
-    artifact: Artifact,
-    model: str | None,
-    device: str,
-    dtype: str,
-    progress: Callable[[str], None],
-    ranks: "Ranks | None",
-    early: EarlyReading | None,
+    artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
 ) -> LoadedModel:
     manifest = artifact.manifest
     return load_model(
@@ -73,6 +68,6 @@ def _load(
         dtype=manifest.dtype if dtype == "auto" else dtype,
         rope_scaling=manifest.rope.scaling,
         progress=progress,
-        ranks=1 if ranks is None else ranks.size,
-        early=None if early is None else early.weights,
+        meanwhile=launch_first_kernel,
+        ranks=ranks,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_models import save_tiny
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.load import load_model
@@ -24,7 +24,7 @@ def test_a_model_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: s
     if shards:
         AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
         (folder / "model.safetensors").unlink(missing_ok=True)
-    assert weights_on(folder, GPU) is not None
+    assert weights_on(folder, AutoConfig.from_pretrained(folder), GPU) is not None
     ours = load_model(str(folder), device="cuda", dtype=dtype).model
     plain = AutoModelForCausalLM.from_pretrained(folder, device_map=GPU, dtype=ours.dtype)
     assert type(ours) is type(plain)
@@ -50,4 +50,4 @@ def test_a_shard_that_is_missing_or_cut_is_named_as_one_line(tmp_path: Path) -> 
 
 def test_without_a_gpu_transformers_reads(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
-    assert weights_on(folder, torch.device("cpu")) is None
+    assert weights_on(folder, AutoConfig.from_pretrained(folder), torch.device("cpu")) is None

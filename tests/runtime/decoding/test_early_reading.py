@@ -1,5 +1,6 @@
 """What is read early is what opening would read, and what cannot be read early is told by opening."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from support.tiny_models import save_tiny
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError
 from sparsekv.formats.models.load import load_model
-from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.decoding.early_reading import EarlyReading
@@ -45,7 +45,7 @@ def stored(tmp_path: Path) -> Stored:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_and_weights_are_those_that_are_stored(stored: Stored, device: str) -> None:
     artifact = stored.artifact
-    early = EarlyReading(artifact, stored.model, device, files_read(artifact, "squeezed", Squeezed()), hold=True)
+    early = EarlyReading(artifact, device, files_read(artifact, "squeezed", Squeezed()), hold=True)
     opened = load_and_open(artifact, stored.model, device, hold=True, early=early)
     plain = load_and_open(stored.artifact, stored.model, device)
     for layer in artifact.manifest.indexed_layers:
@@ -55,36 +55,18 @@ def test_rows_and_weights_are_those_that_are_stored(stored: Stored, device: str)
         assert torch.equal(weight, other)
 
 
-@pytest.mark.gpu
-def test_weights_of_another_folder_are_not_used(stored: Stored, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "other", "qwen3")
-    early = EarlyReading(stored.artifact, str(other), "cuda")
-    early.weights.finish()
-    ours = load_model(stored.model, device="cuda", early=early.weights).model
-    plain = load_model(stored.model, device="cuda").model
-    assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.gpu
-def test_a_model_that_only_the_index_names_is_not_read(stored: Stored) -> None:
-    """Unless the user has named it before: an index may come from a stranger."""
-    assert EarlyReading(stored.artifact, None, "cuda").weights.of(Path(stored.model)) is None
-    remember(stored.model)
-    assert EarlyReading(stored.artifact, None, "cuda").weights.of(Path(stored.model)) is not None
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_cannot_be_read_is_told_by_opening(stored: Stored, device: str) -> None:
     artifact = stored.artifact
     (stored.index / artifact.manifest.files[layer_file("context", 0)].path).write_bytes(b"cut")
-    early = EarlyReading(artifact, stored.model, device, hold=True)
+    early = EarlyReading(artifact, device, hold=True)
     with pytest.raises(ArtifactError):
         load_and_open(artifact, stored.model, device, hold=True, early=early)
 
 
 @pytest.mark.parametrize(("model", "device"), [("no/such-model", "cpu"), ("no/such-model", "cuda:99"), ("", "toaster")])
 def test_a_wrong_model_or_device_is_told_by_opening(stored: Stored, model: str, device: str) -> None:
-    early = EarlyReading(stored.artifact, model, device, hold=True)
+    early = EarlyReading(stored.artifact, device, hold=True)
     with pytest.raises(SparsekvError):
         load_and_open(stored.artifact, model, device, early=early)
 
@@ -94,7 +76,9 @@ def test_sums_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) 
     files = files_read(artifact, "squeezed", Squeezed())
     assert files_read(artifact, "quest", Quest()) == [one for one in files if one.startswith("queries")]
     assert files_read(artifact, "dense", None) == []
-    early = EarlyReading(artifact, stored.model, "cpu", files)
-    early.weights.finish()
+    EarlyReading(artifact, "cpu", files)
+    for thread in threading.enumerate():
+        if thread.name == "early-reading":
+            thread.join()
     monkeypatch.setattr(artifact, "_check_sum", pytest.fail)
     artifact.check_sums(files)
