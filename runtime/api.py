@@ -8,7 +8,8 @@
     pandas.DataFrame(rows)
 
 The commands `generate` and `recall-report` run the same code. Everything raises `SparsekvError` with one line for the
-user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an index that cannot be used).
+user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an index that cannot be used); all three
+are in `sparsekv.formats.errors`.
 """
 
 from collections.abc import Callable, Sequence

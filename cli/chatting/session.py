@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.chatting.interrupts import Interrupts
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.stats import print_stats
+from sparsekv.cli.common.stats import note_cut, print_stats
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
@@ -47,6 +47,7 @@ class Session:
                 say("")
         self.asked = question
         note("stopped; what came of the answer stays in the talk", quiet=self.quiet or not self.interrupts.came)
+        note_cut(answer, quiet=self.quiet)
         if self.stats:
             print_stats(answer)
 

@@ -28,7 +28,8 @@ def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "
     if not found:
         raise UsageError(f"no index in this folder: name one with --index, or {first_build_hint()}")
     if len(found) > 1:
-        raise UsageError(f"several indices in this folder ({', '.join(map(str, found))}): name one with --index")
+        names = ", ".join(map(str, found))
+        raise UsageError(f"several indices in this folder ({names}): name one with --index or SPARSEKV_INDEX")
     return Artifact(found[0], thorough=thorough)
 
 

@@ -46,3 +46,8 @@ def prompt_tokens(said: str) -> int:
     found = re.search(r"([\d,]+) prompt tokens", said)
     assert found is not None, said
     return int(found[1].replace(",", ""))
+
+
+def cut(tokens: int = ANSWER) -> str:
+    """The line after an answer that was as long as it may be."""
+    return f"the answer was cut after {tokens} tokens (--max-new-tokens)\n"

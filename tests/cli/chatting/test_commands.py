@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.chats import ANSWER, FRAME, PROMPT, answer, chat, prompt_tokens, tokens
+from support.chats import ANSWER, FRAME, PROMPT, answer, chat, cut, prompt_tokens, tokens
 from support.command import run_here
 from support.dialogue import Dialogue, dialogue
 from support.doc_pages import ROOT
@@ -116,7 +116,7 @@ def test_a_saved_talk_goes_on_as_the_chat_does(place: Path) -> None:
         one.press("d")
     assert run_here("inspect", "-i", "talk.skv", "--verify", "-q").code == 0
     ask = ("generate", "What next?", "-i", "talk.skv", "--model", "model", "--max-new-tokens", str(ANSWER))
-    assert printable(run_here(*ask, *options).stdout) == third
+    assert printable(run_here(*ask, *options).stdout) + cut() == third
 
 
 def test_a_trace_is_of_the_last_question_after_the_talk_before_it(place: Path) -> None:
@@ -131,7 +131,8 @@ def test_a_trace_is_of_the_last_question_after_the_talk_before_it(place: Path) -
     traced = read_trace_page(place / "out.html")
     assert told.startswith("out.html: ")
     assert "otherwise" not in told
-    assert (traced["question"], printable(traced["answer"]) + "\n", traced["truth"]) == ("And then?", said, True)
+    shown = printable(traced["answer"]) + "\n" + cut()
+    assert (traced["question"], shown, traced["truth"]) == ("And then?", said, True)
 
 
 def test_the_page_has_every_command() -> None:

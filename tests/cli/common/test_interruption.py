@@ -56,7 +56,7 @@ def test_while_a_library_is_loaded(place: Path, library: str) -> None:
     code, stderr = _interrupt(place, lambda pid: _maps(pid, library), *BUILD)
     assert (code, stderr) == (
         130,
-        "sparsekv: interrupted; what is built is kept, and the same command goes on from there\n",
+        "sparsekv: interrupted; what is whole is kept, and the same command goes on; a prefill begins anew\n",
     )
 
 
@@ -65,7 +65,7 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
         file.write("More and more. " * 150)
     code, stderr = _interrupt_forked(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
     assert (code, stderr.count("\n")) == (130, 1), stderr
-    assert "interrupted; what is built is kept" in stderr
+    assert "interrupted; what is whole is kept" in stderr
     assert not (place / "new.skv" / "manifest.json").exists()
     assert run_here(*BUILD).code == 0
     assert run_here("inspect", "-i", "new.skv", "--verify", "-q").code == 0
