@@ -19,9 +19,9 @@ from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 
-FIT_EVERY = 3
-"""What clusters stand for is fitted to one of so many positions of the sample: to all of them the output error is 0.2%
-smaller, and the build on a CPU takes a tenth of a prefill longer."""
+FIT_EVERY = 2
+"""What clusters stand for is fitted to one of so many positions of the sample: to all of them the output error is the
+same (0.0197 on 6,144 tokens), and the build of a CPU a twentieth of a prefill longer."""
 
 
 @indexers.register("codes")

@@ -10,7 +10,7 @@ from support.sandbox import INDEX, VICTIMS, Sandbox, changes, hash_tree
 
 
 def test_a_forked_run_ends_as_the_installed_command(sandbox: Sandbox) -> None:
-    arguments = ("recall-report", "-i", INDEX, "--budget", "0.1")
+    arguments = ("recall-report", "-i", INDEX, "--budget", "0.1", "--json")
     forked, whole = sandbox.run(*arguments), installed(*arguments, cwd=sandbox.home)
     assert (forked.code, forked.stdout, forked.stderr) == (whole.returncode, whole.stdout, whole.stderr)
 

@@ -24,7 +24,7 @@ def _readers(sandbox: Sandbox) -> dict[str, tuple[str | Path, ...]]:
     return {
         "disk": sandbox.asking("--placement", "disk", "--method", "squeezed"),
         "generate": sandbox.asking("--method", "multipole"),
-        "recall-report": ("recall-report", "-i", INDEX, "--method", "squeezed", "--method", "csattention"),
+        "recall-report": ("recall-report", "-i", INDEX, "--method", "squeezed", "--method", "csattention", "--csv"),
         "inspect": ("inspect", "-i", INDEX, "--verify", "-q", "--model", sandbox.model, "--method", "squeezed"),
         "save-to": sandbox.asking("--save-to", SAVED, "--method", "h2o"),
     }
