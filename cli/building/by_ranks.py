@@ -29,6 +29,6 @@ def index_by_ranks(ranks: "Ranks", recipe: Recipe, target: Target, show: Progres
     from sparsekv.indexing.ranks.lead import Leader
 
     def leader(loaded: LoadedModel) -> Leader:
-        return Leader(ranks, split=splits_heads(loaded.model, ranks.size))
+        return Leader(ranks, split=splits_heads(loaded.model))
 
     recipe.index(target, lambda: loads(ranks=ranks), show, leader)

@@ -1,12 +1,15 @@
 """How a model is split over ranks: by transformers' own plan for it."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from sparsekv.formats.errors import UsageError
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output holds keys, alone or with others
 
 
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
@@ -25,7 +28,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
     plan, experts = text.base_model_tp_plan or {}, text.base_model_ep_plan or {}
     if plan:
         heads = text.num_key_value_heads
-        if get_kv_heads_per_rank(plan, heads, size) is None:
+        if _splits_keys(plan) and heads % size:
             raise UsageError(
                 f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; start {_divisors(heads)}"
             )
@@ -37,7 +40,9 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
             f"model '{name}' has {text.num_experts} experts, which {size} ranks cannot share evenly; start "
             f"{_divisors(text.num_experts)}"
         )
-    return DistributedConfig(tp_size=size, ep_size=size)
+    new = any(one.name == "ep_size" for one in fields(DistributedConfig))
+    experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}  # transformers 5.17
+    return DistributedConfig(tp_size=size, **experts_alone)
 
 
 def _divisors(number: int) -> str:
@@ -45,7 +50,11 @@ def _divisors(number: int) -> str:
     return " or ".join(found) if found else "one process"
 
 
-def splits_heads(model: PreTrainedModel, size: int) -> bool:
-    """Whether each of `size` ranks attends with KV heads of its own; False: all of them attend with all heads."""
-    # Asked for as many heads as ranks, transformers answers with one where its plan splits keys, and else with all.
-    return bool(get_kv_heads_per_rank(model.tp_plan or {}, size, size) == 1)
+def splits_heads(model: PreTrainedModel) -> bool:
+    """Whether each rank attends with KV heads of its own; False: all of them attend with all heads."""
+    return _splits_keys(model.tp_plan or {})
+
+
+def _splits_keys(plan: Mapping[str, str]) -> bool:
+    """Whether a plan leaves each rank with its share of the keys; with another style it gathers what it has split."""
+    return any(name.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for name, style in plan.items())

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -15,7 +14,7 @@ from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.share import ArtifactShare
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
+from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.decoding.generate import Answer
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -36,24 +35,14 @@ class _FirstRanksLogits(LogitsProcessor):
 class OpenShare(OpenIndex):
     """A rank's share of an index and of its model; all ranks make the same calls.
 
-    Steps are not captured as CUDA graphs: they talk to the other ranks.
+    A step that is captured as a CUDA graph holds the sums over ranks that NCCL makes: each rank replays its own.
     """
 
     _: KW_ONLY
     ranks: Ranks
 
-    def sparse_cache(self, *arguments: Any, **options: Any) -> IndexCache:
-        return self._uncaptured(super().sparse_cache(*arguments, **options))
-
-    def dense_cache(self, tokens: int | None = None) -> IndexCache:
-        return self._uncaptured(super().dense_cache(tokens))
-
     def processors(self) -> LogitsProcessorList:
         return LogitsProcessorList([_FirstRanksLogits(self.ranks), *super().processors()])
-
-    def _uncaptured(self, cache: IndexCache) -> IndexCache:
-        cache.capturing = False
-        return cache
 
 
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:

@@ -6,6 +6,7 @@ what was answered to `answers.json`.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,4 @@ def main(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(","), sys.argv[4])
+    os._exit(0)  # as the command ends: threads of gloo's may abort a process that Python clears away

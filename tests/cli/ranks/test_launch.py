@@ -158,4 +158,4 @@ def test_ctrl_c_is_told_once(place: Path) -> None:
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (130, "")
     (line,) = stderr.splitlines()
-    assert "the same command goes on from there" in line
+    assert "a prefill begins anew" in line
