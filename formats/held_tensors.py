@@ -10,12 +10,14 @@ class HeldTensors:
     """The tensors of files that threads write, by the file's name, until they are written.
 
     Args:
-        most: bytes that those may have together for which `add` waits; one larger file may be there alone.
+        most: bytes that those may have together for which `add` waits; one larger file may be there alone. The others
+            are not counted: their memory is needed anyway.
     """
 
     def __init__(self, most: int):
         self._most = most
         self._held: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._counted: dict[str, int] = {}
         # Always enter this lock, never the condition: the condition's __enter__ is Python code, and Ctrl-C inside it
         # would leave the lock held for ever.
         self._guard = threading.RLock()
@@ -24,7 +26,10 @@ class HeldTensors:
     def add(self, name: str, tensors: Mapping[str, torch.Tensor], *, wait: bool) -> None:
         """Hold a file's tensors; with `wait` once there is room for them."""
         with self._guard:
-            self._changed.wait_for(lambda: not wait or self._has_room(tensors))
+            if wait:
+                size = sum(tensor.nbytes for tensor in tensors.values())
+                self._changed.wait_for(lambda: not self._counted or sum(self._counted.values()) + size <= self._most)
+                self._counted[name] = size
             self._held[name] = tensors
 
     def get(self, name: str) -> Mapping[str, torch.Tensor] | None:
@@ -36,11 +41,5 @@ class HeldTensors:
         """Let go of a file's tensors."""
         with self._guard:
             del self._held[name]
+            self._counted.pop(name, None)
             self._changed.notify_all()
-
-    def _has_room(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        return not self._held or sum(map(_bytes, (*self._held.values(), tensors))) <= self._most
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

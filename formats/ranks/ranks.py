@@ -59,9 +59,9 @@ class Ranks:
         dist.broadcast(tensor, 0)
 
     def join_heads(self, own: torch.Tensor) -> torch.Tensor | None:
-        """The heads of all ranks, [heads, ...] in host memory, on the first rank; None on the others.
+        """The heads of all ranks, [heads, ...] on the first rank's device; None on the others.
 
-        Besides the result, the first rank allocates the tensor of one other rank at a time, on its device.
+        Besides the result, nothing is allocated.
 
         Args:
             own: [heads / size, ...], of one shape on all ranks.
@@ -71,12 +71,10 @@ class Ranks:
             dist.send(own, 0)
             return None
         heads = len(own)
-        whole = torch.empty(self.size * heads, *own.shape[1:], dtype=own.dtype)
+        whole = own.new_empty(self.size * heads, *own.shape[1:])
         whole[:heads] = own
-        other = torch.empty_like(own)
         for number in range(1, self.size):
-            dist.recv(other, number)
-            whole[number * heads : (number + 1) * heads] = other
+            dist.recv(whole[number * heads : (number + 1) * heads], number)
         return whole
 
 

@@ -5,7 +5,7 @@ from sparsekv.indexing.capture.capture import CapturedLayer
 
 
 def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
-    """A layer with the heads of all ranks, in host memory, on the first rank; None on the others.
+    """A layer with the heads of all ranks, on the first rank's device; None on the others.
 
     All ranks call it together, each with the same number of heads.
     """

@@ -44,7 +44,7 @@ class Leader(Team):
 
 @dataclass(frozen=True)
 class JoinedCapture:
-    """A capture whose layers come from all ranks, one layer at a time, in host memory."""
+    """A capture whose layers come from all ranks, one layer at a time."""
 
     ranks: Ranks
     own: Capture
