@@ -30,6 +30,7 @@ from sparsekv.formats.schema import Defaults, Target
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
+from sparsekv.runtime.decoding.setting import Setting, choose_setting
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import form_options
 from sparsekv.runtime.selection.registry import methods
@@ -131,15 +132,21 @@ def tune(
     where = choose_device(device)
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
     with progress(quiet=quiet) as tell:
-        tuned = find(artifact, goal, method or [], tell, where, None if times is None else times.sparse)
+        time = None if times is None else times.sparse
+        tuned, before = find(artifact, goal, method or [], tell, where, time, _present(artifact))
     dense_ms, best = None if times is None else times.dense(), tuned[0]
     target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
     defaults = _defaults(best, target) if best.holds else None
     if as_json:
-        found = {**_record(artifact, goal, tuned, defaults), "target": target.model_dump(), "dense_step_ms": dense_ms}
+        found = {
+            **_record(artifact, goal, tuned, defaults),
+            "before": before and _row(before),
+            "target": target.model_dump(),
+            "dense_step_ms": dense_ms,
+        }
         say(json.dumps(found, indent=1))
     else:
-        _print_table(artifact, goal, tuned, dense_ms)
+        _print_table(artifact, goal, tuned, before, dense_ms)
         told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
         say(f"{_what_is_cheap(dense_ms)}{told}")
     if defaults is None:
@@ -150,7 +157,8 @@ def tune(
     if not dry_run:
         write_defaults(artifact.folder, artifact.manifest, defaults)
         note(
-            f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now; tune --reset takes it away",
+            f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now{_instead_of(before, best)}; "
+            "tune --reset takes it away",
             quiet=quiet,
         )
 
@@ -178,24 +186,39 @@ def _defaults(best: Tuned, target: Target) -> Defaults:
     )
 
 
+def _present(artifact: Artifact) -> Setting | None:
+    """What answers use before the search; None where that cannot run any more, which tuning mends."""
+    try:
+        return choose_setting(artifact, None, None, {}, {}, residual=False)
+    except SparsekvError:
+        return None
+
+
+def _instead_of(before: Tuned | None, best: Tuned) -> str:
+    if before is None or (before.form, before.budget) == (best.form, best.budget):
+        return ""
+    better = ", which holds the target too and costs less" if before.holds and before.cost < best.cost else ""
+    return f" instead of {before.form.title} at {_budget(before)}{better}"
+
+
 def _record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
-    rows = [
-        {
-            "method": one.form.name,
-            "variant": one.form.variant,
-            "parameters": asdict(one.form.method),
-            "residual": one.form.residual,
-            **{name: value for name, value in vars(one).items() if name != "form"},
-        }
-        for one in tuned
-    ]
     return {
         "index": str(artifact.folder),
         "target": goal.target().model_dump(),
         "recall_of": goal.reference.value,
         "tolerance": goal.tolerance,
         "default": None if defaults is None else defaults.model_dump(),
-        "methods": rows,
+        "methods": [_row(one) for one in tuned],
+    }
+
+
+def _row(one: Tuned) -> dict[str, Any]:
+    return {
+        "method": one.form.name,
+        "variant": one.form.variant,
+        "parameters": asdict(one.form.method),
+        "residual": one.form.residual,
+        **{name: value for name, value in vars(one).items() if name != "form"},
     }
 
 
@@ -216,7 +239,9 @@ def _eval_hint(artifact: Artifact, best: Tuned) -> str:
     return eval_hint(artifact.folder, artifact.manifest, *options) + alike
 
 
-def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned], dense_ms: float | None) -> None:
+def _print_table(
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
+) -> None:
     """The settings, with the time of a step where they were compared by it, beside that of dense attention."""
     table = Table(
         title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
@@ -228,17 +253,18 @@ def _print_table(artifact: Artifact, goal: Goal, tuned: list[Tuned], dense_ms: f
     for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", *timed, ""):
         table.add_column(name, justify="right", no_wrap=True)
     for one in tuned:
-        table.add_row(
-            one.form.title,
-            _budget(one),
-            f"{one.calibration:.4f}",
-            f"{one.held_out:.4f}",
-            f"{getattr(one, goal.beside):.4f}",
-            f"{one.kv_fraction:.3f}",
-            *(["" if one.step_ms is None else f"{one.step_ms:.3f}"] if timed else []),
-            _said(one, goal, one is tuned[0]),
-        )
+        table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
+    if before is not None:
+        table.add_section()
+        holds = "" if before.holds else ", does not hold it"
+        table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
     show(table)
+
+
+def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:
+    step = ["" if one.step_ms is None else f"{one.step_ms:.3f}"] if timed else []
+    figures = [f"{figure:.4f}" for figure in (one.calibration, one.held_out, getattr(one, goal.beside))]
+    return [one.form.title, _budget(one), *figures, f"{one.kv_fraction:.3f}", *step]
 
 
 def _said(one: Tuned, goal: Goal, first: bool) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.reporting.checked_rows import measured_files
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.allocation import Option, allocate
@@ -53,7 +54,8 @@ def tune(
     progress: Progress = lambda stage, done, of: None,
     device: torch.device = CPU,
     time: Callable[[Form, float], float] | None = None,
-) -> list[Tuned]:
+    present: Setting | None = None,
+) -> tuple[list[Tuned], Tuned | None]:
     """Find each method's cheapest setting that meets a goal, sorted by reads, or by the time of a step.
 
     Needs the memory of one layer, with all methods prepared for it.
@@ -63,9 +65,10 @@ def tune(
         progress: called with a round's name, the number of layers or settings done, and the total.
         device: where attention is measured.
         time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
+        present: a setting of a method, with shares for budgets, to be measured beside what is found.
 
     Returns:
-        One setting per method; those that miss the goal come last, the nearest first.
+        One setting per method; those that miss the goal come last, the nearest first. And the present one.
 
     Raises:
         UsageError: a method that cannot run, or that is a bound such as the oracle.
@@ -83,9 +86,11 @@ def tune(
     for first in tuner.contenders(contenders)[:1]:
         by_layer = tuner.by_layer(first)
         tuned += [] if by_layer is None else [by_layer]
+    before = None if present is None or present.form is None else tuner.as_it_is(present.form, present)
     if time is not None:
         tuned = [replace(one, step_ms=time(one.form, one.budget)) if one.holds else one for one in tuned]
-    return tuner.best_of_each(tuned)
+        before = before and replace(before, step_ms=time(before.form, before.budget))
+    return tuner.best_of_each(tuned), before
 
 
 class _Tuner:
@@ -230,6 +235,14 @@ class _Tuner:
                 return found
             aim += self._gap(one.form, shares)
         return None
+
+    def as_it_is(self, form: Form, setting: Setting) -> Tuned:
+        """A setting that was not searched for, as measured on both halves."""
+        layers = setting.layer_budgets or {}
+        shares = {layer: layers.get(layer, setting.budget).value for layer in self.layers}
+        for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
+            self._measure(meter, [(form, shares)])
+        return self._tuned(form, setting.budget.value, shares, self.target, by_layer=bool(layers))
 
     def best_of_each(self, tuned: list[Tuned]) -> list[Tuned]:
         """Each method's best setting, the best of all first."""

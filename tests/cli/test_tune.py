@@ -86,12 +86,27 @@ def test_rows_are_sorted_and_those_that_hold_nothing_come_last(place: Path) -> N
 def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     outcome = run_here(*TUNE)
     assert outcome.code == 0, outcome.stderr
-    rows = [line for line in outcome.stdout.splitlines() if "│" in line and "%" in line]
+    *rows, before = [line for line in outcome.stdout.splitlines() if "│" in line and "%" in line]
     assert len(rows) == 3
+    assert first_method() in before
+    assert "10%" in before
+    assert "the default before" in before
+    assert f"is the default now instead of {first_method()} at 10%" in outcome.stderr
     assert "recall of the oracle's best 5% of at least 0.7" in outcome.stdout
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
-    assert "is the default now; tune --reset takes it away" in outcome.stderr
+    assert "; tune --reset takes it away" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
+
+
+def test_what_was_the_default_is_measured_beside_what_is_found(place: Path, setting: Defaults) -> None:
+    """By layer too; once a search has made its best the default, that is what the next one measures."""
+    found = tuned()
+    assert (found["before"]["method"], found["before"]["budget"]) == ("quest", 0.5)
+    assert found["before"]["layer_budgets"] == {"0": 0.25, "1": 0.75, "2": 0.5}
+    again = tuned()
+    assert again["before"] == again["methods"][0]
+    outcome = run_here(*TUNE)
+    assert "instead of" not in outcome.stderr
 
 
 def test_the_search_that_is_shown_again_is_among_the_same_methods(place: Path) -> None:
@@ -156,6 +171,7 @@ def test_a_default_that_cannot_run_any_more(place: Path, setting: Defaults, chan
     assert outcome.code == 1
     for part in (says, "doc.skv", "sparsekv tune", "--method"):
         assert part in message, message
+    assert tuned("--dry-run")["before"] is None
 
 
 def test_the_cheapest_by_time_is_what_takes_least_of_what_holds(place: Path) -> None:

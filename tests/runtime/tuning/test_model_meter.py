@@ -74,7 +74,7 @@ def test_without_the_middle_the_tail_sees_sinks_and_itself(index: OpenIndex, cal
 
 def test_a_perplexity_is_held_on_both_halves(index: OpenIndex) -> None:
     goal = PerplexityGoal(1.0001, open_model=lambda: index)
-    found = tune(index.artifact, goal, ["quest", "squeezed"])
+    found, _ = tune(index.artifact, goal, ["quest", "squeezed"])
     assert {one.form.name for one in found} == {"quest", "squeezed"}
     for one in found:
         assert one.layer_budgets is None

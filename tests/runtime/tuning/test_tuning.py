@@ -113,7 +113,7 @@ def _half(artifact: Artifact, one: Tuned, share: float, *, calibration: bool) ->
 
 
 def test_what_is_found_is_what_a_report_says_and_nothing_much_cheaper_holds(index: OpenIndex) -> None:
-    best, *others = tune(index.artifact, RecallGoal(0.7), NAMES)
+    (best, *others), _ = tune(index.artifact, RecallGoal(0.7), NAMES)
     assert best.holds
     assert best.calibration >= 0.7
     assert best.held_out == best.recall >= 0.68
@@ -129,7 +129,7 @@ def test_what_is_found_is_what_a_report_says_and_nothing_much_cheaper_holds(inde
 
 
 def test_a_method_that_chooses_nothing_holds_nothing(index: OpenIndex) -> None:
-    (window,) = tune(index.artifact, RecallGoal(0.5), ["window"])
+    ((window,), _) = tune(index.artifact, RecallGoal(0.5), ["window"])
     assert not window.holds
     assert (window.calibration, window.held_out, window.kv_fraction) == (0, 0, 0)
 
@@ -137,7 +137,7 @@ def test_a_method_that_chooses_nothing_holds_nothing(index: OpenIndex) -> None:
 def test_what_was_learned_from_the_calibration_queries_is_searched_again(index: OpenIndex) -> None:
     """SnapKV keeps what these very queries attend to, so on others it falls short."""
     goal = ErrorGoal(0.1)
-    (found,) = tune(index.artifact, goal, ["snapkv"])
+    ((found,), _) = tune(index.artifact, goal, ["snapkv"])
     assert found.aim < goal.value
     assert found.calibration <= found.aim
     assert not found.holds or found.held_out <= goal.value + goal.tolerance
@@ -145,7 +145,7 @@ def test_what_was_learned_from_the_calibration_queries_is_searched_again(index: 
 
 def test_every_method_that_can_run_is_searched_and_no_bound(artifact: Artifact) -> None:
     progress: list[tuple[int, int]] = []
-    found = tune(artifact, ErrorGoal(0.2), [], lambda stage, done, of: progress.append((done, of)))
+    found, _ = tune(artifact, ErrorGoal(0.2), [], lambda stage, done, of: progress.append((done, of)))
     runs = {name for name, method in methods().items() if not method.needs_index} | {"multipole"}
     assert {one.form.name for one in found} == {name for name in runs if not methods()[name].is_bound}
     assert all(one.held_out <= 0.2 + 0.02 and one.kv_fraction < 1 for one in found if one.holds)
@@ -168,7 +168,7 @@ def test_budgets_by_layer_read_less_and_are_what_a_report_says(tmp_path: Path) -
     """The two layers of Gemma 2 that do not slide need budgets that are far apart."""
     artifact = build_small(tmp_path / "small.skv", "gemma2", tail=32).artifact
     goal = ErrorGoal(0.1)
-    (found,) = tune(artifact, goal, ["squeezed"])
+    ((found,), _) = tune(artifact, goal, ["squeezed"])
     assert found.holds
     assert found.calibration <= 0.1
     shares = found.layer_budgets
