@@ -43,17 +43,17 @@ demo: .venv/installed
 	@echo "Getting the embedded model ready (the first time: 89 MiB to download, half a minute to convert)."
 	@$(BIN)/sparsekv models pull
 	@echo "Indexing the text's first 6,144 tokens."
-	@$(BIN)/sparsekv build-index demo/python-topics.txt --max-tokens 6144 -o demo/python-topics.skv \
+	$(BIN)/sparsekv build-index demo/python-topics.txt --max-tokens 6144 -o demo/python-topics.skv \
 		--method codes --method multipole --method squeezed
 	@echo "Asking the index a question."
-	@$(BIN)/sparsekv generate --index demo/python-topics.skv "Which statement raises an exception in Python?" \
+	$(BIN)/sparsekv generate --index demo/python-topics.skv "Which statement raises an exception in Python?" \
 		--max-new-tokens 64 --stats
 	@echo "Measuring what some methods keep of the model's attention, at three budgets."
-	@$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
+	$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
 		--method codes --method squeezed --method multipole --method quoka --method quest --method window --method oracle \
 		--plot demo/recall.png
 	@echo "Tracing what the answer to a question attended to."
-	@$(BIN)/sparsekv trace --index demo/python-topics.skv "Which method is called to implement attribute deletion?" \
+	$(BIN)/sparsekv trace --index demo/python-topics.skv "Which method is called to implement attribute deletion?" \
 		--truth --max-new-tokens 24 -o demo/trace.html
 	@echo "The index lies in demo/python-topics.skv, the plot in demo/recall.png, the trace in demo/trace.html: open it in a browser."
 

@@ -47,7 +47,7 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and "--help" not in rest:
+        if name is not None and not set(HELP) & set(rest):
             ctx.default_map = {name: apply_defaults(name, command, COMMANDS)}
         return name, command, rest
 
@@ -65,7 +65,11 @@ def _refuse_unknown(name: str) -> None:
         raise UsageError(f"no command '{name}'{meant}; there are: {', '.join(COMMANDS)}")
 
 
-app = typer.Typer(cls=_LazyGroup, rich_markup_mode=None, add_completion=False)
+HELP = ("--help", "-h")
+
+app = typer.Typer(
+    cls=_LazyGroup, rich_markup_mode=None, add_completion=False, context_settings={"help_option_names": HELP}
+)
 
 
 def _print_version(wanted: bool) -> None:

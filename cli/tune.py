@@ -45,17 +45,31 @@ RUNS = 20
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
+def share(text: str) -> float:
+    """A share as `0.05` or `5%`."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise typer.BadParameter(f"{text} is no share, such as 0.9 or 90%") from None
+
+
 @app.command()
 def tune(
     ctx: typer.Context,
     index: IndexOption = None,
     target_recall: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Select at least this share of the oracle's best tokens, such as 0.9."),
+        typer.Option(
+            metavar="SHARE",
+            parser=share,
+            help="Select at least this share of the oracle's best tokens, such as 0.9 or 90%.",
+        ),
     ] = None,
     target_error: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Largest relative error of the attention output, such as 0.05."),
+        typer.Option(
+            metavar="SHARE", parser=share, help="Largest relative error of the attention output, such as 0.05 or 5%."
+        ),
     ] = None,
     target_perplexity: Annotated[
         float | None,

@@ -85,8 +85,10 @@ class Index:
         """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.
 
         Raises:
-            UsageError: an empty question, or a sampling that is none.
+            UsageError: an empty question or several, or a sampling that is none.
         """
+        if not isinstance(question, str):
+            raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
         if not question.strip():
             raise UsageError("the question is empty; ask one")
         if sampling is not None and not isinstance(sampling, Sampling):

@@ -28,7 +28,7 @@ def _start(size: int | None) -> int | None:
     if place is not None:
         raise UsageError(f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave it out")
     arguments = _without_option(sys.argv[1:])
-    if "--help" in arguments or all(one.startswith("-") for one in arguments):
+    if {"--help", "-h"} & set(arguments) or all(one.startswith("-") for one in arguments):
         return size
     refuse_other_commands(arguments)
     from sparsekv.cli.ranks.launch import run_ranks

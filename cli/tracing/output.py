@@ -1,5 +1,6 @@
 """Write a trace to the file that was named, in the form of its ending."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ def write_json(document: dict[str, Any], path: Path) -> int:
     return len(text)
 
 
+LEAST_LIKELY = 700.0  # the largest difference of log-probabilities whose exponential is a number
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
 """What writes a trace and returns its size in bytes, by the ending of the file's name."""
 
@@ -67,7 +69,9 @@ def describe_size(document: dict[str, Any], size: int | None) -> str:
 def describe_without(found: dict[str, Any]) -> str:
     """One line: the answer without some passages, and what the first answer is worth then."""
     shown, hidden = found["log_probability"]
+    change = math.exp(min(abs(hidden - shown), LEAST_LIKELY))
+    likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"
     return (
-        f"without: {' '.join(found['answer'].split())} (log-probability of the first answer {shown:.2f}, without "
-        f"{hidden:.2f})"
+        f"without: {' '.join(found['answer'].split())} (the first answer is {likely} then: its log-probability is "
+        f"{hidden:.2f} for {shown:.2f})"
     )

@@ -72,6 +72,11 @@ def test_the_best_setting_becomes_the_default_and_is_used(place: Path) -> None:
     assert (by_hand["text"], by_hand["kv_fraction"]) == (after["text"], after["kv_fraction"])
 
 
+def test_a_target_in_percent_is_that_share(place: Path) -> None:
+    outcome = run_here("tune", "--target-recall", "70%", "--method", "quest", "--dry-run", "--json", "-q")
+    assert json.loads(outcome.stdout)["target"]["value"] == 0.7
+
+
 def test_rows_are_sorted_and_those_that_hold_nothing_come_last(place: Path) -> None:
     rows = tuned("--dry-run")["methods"]
     assert {row["method"] for row in rows} == {"squeezed", "quest", "window"}
@@ -226,6 +231,8 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
     [
         ((), "give one target"),
         (("--target-recall", "0.9", "--target-error", "0.1"), "give one target"),
+        (("--target-recall", "150%"), "--target-recall 1.5: give a share between 0 and 1"),
+        (("--target-recall", "high"), "'--target-recall': high is no share, such as 0.9 or 90%"),
         (("--target-recall", "1.5"), "--target-recall 1.5: give a share between 0 and 1"),
         (("--target-error", "0"), "--target-error 0: give a share between 0 and 1"),
         (("--target-perplexity", "0.98"), "--target-perplexity 0.98: give a ratio above 1"),

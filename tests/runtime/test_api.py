@@ -49,6 +49,8 @@ def test_one_asker_answers_many_questions_alike(index: api.Index) -> None:
 def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index) -> None:
     with pytest.raises(UsageError, match="the question is empty"):
         index.ask("")
+    with pytest.raises(UsageError, match="question is a list: give one text"):
+        index.ask([QUESTION])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"sampling is 20: give Sampling\(max_new_tokens"):
         index.ask(QUESTION, 20)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"budgit is no argument \(did you mean budget\?\)"):
