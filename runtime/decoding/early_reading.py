@@ -42,7 +42,8 @@ def _is_cpu(device: str) -> bool:
 
 
 def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows]) -> None:
-    with suppress(SparsekvError, OSError):
+    # RuntimeError: a program that ends meanwhile starts no more threads.
+    with suppress(SparsekvError, OSError, RuntimeError):
         artifact.check_sums(files)
         for layer in rows:
             map_pages(layer.stored.tensors.values())

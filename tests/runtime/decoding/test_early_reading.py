@@ -1,5 +1,7 @@
 """What is read early is what opening would read, and what cannot be read early is told by opening."""
 
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +84,24 @@ def test_sums_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) 
             thread.join()
     monkeypatch.setattr(artifact, "_check_sum", pytest.fail)
     artifact.check_sums(files)
+
+
+ENDING = """
+import sys, threading
+from concurrent.futures.thread import _python_exit
+from pathlib import Path
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.decoding.early_reading import EarlyReading
+artifact = Artifact(Path(sys.argv[1]))
+_python_exit()
+EarlyReading(artifact, "cpu", [*artifact.manifest.files], hold=True)
+for thread in threading.enumerate():
+    if thread.name == "early-reading":
+        thread.join()
+"""
+
+
+def test_a_program_that_ends_meanwhile_says_nothing_of_it(stored: Stored) -> None:
+    """Python starts no thread any more once it ends; here that is so before the reading begins."""
+    done = subprocess.run([sys.executable, "-c", ENDING, str(stored.index)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
