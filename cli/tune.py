@@ -3,12 +3,11 @@
 import json
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from sparsekv.cli.common.console import note, progress, say, show
+from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.options import (
@@ -21,6 +20,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.reporting.tuned import print_table, record, row, told_budget
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -45,8 +45,9 @@ RUNS = 20
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-def share(text: str) -> float:
-    """A share as `0.05` or `5%`."""
+def share(text: str | float) -> float:
+    """A share as `0.05` or `5%`; a project's file gives a number."""
+    text = str(text)
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -153,14 +154,14 @@ def tune(
     defaults = _defaults(best, target) if best.holds else None
     if as_json:
         found = {
-            **_record(artifact, goal, tuned, defaults),
-            "before": before and _row(before),
+            **record(artifact, goal, tuned, defaults),
+            "before": before and row(before),
             "target": target.model_dump(),
             "dense_step_ms": dense_ms,
         }
         say(json.dumps(found, indent=1))
     else:
-        _print_table(artifact, goal, tuned, before, dense_ms)
+        print_table(artifact, goal, tuned, before, dense_ms)
         told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
         say(f"{_what_is_cheap(dense_ms)}{told}")
     if defaults is None:
@@ -171,8 +172,8 @@ def tune(
     if not dry_run:
         write_defaults(artifact.folder, artifact.manifest, defaults)
         note(
-            f"{artifact.folder}: {best.form.title} at {_budget(best)} is the default now{_instead_of(before, best)}; "
-            "tune --reset takes it away",
+            f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
+            f"{_instead_of(before, best)}; tune --reset takes it away",
             quiet=quiet,
         )
 
@@ -212,32 +213,7 @@ def _instead_of(before: Tuned | None, best: Tuned) -> str:
     if before is None or (before.form, before.budget) == (best.form, best.budget):
         return ""
     better = ", which holds the target too and costs less" if before.holds and before.cost < best.cost else ""
-    return f" instead of {before.form.title} at {_budget(before)}{better}"
-
-
-def _record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
-    return {
-        "index": str(artifact.folder),
-        "target": goal.target().model_dump(),
-        "recall_of": goal.reference.value,
-        "tolerance": goal.tolerance,
-        "default": None if defaults is None else defaults.model_dump(),
-        "methods": [_row(one) for one in tuned],
-    }
-
-
-def _row(one: Tuned) -> dict[str, Any]:
-    return {
-        "method": one.form.name,
-        "variant": one.form.variant,
-        "parameters": asdict(one.form.method),
-        "residual": one.form.residual,
-        **{name: value for name, value in vars(one).items() if name != "form"},
-    }
-
-
-def _budget(one: Tuned) -> str:
-    return f"{100 * one.budget:.3g}%" + (" by layer" if one.layer_budgets else "")
+    return f" instead of {before.form.title} at {told_budget(before)}{better}"
 
 
 def _what_is_cheap(dense_ms: float | None) -> str:
@@ -251,40 +227,3 @@ def _eval_hint(artifact: Artifact, best: Tuned) -> str:
     options = ["--method", best.form.name, "--budget", budget, *form_options(best.form)]
     alike = ", with one budget for all layers" if best.layer_budgets else ""
     return eval_hint(artifact.folder, artifact.manifest, *options) + alike
-
-
-def _print_table(
-    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
-) -> None:
-    """The settings, with the time of a step where they were compared by it, beside that of dense attention."""
-    table = Table(
-        title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
-        title_justify="left",
-        title_style="",
-    )
-    table.add_column("method")
-    timed = [] if dense_ms is None else ["ms a layer's step"]
-    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", *timed, ""):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in tuned:
-        table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
-    if before is not None:
-        table.add_section()
-        holds = "" if before.holds else ", does not hold it"
-        table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
-    show(table)
-
-
-def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:
-    step = ["" if one.step_ms is None else f"{one.step_ms:.3f}"] if timed else []
-    figures = [f"{figure:.4f}" for figure in (one.calibration, one.held_out, getattr(one, goal.beside))]
-    return [one.form.title, _budget(one), *figures, f"{one.kv_fraction:.3f}", *step]
-
-
-def _said(one: Tuned, goal: Goal, first: bool) -> str:
-    if one.kv_fraction >= 1:
-        return "reads everything"
-    if not one.holds:
-        return "does not hold it"
-    tightened = f"searched for {one.aim:.4f}" if one.aim != goal.value else ""
-    return ", ".join(part for part in ("best" if first else "", tightened) if part)

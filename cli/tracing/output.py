@@ -29,7 +29,7 @@ def write_json(document: dict[str, Any], path: Path) -> int:
     return len(text)
 
 
-LEAST_LIKELY = 700.0  # the largest difference of log-probabilities whose exponential is a number
+LARGEST_DIFFERENCE = 700.0  # the largest difference of log-probabilities whose exponential is a number
 WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trace_page, ".json": write_json}
 """What writes a trace and returns its size in bytes, by the ending of the file's name."""
 
@@ -69,7 +69,7 @@ def describe_size(document: dict[str, Any], size: int | None) -> str:
 def describe_without(found: dict[str, Any]) -> str:
     """One line: the answer without some passages, and what the first answer is worth then."""
     shown, hidden = found["log_probability"]
-    change = math.exp(min(abs(hidden - shown), LEAST_LIKELY))
+    change = math.exp(min(abs(hidden - shown), LARGEST_DIFFERENCE))
     likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"
     return (
         f"without: {' '.join(found['answer'].split())} (the first answer is {likely} then: its log-probability is "

@@ -65,10 +65,10 @@ def tune(
         progress: called with a round's name, the number of layers or settings done, and the total.
         device: where attention is measured.
         time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
-        present: a setting of a method, with shares for budgets, to be measured beside what is found.
+        present: a setting with shares for budgets; if it is of a method, it is measured beside what is found.
 
     Returns:
-        One setting per method; those that miss the goal come last, the nearest first. And the present one.
+        One setting per method, those that miss the goal last, the nearest first; and the present one, as measured.
 
     Raises:
         UsageError: a method that cannot run, or that is a bound such as the oracle.
@@ -81,11 +81,7 @@ def tune(
     tuner.verify(found)
     contenders = tuner.contenders(found)
     tuner.search_closely(contenders)
-    tuner.compare_attention(found)
-    tuned = [tuner.uniform(one) for one in found]
-    for first in tuner.contenders(contenders)[:1]:
-        by_layer = tuner.by_layer(first)
-        tuned += [] if by_layer is None else [by_layer]
+    tuned = tuner.settings(found, contenders)
     before = None if present is None or present.form is None else tuner.as_it_is(present.form, present)
     if time is not None:
         tuned = [replace(one, step_ms=time(one.form, one.budget)) if one.holds else one for one in tuned]
@@ -204,6 +200,12 @@ class _Tuner:
     def compare_attention(self, found: list[Candidate]) -> None:
         """Measure recall and error of the candidates, if the goal's meters have not."""
         self._measure(self.attention, [(one.form, self._same(one.search.best)) for one in found])
+
+    def settings(self, found: list[Candidate], contenders: list[Candidate]) -> list[Tuned]:
+        """Each candidate's setting, and that of the best contender by layer, if that is worthwhile."""
+        self.compare_attention(found)
+        by_layer = [self.by_layer(first) for first in self.contenders(contenders)[:1]]
+        return [*map(self.uniform, found), *(one for one in by_layer if one is not None)]
 
     def uniform(self, one: Candidate) -> Tuned:
         """A candidate's setting with one budget for all layers, as measured on both halves."""

@@ -1,0 +1,74 @@
+"""What `tune` found, as JSON and as a table."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from sparsekv.cli.common.console import show
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import Defaults
+from sparsekv.runtime.tuning.goals import Goal
+from sparsekv.runtime.tuning.tuned import Tuned
+
+
+def record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
+    return {
+        "index": str(artifact.folder),
+        "target": goal.target().model_dump(),
+        "recall_of": goal.reference.value,
+        "tolerance": goal.tolerance,
+        "default": None if defaults is None else defaults.model_dump(),
+        "methods": [row(one) for one in tuned],
+    }
+
+
+def row(one: Tuned) -> dict[str, Any]:
+    return {
+        "method": one.form.name,
+        "variant": one.form.variant,
+        "parameters": asdict(one.form.method),
+        "residual": one.form.residual,
+        **{name: value for name, value in vars(one).items() if name != "form"},
+    }
+
+
+def told_budget(one: Tuned) -> str:
+    return f"{100 * one.budget:.3g}%" + (" by layer" if one.layer_budgets else "")
+
+
+def print_table(
+    artifact: Artifact, goal: Goal, tuned: list[Tuned], before: Tuned | None, dense_ms: float | None
+) -> None:
+    """The settings, with the time of a step where they were compared by it, beside that of dense attention."""
+    table = Table(
+        title=f"{artifact.folder}: the cheapest with {goal}, held out within {goal.tolerance:g}",
+        title_justify="left",
+        title_style="",
+    )
+    table.add_column("method")
+    timed = [] if dense_ms is None else ["ms a layer's step"]
+    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", *timed, ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in tuned:
+        table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
+    if before is not None:
+        table.add_section()
+        holds = "" if before.holds else ", does not hold it"
+        table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
+    show(table)
+
+
+def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:
+    step = ["" if one.step_ms is None else f"{one.step_ms:.3f}"] if timed else []
+    figures = [f"{figure:.4f}" for figure in (one.calibration, one.held_out, getattr(one, goal.beside))]
+    return [one.form.title, told_budget(one), *figures, f"{one.kv_fraction:.3f}", *step]
+
+
+def _said(one: Tuned, goal: Goal, first: bool) -> str:
+    if one.kv_fraction >= 1:
+        return "reads everything"
+    if not one.holds:
+        return "does not hold it"
+    tightened = f"searched for {one.aim:.4f}" if one.aim != goal.value else ""
+    return ", ".join(part for part in ("best" if first else "", tightened) if part)
