@@ -170,6 +170,7 @@ if __name__ == "__main__":
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
     gc.freeze()
     _become(_serve(sys.argv[1]))
+    torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
     try:
         run()
     except SystemExit as end:
