@@ -30,6 +30,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
 from sparsekv.runtime.evaluation.comparison import Comparison, check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
@@ -235,9 +236,8 @@ def evaluate_methods(
 
 
 def _methods(names: list[str]) -> dict[str, type[Method]]:
-    """The methods named, or all whose index can be built. Empty where `dense` alone is named: dense attention always
-    runs."""
-    others = [name for name in names if name != DENSE]
+    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
+    others = [name for name in names if name not in BESIDE_METHODS]
     if names and not others:
         return {}
     return {name: methods()[name] for name in choose_methods(others, list(indexers()))}

@@ -51,10 +51,10 @@ from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import check_mode
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import files_read, residual_source
-from sparsekv.runtime.decoding.setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -32,9 +32,9 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
+from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import files_read, residual_source
-from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -30,7 +30,8 @@ from sparsekv.formats.schema import Defaults, Target
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
-from sparsekv.runtime.decoding.setting import Setting, choose_setting
+from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import form_options
 from sparsekv.runtime.selection.registry import methods

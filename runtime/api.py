@@ -22,10 +22,10 @@ from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.reporting.front import row_records
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report

@@ -5,7 +5,8 @@ from typing import Any
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
@@ -14,7 +15,7 @@ from sparsekv.runtime.selection.registry import methods, methods_of
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
     """The method that `--prefill` names, under the name that errors use; empty without one or for `dense`."""
-    if name is None or name == DENSE:
+    if name is None or name in BESIDE_METHODS:
         return {}
     chosen = methods_of(artifact, [name])[0]
     return {f"--prefill {chosen}": methods()[chosen]}

@@ -82,10 +82,13 @@ class RayCluster:
         self.busy[worker.index.remote(target)] = worker, target
 
     def _bury(self, target: Target | None, waiting: list[Target], error: Exception) -> Iterator[tuple[Target, str]]:
-        """Count a worker's death; its document waits to be next, unless it has seen too many."""
+        """Count a worker's death; its document, unless it has seen too many, waits to be the last.
+
+        So deaths that are nobody's fault meet different documents, and one that kills its workers delays no other.
+        """
         self.deaths[target] += 1
         if self.deaths[target] < MOST_DEATHS:
-            waiting += [target] if target is not None else []
+            waiting[:0] = [target] if target is not None else []
         elif target is None and not self.ready:
             why = " ".join(str(error).split())[:200]
             raise SparsekvError(f"workers die while they load the model ({why}); give fewer --workers, or more memory")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.decoding.setting import Setting, choose_setting, options_of, refuse_beside_dense
+from sparsekv.runtime.decoding.choose_setting import attention_of, choose_setting, refuse_beside_dense
+from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
@@ -28,7 +29,7 @@ class Choices:
 
     def other_method(self, name: str) -> Setting:
         """The setting of another method, with those options that it has; raises UsageError if there is none."""
-        known, given = options_of(self.artifact, name), {"budget": self.budget, **self.parameters}
+        known, given = attention_of(self.artifact, name).options, {"budget": self.budget, **self.parameters}
         kept = {option: value for option, value in given.items() if option in known}
         budget, residual = kept.pop("budget", None), self.residual and "residual" in known
         return choose_setting(self.artifact, name, budget, kept, {}, residual=residual)

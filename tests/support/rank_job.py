@@ -24,9 +24,9 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import open_index
-from sparsekv.runtime.decoding.setting import choose_setting
 from sparsekv.runtime.decoding.share import join_answer
 
 QUESTION = "What does line 7 say?"
