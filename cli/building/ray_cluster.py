@@ -144,7 +144,8 @@ def _joined(address: str) -> Iterator[Any]:
         except (ConnectionError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:200]
             raise UsageError(
-                f"--ray {address}: no Ray cluster answers there ({why}); give local or HOST:PORT"
+                f"--ray {address}: no Ray cluster answers there ({why}); give local, auto or HOST:PORT, with "
+                "RAY_AUTH_MODE=token in the environment where a cluster wants a token"
             ) from None
         try:
             yield ray
