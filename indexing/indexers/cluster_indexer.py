@@ -11,6 +11,7 @@ from sparsekv.indexing.indexers.clustering import kmeans
 from sparsekv.indexing.indexers.interface import Indexer, check_iterations
 from sparsekv.kernels.kmeans.hierarchy import level_sizes, level_tensors, levels_above, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import SPACES, to_space
+from sparsekv.kernels.kmeans.outliers import single_out
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,18 @@ class ClusterIndexer(Indexer):
         metadata={"help": f"How keys are transformed before k-means: {', '.join(SPACES)} (mean key subtracted)."},
     )
 
+    outliers: float = field(
+        default=0.0,
+        metadata={"help": "Share of the tokens, those farthest from their centroids, to make clusters of their own."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         falling = all(a > b for a, b in pairwise(self.levels))
         if not self.levels or not falling or not all(0 < share <= 1 for share in self.levels):
             raise UsageError(f"--levels {self.levels}: give falling shares between 0 and 1, such as 0.05,0.01")
+        if not 0 <= self.outliers <= 1:
+            raise UsageError(f"--outliers {self.outliers:g}: give a share from 0 to 1, such as 0.03")
         check_iterations(self.iterations)
         if self.space not in SPACES:
             raise UsageError(f"--space {self.space}: {choose_one(self.space, SPACES)}")
@@ -41,13 +49,15 @@ class ClusterIndexer(Indexer):
     ) -> dict[str, torch.Tensor]:
         """Cluster tokens together and return the tensors of `level_tensors`; allocates the keys once more in float32.
 
+        With `outliers` the finest level has as many clusters more.
+
         Args:
             keys, values: [Hk, M, D].
             first_token: position in the prompt of the first token.
             lookup_keys: [Hk, M, D], clustered instead of the keys.
         """
         points, sizes = keys if lookup_keys is None else lookup_keys, level_sizes(self.levels, keys.shape[1])
-        labels = self._kmeans(points, sizes[0])
+        labels, sizes[0] = single_out(points, self._kmeans(points, sizes[0]), sizes[0], self.outliers)
         levels = levels_above(points, labels, sizes, self._kmeans)
         attended = None if lookup_keys is None else keys
         return level_tensors(levels, number_neighbours(levels, labels), values, first_token, attended)

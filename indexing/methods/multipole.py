@@ -17,9 +17,10 @@ from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.online_blocks import finest_labels, split_blocks
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
+from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import to_space
 from sparsekv.kernels.kmeans.online import join_tokens, online_levels
+from sparsekv.kernels.kmeans.outliers import finest_size
 
 STEP = 128  # tokens appended to a block together, at most
 MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
@@ -94,8 +95,8 @@ class MultipoleIndexer(ClusterIndexer):
         clustered, attended = (keys, None) if lookup_keys is None else (lookup_keys, keys)
         for end in [*range(old + STEP, keys.shape[1], STEP), keys.shape[1]]:
             points, before = to_space(clustered[:, :end], self.space), clusters
-            clusters = level_sizes(self.levels, end)[0]
+            clusters = finest_size(self.levels, self.outliers, end)
             labels = join_tokens(points, labels, before, clusters, generator)
-        levels = online_levels(clustered, labels, self.levels, self.space, self.iterations, generator)
+        levels = online_levels(clustered, labels, clusters, self.levels, self.space, self.iterations, generator)
         numbers, first = number_neighbours(levels, labels), layer.split.sinks + tokens.start
         return level_tensors(levels, numbers, values, first, attended)

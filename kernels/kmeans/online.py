@@ -59,15 +59,16 @@ def join_in_order(
 def online_levels(
     keys: torch.Tensor,
     labels: torch.Tensor,
+    clusters: int,
     shares: tuple[float, ...],
     space: str,
     iterations: int,
     generator: torch.Generator,
 ) -> list[Level]:
-    """All levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest; coarse levels are clustered
-    from scratch."""
+    """All levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest, which has so many clusters;
+    coarse levels are clustered from scratch."""
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:
         return random_kmeans(to_space(points, space, valid), clusters, iterations, generator, valid)
 
-    return levels_above(keys, labels, level_sizes(shares, keys.shape[1]), cluster)
+    return levels_above(keys, labels, [clusters, *level_sizes(shares, keys.shape[1])[1:]], cluster)

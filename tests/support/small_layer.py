@@ -47,6 +47,7 @@ def small_layer(
     G: int = 3,
     D: int = 16,
     levels: tuple[float, ...] = (0.1, 0.03),
+    outliers: float = 0.0,
     softcap: float | None = None,
     repeated: int = 0,
     block: int | None = None,
@@ -63,9 +64,9 @@ def small_layer(
     facts = LayerFacts(softmax_scale=0.2, softcap=softcap, sliding_window=None, attention_sinks=False, rope=rope)
     blocks = MultipoleIndexer if rope is None else WindowedMultipoleIndexer
     indexer = (
-        SqueezedIndexer(levels=levels, iterations=5)
+        SqueezedIndexer(levels=levels, outliers=outliers, iterations=5)
         if block is None
-        else blocks(levels=levels, iterations=5, block=block)
+        else blocks(levels=levels, outliers=outliers, iterations=5, block=block)
     )
     inside = slice(SINKS, SINKS + middle)
     tensors = indexer.build_layer(LayerInput(keys[:, inside], values[:, inside], facts, split))

@@ -17,6 +17,7 @@ from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import random_kmeans, to_space
 from sparsekv.kernels.kmeans.online import REFINEMENTS, join_tokens, online_levels
+from sparsekv.kernels.kmeans.outliers import finest_size, single_out
 from sparsekv.runtime.cache.growing import GrowingRows
 from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.join_graph import join_by_graph
@@ -27,9 +28,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockClustering:
-    """How the indexer clustered its blocks, which new tokens follow too: shares of each level, W, space, seed."""
+    """How the indexer clustered its blocks, which new tokens follow too: shares of levels and outliers, W, space, seed."""
 
     levels: tuple[float, ...]
+    outliers: float
     block: int
     space: str
     iterations: int
@@ -39,38 +41,42 @@ class BlockClustering:
     def from_parameters(cls, parameters: dict[str, Any]) -> Self:
         """From the indexer's parameters in a manifest."""
         names = ("block", "space", "iterations", "seed")
-        return cls(tuple(parameters["levels"]), **{name: parameters[name] for name in names})
+        outliers = parameters.get("outliers", 0.0)  # which an older index lacks
+        return cls(tuple(parameters["levels"]), outliers, **{name: parameters[name] for name in names})
 
-    def anew(self, keys: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Labels [Hk, T] of a block's keys [Hk, T, D], clustered from scratch."""
+    def anew(self, keys: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+        """Labels [Hk, T] of a block's keys [Hk, T, D], clustered from scratch, and the number of clusters."""
         clusters = level_sizes(self.levels, keys.shape[1])[0]
-        return random_kmeans(to_space(keys, self.space), clusters, self.iterations, generator)
+        labels = random_kmeans(to_space(keys, self.space), clusters, self.iterations, generator)
+        return single_out(keys, labels, clusters, self.outliers)
 
     def joined(
         self, keys: torch.Tensor, labels: torch.Tensor, clusters: int, generator: torch.Generator
-    ) -> torch.Tensor:
-        """Labels [Hk, T] of a block's keys [Hk, T, D], whose first T_old have labels [Hk, T_old] in `clusters`."""
-        wanted = max(clusters, level_sizes(self.levels, keys.shape[1])[0])
+    ) -> tuple[torch.Tensor, int]:
+        """Labels [Hk, T] of a block's keys [Hk, T, D], whose first T_old have labels [Hk, T_old] in `clusters`, and the
+        number of clusters that there are then."""
+        wanted = max(clusters, finest_size(self.levels, self.outliers, keys.shape[1]))
         join = join_by_graph if keys.is_cuda else join_tokens
-        return join(to_space(keys, self.space), labels, clusters, wanted, generator)
+        return join(to_space(keys, self.space), labels, clusters, wanted, generator), wanted
 
     def tensors(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
         labels: torch.Tensor,
+        clusters: int,
         first: int,
         generator: torch.Generator,
         attended: torch.Tensor | None = None,
     ) -> Tensors:
-        """The artifact's tensors for a block, from its finest labels.
+        """The artifact's tensors for a block, from its labels in so many finest clusters.
 
         Args:
             keys, values: [Hk, T, D].
             first: position of the block's first token.
             attended: [Hk, T, D], the keys as attended, where `keys` are not (windowed RoPE).
         """
-        levels = online_levels(keys, labels, self.levels, self.space, self.iterations, generator)
+        levels = online_levels(keys, labels, clusters, self.levels, self.space, self.iterations, generator)
         return level_tensors(levels, number_neighbours(levels, labels), values, first, attended)
 
 
@@ -163,7 +169,7 @@ class ClusterStream:
         for (start, stop), of_block in zip(pairwise(cuts), labels, strict=True):
             in_softmax = None if self.windowed_rope is None else attended[:, start:stop]
             of_keys, of_values = keys[:, start:stop], values[:, start:stop]
-            blocks.append(self.clustering.tensors(of_keys, of_values, of_block, first + start, generator, in_softmax))
+            blocks.append(self.clustering.tensors(of_keys, of_values, *of_block, first + start, generator, in_softmax))
         found = lookup_tensors(join_blocks(blocks), first, self.open.clusters)
         for name, rows in found.items():
             self.rows[name].write(self.open.start(name), rows)

@@ -78,6 +78,7 @@ indexers = st.builds(
     lambda kind, **parameters: kind(**parameters),
     st.sampled_from([MultipoleIndexer, WindowedMultipoleIndexer]),
     levels=st.sampled_from([(0.0625,), (0.25, 0.05), (0.5, 0.2, 0.05), (1.0,)]),
+    outliers=st.sampled_from([0.0, 0.1]),
     block=st.sampled_from([16, 23, 250]),
     iterations=st.just(2),
     space=st.sampled_from(["normalised", "raw", "centred"]),

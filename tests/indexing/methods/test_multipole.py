@@ -24,6 +24,7 @@ FACTS = LayerFacts(softmax_scale=0.3, softcap=None, sliding_window=None, attenti
 LEVELS = {1: (0.2,), 2: (0.25, 0.06), 3: (0.4, 0.2, 0.05)}
 properties = settings(max_examples=15, deadline=None)
 depths = st.sampled_from(sorted(LEVELS))
+outlying = st.sampled_from([0.0, 0.1])
 
 
 def _input(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> LayerInput:
@@ -33,11 +34,18 @@ def _input(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> LayerI
 
 
 @properties
-@given(seed=st.integers(0, 10**6), tokens=st.integers(16, 260), block=st.integers(16, 90), depth=depths)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(16, 260),
+    block=st.integers(16, 90),
+    depth=depths,
+    outliers=outlying,
+)
 def test_a_blocks_clusters_hold_its_own_tokens_each_of_them_once(
-    seed: int, tokens: int, block: int, depth: int
+    seed: int, tokens: int, block: int, depth: int, outliers: float
 ) -> None:
-    built = MultipoleIndexer(levels=LEVELS[depth], block=block, iterations=2).build_layer(_input(seed, tokens))
+    indexer = MultipoleIndexer(levels=LEVELS[depth], outliers=outliers, block=block, iterations=2)
+    built = indexer.build_layer(_input(seed, tokens))
     offsets = built["block_offsets"].tolist()
     assert offsets == block_offsets(tokens, block)
     everything = SINKS + torch.arange(tokens)
@@ -66,12 +74,14 @@ def test_a_blocks_clusters_hold_its_own_tokens_each_of_them_once(
     tokens=st.integers(40, 200),
     depth=depths,
     space=st.sampled_from(["normalised", "raw", "centred"]),
+    outliers=outlying,
 )
 def test_centroids_are_the_means_of_their_tokens_keys_and_values(
-    seed: int, tokens: int, depth: int, space: str
+    seed: int, tokens: int, depth: int, space: str, outliers: float
 ) -> None:
     layer = _input(seed, tokens)
-    built = MultipoleIndexer(levels=LEVELS[depth], block=48, iterations=2, space=space).build_layer(layer)
+    indexer = MultipoleIndexer(levels=LEVELS[depth], outliers=outliers, block=48, iterations=2, space=space)
+    built = indexer.build_layer(layer)
     for level in range(depth):
         labels = token_labels(built, level, SINKS)
         for name, rows in (("centroids", layer.keys), ("value_centroids", layer.values)):
@@ -133,7 +143,14 @@ def test_every_parameter_changes_the_clusters() -> None:
         indexer.build_layer(layer)["token_order"],
         *(
             replace(indexer, **{name: value}).build_layer(layer)["token_order"]
-            for name, value in (("seed", 1), ("space", "raw"), ("iterations", 1), ("block", 64), ("levels", (0.2,)))
+            for name, value in (
+                ("seed", 1),
+                ("space", "raw"),
+                ("iterations", 1),
+                ("block", 64),
+                ("levels", (0.2,)),
+                ("outliers", 0.1),
+            )
         ),
     ]
     assert all(not torch.equal(orders[0], other) for other in orders[1:])
@@ -147,6 +164,7 @@ def test_every_parameter_changes_the_clusters() -> None:
         ({"block": 0}, "--block 0"),
         ({"levels": (0.01, 0.1)}, "--levels"),
         ({"iterations": 0}, "--iterations 0"),
+        ({"outliers": 1.5}, "--outliers 1.5"),
         ({"space": "outer"}, "--space outer"),
     ],
 )

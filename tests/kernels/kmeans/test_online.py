@@ -106,7 +106,7 @@ def test_coarse_levels_are_means_of_their_tokens(space: str, seed: int, tokens: 
     keys, shares = normal(seed, 2, tokens, 4), (0.3, 0.1, 0.03)
     finest = max(1, round(shares[0] * tokens))
     labels = torch.randint(finest, (2, tokens), generator=_seeded(seed))
-    levels = online_levels(keys, labels, shares, space, 3, _seeded(seed))
+    levels = online_levels(keys, labels, finest, shares, space, 3, _seeded(seed))
     assert len(levels) == len(shares)
     for level in levels:
         members = torch.nn.functional.one_hot(labels, level.counts.shape[1]).double()

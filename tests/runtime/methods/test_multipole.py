@@ -40,7 +40,7 @@ def _layers(draw: st.DrawFn, depths: st.SearchStrategy[int] | None = None, **cha
     middle = draw(st.integers(30, 200))
     depth = draw(st.sampled_from(sorted(LEVELS)) if depths is None else depths)
     drawn = {"G": draw(st.integers(1, 8)), "repeated": draw(st.integers(0, middle)), "levels": LEVELS[depth]}
-    drawn |= {"rope": draw(st.sampled_from([None, *ROPES.values()]))}
+    drawn |= {"outliers": draw(st.sampled_from([0.0, 0.1])), "rope": draw(st.sampled_from([None, *ROPES.values()]))}
     softcap = draw(st.sampled_from([None, 3.0]))
     return small_layer(
         draw(seeds), middle=middle, softcap=softcap, block=draw(st.integers(40, 200)), **(drawn | changes)
@@ -86,12 +86,13 @@ def test_what_is_not_chosen_weighs_as_its_centroids_do_in_one_softmax_with_the_r
     group=st.integers(1, 8),
     softcap=st.sampled_from([None, 3.0]),
     rope=st.sampled_from([None, *ROPES.values()]),
+    clusters=st.sampled_from([{"levels": (1.0,)}, {"levels": (0.1,), "outliers": 1.0}]),
 )
 def test_one_token_a_cluster_is_dense_attention_with_next_to_no_budget(
-    seed: int, queries: int, group: int, softcap: float | None, rope: RopeFacts | None
+    seed: int, queries: int, group: int, softcap: float | None, rope: RopeFacts | None, clusters: dict[str, Any]
 ) -> None:
-    layer = small_layer(seed, middle=70, G=group, levels=(1.0,), softcap=softcap, block=40, rope=rope)
-    assert bool((layer.context.tensors["level0.counts"] == 1).all())
+    layer = small_layer(seed, middle=70, G=group, softcap=softcap, block=40, rope=rope, **clusters)
+    assert bool((layer.context.tensors["level0.counts"] <= 1).all())
     step = Step(layer, _lookup(layer).prepare(layer.context), Budget(1), queries=queries, seed=seed)
     assert int(step.selection.rows.lengths.sum()) == 2
     assert_close(step.output, step.dense(), 1e-5)

@@ -90,8 +90,9 @@ def _decoding(
     budget: Budget = EVERYTHING,
     stream: bool = True,
     rope: RopeFacts | None = None,
+    outliers: float = 0.0,
 ) -> Decoding:
-    layer = small_layer(middle=MIDDLE, levels=LEVELS[name], block=block, rope=rope)
+    layer = small_layer(middle=MIDDLE, levels=LEVELS[name], outliers=outliers, block=block, rope=rope)
     method = Multipole if rope is None else WindowedMultipole
     selector = method(LOOKUPS[name], stream=stream, buffer=buffer).prepare(layer.context)
     sparse = sparse_layer(layer, selector, budget)
@@ -107,15 +108,18 @@ with_streams = given(
     buffer=st.integers(1, 20),
     name=st.sampled_from(sorted(LEVELS)),
     rope=st.sampled_from([None, ROPES["halves"], ROPES["interleaved"]]),
+    outliers=st.sampled_from([0.0, 0.1]),
 )
 
 
 @streams
 @with_streams
 def test_however_tokens_come_they_are_clustered_alike(
-    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None, outliers: float
 ) -> None:
-    in_pieces, one_by_one = (_decoding(name, block=block, buffer=buffer, rope=rope) for _ in range(2))
+    in_pieces, one_by_one = (
+        _decoding(name, block=block, buffer=buffer, rope=rope, outliers=outliers) for _ in range(2)
+    )
     in_pieces.steps(pieces)
     one_by_one.steps([1] * sum(pieces))
     expected = one_by_one.found
@@ -126,9 +130,9 @@ def test_however_tokens_come_they_are_clustered_alike(
 @streams
 @with_streams
 def test_every_token_is_in_one_row_of_its_block_or_waits(
-    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None, outliers: float
 ) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope, outliers=outliers)
     decoding.steps(pieces)
     (keys, values), sinks = decoding.rows(), decoding.layer.split.sinks
     order, cuts = decoding.found["token_order"], block_offsets(decoding.middle, block)
@@ -151,9 +155,9 @@ def test_every_token_is_in_one_row_of_its_block_or_waits(
 @streams
 @with_streams
 def test_counts_and_centroids_are_those_of_the_members_at_every_level(
-    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None, outliers: float
 ) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope, outliers=outliers)
     decoding.steps(pieces)
     found, middle = decoding.found, decoding.middle
     cluster = (
@@ -180,9 +184,9 @@ def test_counts_and_centroids_are_those_of_the_members_at_every_level(
 @streams
 @with_streams
 def test_the_children_of_a_cluster_are_neighbours_after_updates(
-    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None
+    pieces: list[int], block: int, buffer: int, name: str, rope: RopeFacts | None, outliers: float
 ) -> None:
-    decoding = _decoding(name, block=block, buffer=buffer, rope=rope)
+    decoding = _decoding(name, block=block, buffer=buffer, rope=rope, outliers=outliers)
     decoding.steps(pieces)
     found = decoding.found
     for level in range(1, len(LEVELS[name])):
