@@ -8,7 +8,7 @@ import typer
 
 from sparsekv.cli.building.by_ranks import index_by_ranks
 from sparsekv.cli.building.onto_index import FIXED, add_methods, index_among
-from sparsekv.cli.building.ray_cluster import RayCluster, index_by_ray
+from sparsekv.cli.building.ray_worker import index_by_ray
 from sparsekv.cli.building.recipe import Recipe
 from sparsekv.cli.building.several import index_here, index_several
 from sparsekv.cli.building.targets import choose_targets
@@ -25,9 +25,9 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     names_of,
 )
+from sparsekv.cli.common.ray_options import RayOption, WorkersOption, refuse_workers_alone
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
-from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
@@ -90,23 +90,8 @@ def build_index(
     force: Annotated[
         bool, typer.Option("--force", help="Build from scratch, and replace whatever index is in the folder.")
     ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="local|auto|HOST:PORT",
-            help="Index the documents by workers of a Ray cluster, each with a model of its own: one started on this "
-            "machine (local), the one that this machine belongs to (auto), or by its address. Needs Ray.",
-            rich_help_panel="Many documents",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Workers of --ray. Default: one a GPU, or without GPUs one for four CPUs.",
-            rich_help_panel="Many documents",
-        ),
-    ] = None,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     kv_dtype: KVDtypeOption = AUTO,
@@ -134,8 +119,7 @@ def build_index(
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
     way = choose_prefill(prefill)
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
-    if workers is not None and ray is None:
-        raise UsageError(f"--workers {workers}: is for --ray; leave it out")
+    refuse_workers_alone(workers, ray)
     ranks = join_ranks(device)
     index = index_among(documents or [], ranks=ranks is not None)
     targets = choose_targets(documents or [], from_file, output)
@@ -167,8 +151,9 @@ def build_index(
             index_by_ranks(ranks, recipe, targets[0], show)
         return say(str(targets[0].folder))
     if ray is not None:
-        cluster = RayCluster(recipe, ray, workers)
-        return index_several(targets, lambda there, _, done: index_by_ray(cluster, there, done), quiet=quiet)
+        return index_several(
+            targets, lambda there, _, done: index_by_ray(recipe, ray, workers, there, done), quiet=quiet
+        )
     if len(targets) > 1 or from_file is not None:
         return index_several(targets, partial(index_here, recipe), quiet=quiet)
     with progress(quiet=quiet) as show:

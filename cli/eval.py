@@ -7,7 +7,6 @@ import typer
 
 from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
     ChunkSizeOption,
@@ -19,19 +18,19 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
+from sparsekv.cli.common.ray_options import RayOption, WorkersOption, refuse_workers_alone
 from sparsekv.cli.common.small_budgets import note_small_budgets
+from sparsekv.cli.evaluating.chosen import chosen_methods, needed_indexers
 from sparsekv.cli.evaluating.output import evaluation_record, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
+from sparsekv.cli.evaluating.ray_worker import answer_by_ray
+from sparsekv.cli.evaluating.recipe import Recipe
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.identify import identify
-from sparsekv.indexing.builder import Builder
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
-from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
-from sparsekv.runtime.evaluation.comparison import Comparison, check_room
+from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
 from sparsekv.runtime.evaluation.published import FORMATS
@@ -39,8 +38,7 @@ from sparsekv.runtime.evaluation.table import DENSE, cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure, refuse_unused
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -156,6 +154,8 @@ def evaluate_methods(
         typer.Option(metavar="FILE.png", help="Plot scores against KV read, and needles also by length and depth."),
     ] = None,
     html: HtmlOption = None,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
     model: ModelOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -176,13 +176,14 @@ def evaluate_methods(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
+    refuse_workers_alone(workers, ray)
     refuse_unwritable_plot(plot)
     refuse_unwritable_html(html)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
-    chosen = _methods(method or [])
+    chosen = chosen_methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
-    asking = _methods([question_prefill]) if question_prefill else {}
-    built = _indexers([*chosen, *asking], residual=residual)
+    asking = chosen_methods([question_prefill]) if question_prefill else {}
+    built = needed_indexers([*chosen, *asking], residual=residual)
     refuse_unused(
         chosen
         | {f"the index of {name}": indexer for name, indexer in built.items()}
@@ -201,50 +202,43 @@ def evaluate_methods(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
     note_small_budgets(budgets, quiet=quiet)
-    loaded = load(model, device, dtype, None, quiet=quiet)
-    building = {name: configure(indexer, parameters) for name, indexer in built.items()}
-    comparison = Comparison(
-        loaded=loaded,
-        identity=identify(loaded),
+    recipe = Recipe(
+        work=folder,
+        model=model,
+        device=device,
+        dtype=dtype,
         methods=configured,
         budgets=budgets,
-        builder=Builder(loaded, building, prefilled, sinks, tail, chunk_size),
+        indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
+        prefills=prefilled,
         question=question,
         residual=residual,
+        sinks=sinks,
+        tail=tail,
+        chunk_size=chunk_size,
         raw=raw,
         keep=keep_indices,
         max_new_tokens=max_new_tokens,
         together=batch_size,
+        quiet=quiet,
     )
+    comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}"
     note(f"{counted}, each in {len(comparison.ways())} ways; answers are kept in {folder}", quiet=quiet)
     with progress(quiet=quiet) as show:
+        if ray is not None:
+            answer_by_ray(recipe, comparison, asked, ray, workers, show)
         results = list(evaluate(comparison, asked, folder, show))
     found, places = rows(results, seed), cells(results)
     if plot is not None:
         from sparsekv.cli.evaluating.plots import plot_scores
 
         mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
-        plot_scores(found, mapped, f"{loaded.name} on {inputs.name}", plot)
+        plot_scores(found, mapped, f"{comparison.loaded.name} on {inputs.name}", plot)
         note(f"plot: {plot}", quiet=quiet)
-    about = {"model": loaded.name, "document": inputs.name, "seed": seed, "work": str(folder)}
+    about = {"model": comparison.loaded.name, "document": inputs.name, "seed": seed, "work": str(folder)}
     if html is not None:
         write_html(evaluation_page(evaluation_record(found, places, about)), html, quiet=quiet)
     print_rows(found, places, about, as_json=as_json, as_csv=as_csv)
-
-
-def _methods(names: list[str]) -> dict[str, type[Method]]:
-    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
-    others = [name for name in names if name not in BESIDE_METHODS]
-    if names and not others:
-        return {}
-    return {name: methods()[name] for name in choose_methods(others, list(indexers()))}
-
-
-def _indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
-    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
-    known = indexers()
-    wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
-    return {name: known[name] for name in dict.fromkeys(wanted)}

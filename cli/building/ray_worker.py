@@ -1,55 +1,54 @@
-"""One worker of a Ray cluster: it holds a model, and indexes the documents that it is given."""
+"""Index documents by the workers of a Ray cluster, each one document at a time."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.several import Done
 from sparsekv.cli.building.targets import Target
-from sparsekv.cli.common.failures import describe
-from sparsekv.cli.common.quiet_libraries import quiet_libraries
+from sparsekv.cli.common.ray_cluster import RayCluster
+from sparsekv.cli.common.ray_worker import RayWorker, whole_model
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 
 
-class Worker:
-    """What went wrong comes back as one line, because not every error can travel between processes.
+class IndexWorker(RayWorker[Recipe, Target]):
+    """Holds a model, and builds or resumes the index of a document."""
 
-    Args:
-        threads: of torch; None for its own number.
+    command = "build-index"
+    loaded: LoadedModel
+
+    def prepare(self) -> None:
+        self.loaded = self.recipe.load()
+
+    def work(self, job: Target) -> None:
+        self.recipe.index(job, lambda: self.loaded, lambda stage, done, of: None)
+
+
+def index_by_ray(recipe: Recipe, address: str, workers: int | None, targets: Sequence[Target], done: Done) -> None:
+    """Index all documents by a cluster, the longest first.
+
+    Raises:
+        UsageError: a document is standard input, which workers do not have; or what `RayCluster.run` raises.
     """
-
-    def __init__(self, recipe: Recipe, threads: int | None):
-        self.recipe = recipe
-        self._loaded: LoadedModel | None = None
-        if threads is not None:
-            import torch
-
-            torch.set_num_threads(threads)
-
-    def load(self) -> str:
-        """Load the model; returns what went wrong, empty for nothing."""
-        try:
-            with quiet_libraries(debug=False):
-                self._loaded = self.recipe.load()
-        except Exception as error:
-            return describe(error, "build-index")
-        return ""
-
-    def index(self, target: Target) -> str:
-        """Build a document's index, or resume it; returns what went wrong, empty for nothing."""
-        try:
-            with quiet_libraries(debug=False):
-                self.recipe.index(target, self._model, lambda stage, done, of: None)
-        except Exception as error:
-            return describe(error, "build-index")
-        return ""
-
-    def _model(self) -> LoadedModel:
-        assert self._loaded is not None
-        return self._loaded
+    if any(one.document == "-" for one in targets):
+        raise UsageError("--ray: workers have no standard input; name a file")
+    named = {_whole(one): one for one in targets}
+    elsewhere = replace(recipe, quiet=True, model=whole_model(recipe.model))
+    cluster = RayCluster(IndexWorker, elsewhere, address, workers)
+    for whole, wrong in cluster.run(sorted(named, key=_size)):
+        done(named[whole], wrong.replace(whole.document, named[whole].document))
 
 
-def work_quietly(recipe: Recipe) -> Recipe:
-    """The recipe for another process: it prints nothing, and a model's folder is found from any folder."""
-    model = recipe.model
-    whole = os.path.abspath(os.path.expanduser(model)) if model and os.path.isdir(os.path.expanduser(model)) else model
-    return replace(recipe, quiet=True, model=whole)
+def _whole(target: Target) -> Target:
+    """A target by paths that mean the same in every process that shares the folder."""
+    return Target(os.path.abspath(target.document), target.folder.absolute())
+
+
+def _size(target: Target) -> int:
+    try:
+        return Path(target.document).stat().st_size
+    except OSError:
+        return 0

@@ -64,15 +64,29 @@ class Answers:
         Raises:
             SparsekvError: the disk is full or gone.
         """
+        self._append(json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n")
+        self.known[key] = given
+
+    def take_over(self, other: "Answers") -> None:
+        """Write another folder's answers, which is open too, but for those that are known.
+
+        Raises:
+            SparsekvError: the disk is full or gone.
+        """
+        assert other._file is not None
+        other._file.seek(0)
+        lines = other._file.read().splitlines(keepends=True)
+        self._append(b"".join(line for line in lines if json.loads(line)["key"] not in self.known))
+        self.known = other.known | self.known
+
+    def _append(self, lines: bytes) -> None:
         assert self._file is not None
-        line = json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n"
         try:
-            self._file.write(line)
+            self._file.write(lines)
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise SparsekvError(f"cannot write {self._path}: {error.strerror or error}") from None
-        self.known[key] = given
 
     def _load(self, file: IO[bytes]) -> None:
         """Read all answers; an incomplete last line, left by a killed run, is removed."""

@@ -27,6 +27,8 @@ from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
+INDICES = "indices"
+
 
 def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Progress) -> Iterator[Result]:
     """Answer every question in every way, taking over answers that are in `work` already.
@@ -49,6 +51,22 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
                     yield result
 
 
+def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers, work: Path) -> list[Context]:
+    """The contexts that have a question which some way has not answered yet."""
+    ways = comparison.ways()
+
+    def is_missing(context: Context) -> bool:
+        prompt = comparison.prompt(context.text, bare=context.bare)
+        keys = (
+            _Asking(comparison, context, prompt, way.prefill, answers, work).key(way, budget, question)
+            for way, budget in ways
+            for question in context.questions
+        )
+        return not all(key in answers.known for key in keys)
+
+    return [context for context in contexts if is_missing(context)]
+
+
 @dataclass
 class _Asking:
     """One context under one prefill; its index is built when the first answer that is not known needs it."""
@@ -63,7 +81,7 @@ class _Asking:
 
     def results(self, ways: list[tuple[Way, Budget | None]], show: Progress) -> Iterator[Result]:
         for way, budget in ways:
-            keys = [answer_key(self._decides(way, budget, question)) for question in self.context.questions]
+            keys = [self.key(way, budget, question) for question in self.context.questions]
             asked = list(zip(self.context.questions, keys, strict=True))
             answered = self._answered(way, budget, [one for one in asked if one[1] not in self.answers.known], show)
             for question, key in asked:
@@ -73,6 +91,10 @@ class _Asking:
         if self.opened is not None and not self.comparison.keep:
             self.opened = None
             shutil.rmtree(self._folder())
+
+    def key(self, way: Way, budget: Budget | None, question: Question) -> str:
+        """Under which an answer is known."""
+        return answer_key(self._decides(way, budget, question))
 
     def _answered(
         self, way: Way, budget: Budget | None, missing: list[tuple[Question, str]], show: Progress
@@ -134,7 +156,7 @@ class _Asking:
 
     def _folder(self) -> Path:
         built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill]
-        return self.work / "indices" / f"{hash_json(built)[:16]}.skv"
+        return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 
     def _open(self, show: Progress) -> OpenIndex:
         comparison = self.comparison

@@ -31,7 +31,7 @@ def _workers(of: int) -> Iterator[psutil.Process]:
     """Processes that index a document for a command, right now."""
     for one in psutil.Process(of).children(recursive=True):
         try:
-            if one.cmdline()[:1] == ["ray::Worker.index"]:
+            if one.cmdline()[:1] == ["ray::IndexWorker.do"]:
                 yield one
         except psutil.Error:
             continue
@@ -91,7 +91,7 @@ def test_a_document_that_kills_its_workers_is_set_aside_and_the_others_are_built
     assert running.returncode == 1
     assert (
         stderr.splitlines()[0]
-        == "poison.txt: 3 workers died while they indexed it; it is set aside: build it by itself"
+        == "poison.txt: 3 workers died while they worked on it; it is set aside: run it by itself"
     )
     assert "1 of 5 documents are not indexed" in stderr.splitlines()[1]
     assert len(stdout.splitlines()) == 4

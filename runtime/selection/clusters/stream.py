@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockClustering:
-    """How the indexer clustered its blocks, which new tokens follow too: shares of levels and outliers, W, space, seed."""
+    """How the indexer clustered its blocks, which new tokens follow too: levels and outliers, W, space, seed."""
 
     levels: tuple[float, ...]
     outliers: float

@@ -1,0 +1,22 @@
+"""The methods that `eval` compares, and what builds their indices."""
+
+from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import choose_methods, methods
+
+
+def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
+    """The methods named, or all whose index can be built; none where `dense`, which always runs, is named alone."""
+    others = [name for name in names if name not in BESIDE_METHODS]
+    if names and not others:
+        return {}
+    return {name: methods()[name] for name in choose_methods(others, list(indexers()))}
+
+
+def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:
+    """Indexers of the named methods that have one; for a residual also the default ones, whose centroids it uses."""
+    known = indexers()
+    wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
+    return {name: known[name] for name in dict.fromkeys(wanted)}
