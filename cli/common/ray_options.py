@@ -10,8 +10,9 @@ RayOption = Annotated[
     str | None,
     typer.Option(
         metavar="local|auto|HOST:PORT",
-        help="Work by a Ray cluster, whose workers have a model each and one document at a time: one started on "
-        "this machine (local), the one that this machine belongs to (auto), or by its address. Needs Ray.",
+        help="Let workers of a Ray cluster do it, each with a model of its own and one document at a time: a cluster "
+        "started on this machine (local), the one that this machine belongs to (auto), or one by its address. Needs "
+        "Ray.",
         rich_help_panel="Many documents",
     ),
 ]
