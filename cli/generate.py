@@ -153,9 +153,9 @@ def generate(
     setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if ranks is not None:
-        refuse_with_ranks({"--resume": resume, "--save-to": save_to, "--compile on": compiled == "on"})
+        refuse_with_ranks({"--resume": resume, "--save-to": save_to})
         refuse_merged_heads(setting, asking)
-        compiled, batch_size = "off", one_at_a_time(batch_size, batch_file)
+        batch_size = one_at_a_time(batch_size, batch_file)
     hold = placement == "device"
     read = files_read(artifact, setting.name, setting.method)
     early = None if ranks is not None else EarlyReading(artifact, device, read, hold=hold)
@@ -211,7 +211,7 @@ def generate(
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
     left = sum(bool(one.strip()) for one in questions[len(done) :])
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
-    compile_for(asker, together, compiled, left * max_new_tokens, quiet=quiet or not stats)
+    compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=quiet or not stats)
     batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
     told = (stats and not quiet, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)

@@ -80,6 +80,15 @@ def test_what_ranks_cannot_do_is_refused(place: Path, arguments: tuple[str, ...]
 
 
 @pytest.mark.slow
+def test_compiled_steps_of_ranks_give_the_same_answer(place: Path) -> None:
+    ask = ("generate", "-i", "doc.skv", "Why?", "--model", "model", "--max-new-tokens", "12", "--stats", "--compile")
+    plain, compiled = (_ranks(*ask, mode).communicate(timeout=300) for mode in ("off", "on"))
+    assert plain[0]
+    assert compiled[0] == plain[0]
+    assert "compiled in" in compiled[1]
+
+
+@pytest.mark.slow
 def test_an_error_of_the_first_rank_alone_ends_all(place: Path) -> None:
     """Only the first reads the document."""
     code, line = _told("build-index", "nothere.txt", "--model", "model")
