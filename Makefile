@@ -9,11 +9,12 @@ export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-browser chromium lint style types tests format docs clean FORCE
+.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs clean FORCE
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
+	@echo "make test-slow     tests that take minutes each: an hour or more"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
@@ -72,6 +73,9 @@ tests: .venv/installed
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
+
+test-slow: .venv/installed
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 .venv/browser: .venv/installed
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,browser]' --config-settings editable_mode=strict

@@ -1,4 +1,4 @@
-"""What the tool promises on the first tokens of a real document, 6,144 for its figures, with the embedded model."""
+"""What the tool promises on the first tokens of a real document, with the embedded model: 1,024, or 6,144 if slow."""
 
 import json
 from copy import deepcopy
@@ -29,16 +29,29 @@ REPORTS = (
 SQUEEZED = "squeezed lookup=flat"
 
 
-@pytest.fixture(scope="module")
-def opened(long_index: Artifact, embedded: LoadedModel) -> OpenIndex:
-    return open_index(long_index, embedded.model, embedded.tokenizer, identify(embedded))
+@pytest.fixture(scope="module", params=["index", pytest.param("long_index", marks=pytest.mark.slow)])
+def name(request: pytest.FixtureRequest) -> str:
+    """The index that a test is of."""
+    found: str = request.param
+    return found
 
 
-@pytest.fixture(scope="module")
-def report(long_index: Artifact) -> dict[str, Any]:
+@pytest.fixture
+def artifact(name: str, request: pytest.FixtureRequest) -> Artifact:
+    found: Artifact = request.getfixturevalue(name)
+    return found
+
+
+@pytest.fixture
+def opened(artifact: Artifact, embedded: LoadedModel) -> OpenIndex:
+    return open_index(artifact, embedded.model, embedded.tokenizer, identify(embedded))
+
+
+@pytest.fixture
+def report(artifact: Artifact) -> dict[str, Any]:
     """At 5%, with and without a residual; measured once for all workers."""
-    path = long_index.folder.parent / "report.json"
-    command = ("recall-report", "-i", long_index.folder, "--budget", "5%", "--residual", "--json")
+    path = artifact.folder.with_suffix(".json")
+    command = ("recall-report", "-i", artifact.folder, "--budget", "5%", "--residual", "--json")
     with FileLock(f"{path}.lock"):
         if not path.exists():
             done = [sparsekv(*command, *methods, cwd=path.parent) for methods in REPORTS]
@@ -53,32 +66,45 @@ def _by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"{row['method']} {row['variant']}".strip(): row for row in report["rows"]}
 
 
-def test_recall_at_five_percent(report: dict[str, Any]) -> None:
+def test_recall_at_five_percent(report: dict[str, Any], name: str) -> None:
     rows = _by_name(report)
     assert all(row["layer"] is None and row["kv_head"] is None for row in report["rows"])
-    squeezed, quest, oracle, window = (rows[name] for name in (SQUEEZED, "quest", "oracle", "window"))
-    assert report["n_context"] == 6144 + 24
-    assert squeezed["recall"] >= 0.57
-    assert squeezed["output_error"] <= 0.08
+    squeezed, quest, oracle, window = (rows[one] for one in (SQUEEZED, "quest", "oracle", "window"))
+    multipole, without = rows["multipole flat"], rows["multipole flat without replacement"]
+    assert oracle["recall"] == 1
+    if name == "long_index":
+        assert report["n_context"] == 6144 + 24
+        assert squeezed["recall"] >= 0.57
+        assert squeezed["output_error"] <= 0.08
+        assert multipole["recall"] >= 0.59
+        assert multipole["output_error"] <= 0.048
+        assert quest["recall"] == pytest.approx(0.33, abs=0.04)
+        assert quest["output_error"] == pytest.approx(0.135, abs=0.015)
+        assert oracle["output_error"] == pytest.approx(0.046, abs=0.002)
+        assert window["output_error"] == pytest.approx(0.59, abs=0.01)
+        assert without["output_error"] == pytest.approx(0.075, abs=0.004)
+    else:
+        assert report["n_context"] == 1024 + 24
+        assert squeezed["recall"] >= 0.38
+        assert squeezed["output_error"] <= 0.155
+        assert multipole["recall"] >= 0.40
+        assert multipole["output_error"] <= 0.089
+        assert quest["recall"] == pytest.approx(0.18, abs=0.02)
+        assert quest["output_error"] == pytest.approx(0.236, abs=0.015)
+        assert oracle["output_error"] == pytest.approx(0.094, abs=0.003)
+        assert window["output_error"] == pytest.approx(0.518, abs=0.01)
+        assert without["output_error"] == pytest.approx(0.146, abs=0.006)
     assert squeezed["recall"] > quest["recall"]
     assert squeezed["output_error"] < quest["output_error"]
     assert squeezed["kv_fraction"] < quest["kv_fraction"]
-    assert quest["recall"] == pytest.approx(0.33, abs=0.04)
-    assert quest["output_error"] == pytest.approx(0.135, abs=0.015)
-    assert oracle["recall"] == 1
-    assert oracle["output_error"] == pytest.approx(0.046, abs=0.002)
-    assert window["output_error"] == pytest.approx(0.59, abs=0.01)
 
 
 def test_centroids_in_the_place_of_tokens_at_five_percent(report: dict[str, Any]) -> None:
     """Multipole's clusters beat the exact best tokens without them, and serve every other method's remainder too."""
     rows = _by_name(report)
     multipole, without = rows["multipole flat"], rows["multipole flat without replacement"]
-    assert multipole["recall"] >= 0.59
-    assert multipole["output_error"] <= 0.048
     assert multipole["output_error"] < rows["oracle"]["output_error"]
     assert without["recall"] == multipole["recall"]
-    assert without["output_error"] == pytest.approx(0.075, abs=0.004)
     assert multipole["kv_fraction"] == pytest.approx(0.05 + 2 / 16 / 2, abs=0.001)
     for name, share in ((SQUEEZED, 1 / 3), ("quest", 1 / 5), ("oracle", 1 / 2), ("window", 1 / 2)):
         less = rows[name]["output_error"] - rows[f"{name} + residual"]["output_error"]
@@ -87,10 +113,8 @@ def test_centroids_in_the_place_of_tokens_at_five_percent(report: dict[str, Any]
     assert rows["oracle + residual"]["output_error"] < multipole["output_error"]
 
 
-@pytest.mark.parametrize("name", ["index", pytest.param("long_index", marks=pytest.mark.slow)])
-def test_everything_is_dense_attention(name: str, embedded: LoadedModel, request: pytest.FixtureRequest) -> None:
+def test_everything_is_dense_attention(opened: OpenIndex) -> None:
     """At budget 100% the text is transformers' own, and so are the logits of every token of it."""
-    opened = open_index(request.getfixturevalue(name), embedded.model, embedded.tokenizer, identify(embedded))
     model, question = opened.model, question_ids(opened, QUESTION)
     prompt = torch.cat([opened.input_ids, question])[None]
     document = DynamicCache(config=model.config)

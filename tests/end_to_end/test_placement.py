@@ -30,13 +30,14 @@ def _answer(index: Path, method: str, placement: str) -> tuple[dict[str, Any], i
     return json.loads(done.stdout), int(done.stderr.rpartition("peak ")[2])
 
 
-def test_the_same_answer_in_less_memory(long_index: Artifact) -> None:
-    on_device, most = _answer(long_index.folder, "squeezed", "device")
-    on_disk, least = _answer(long_index.folder, "squeezed", "disk")
+def test_the_same_answer_in_less_memory(index: Artifact) -> None:
+    # By a method that takes the same kernels in both places: one that is compiled takes memory for that.
+    on_device, most = _answer(index.folder, "quest", "device")
+    on_disk, least = _answer(index.folder, "quest", "disk")
     assert on_disk["text"] == on_device["text"]
     assert on_disk["kv_fraction"] == on_device["kv_fraction"]
     # Laid out in memory the context is there once more than in its files' pages; on disk it is there not at all.
-    context = sum(record.bytes for name, record in long_index.manifest.files.items() if name.startswith("context/"))
+    context = sum(record.bytes for name, record in index.manifest.files.items() if name.startswith("context/"))
     assert most - least > 0.9 * context
 
 
