@@ -74,6 +74,7 @@ def test_question_from_argument_file_and_stdin_agree(index: Artifact) -> None:
 def test_questions_of_a_person_are_measured(index: Artifact) -> None:
     done = sparsekv(
         *("recall-report", "-i", index.folder, "--queries", "-", "--csv", "--budget", "0.1", "--plot", "plot.png"),
+        *("--method", "oracle", "--method", "squeezed", "--method", "window"),
         cwd=index.folder.parent,
         stdin="What is an assignment?\nWhat is a target list?\n",
     )

@@ -20,7 +20,9 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
     embedded_folder: Path, document: Path, tmp_path: Path
 ) -> None:
     how = ("--prefill", "quoka", "--prefill-budget", "256", "--chunk-size", "128")
-    built = sparsekv("build-index", document, "-o", "q.skv", "--max-tokens", "800", *how, cwd=tmp_path)
+    built = sparsekv(
+        "build-index", document, "-o", "q.skv", "--max-tokens", "800", "--method", "squeezed", *how, cwd=tmp_path
+    )
     assert built.returncode == 0, built.stderr
     prefill = Artifact(tmp_path / "q.skv").manifest.prefill
     assert (prefill.kind, prefill.chunk_size, prefill.parameters["prefill_budget"]) == ("quoka", 128, 256)
