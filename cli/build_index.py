@@ -25,7 +25,7 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     names_of,
 )
-from sparsekv.cli.common.ray_options import RayOption, WorkersOption, refuse_workers_alone
+from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
@@ -119,7 +119,7 @@ def build_index(
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
     way = choose_prefill(prefill)
     refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
-    refuse_workers_alone(workers, ray)
+    check_ray(ray, workers)
     ranks = join_ranks(device)
     index = index_among(documents or [], ranks=ranks is not None)
     targets = choose_targets(documents or [], from_file, output)

@@ -18,7 +18,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
-from sparsekv.cli.common.ray_options import RayOption, WorkersOption, refuse_workers_alone
+from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.evaluating.chosen import chosen_methods, needed_indexers
 from sparsekv.cli.evaluating.output import evaluation_record, print_rows
@@ -176,7 +176,7 @@ def evaluate_methods(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
-    refuse_workers_alone(workers, ray)
+    check_ray(ray, workers)
     refuse_unwritable_plot(plot)
     refuse_unwritable_html(html)
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]

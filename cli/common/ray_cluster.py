@@ -11,12 +11,12 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from sparsekv.cli.common.ray_options import LOCAL
 from sparsekv.cli.common.ray_worker import RayWorker
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 Job = TypeVar("Job", bound=Hashable)
 
-LOCAL = "local"
 _PATIENCE = 10.0  # seconds
 MOST_DEATHS = 3
 """Workers that may die with one job before it is set aside, and in all before any is ready."""
@@ -136,4 +136,4 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
     except (OSError, ValueError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).lower()
-        raise UsageError(f"--ray {address}: no cluster answers there ({why}); give local or HOST:PORT") from None
+        raise UsageError(f"--ray {address}: no cluster answers there ({why}); give local, auto or HOST:PORT") from None

@@ -22,10 +22,13 @@ def described_usage(message: str, command: str, arguments: Sequence[str]) -> str
     message = message.replace("Value error, ", "").rstrip(".")
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
+    if message.startswith(f"{NO_OPTION} --gpus"):
+        return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
     named = next((one for one in arguments if one.rstrip("/").endswith(".skv")), None)
     if message.startswith(EXTRA) and named is not None and "--index" not in arguments and "-i" not in arguments:
         return f"{message}; an index is named by an option: --index {named}"
-    return f"{message}; {shown(*filter(None, [command]), '--help')} says what there is"
+    page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
+    return f"{message}; {shown(*page, '--help')} says what there is"
 
 
 def _eval_of(arguments: Sequence[str]) -> str:

@@ -42,6 +42,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
         "rope": str(inspection["rope"]["scaling"] or "as the model has it"),
         "tokens": f"{split['tokens']:,}: {split['sinks']} sinks, {split['middle']:,} indexed, {split['tail']} tail",
         "chat template": "around document and question" if inspection["chat_template"] else "none (--raw)",
+        **({} if inspection["prefill"]["exact"] else {"prefill": inspection["prefill"]["kind"]}),
         "layers": f"{layers['all']}, {layers['indexed']} of them indexed",
         "size": f"{sum(sizes.values()) / 1e6:,.1f} MB: "
         + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in sizes.items()),

@@ -52,6 +52,7 @@ GpusOption = Annotated[
         min=1,
         callback=_start,
         is_eager=True,
-        help="Split the model over so many GPUs, by a process for each: build-index and generate.",
+        help="Split the model over so many GPUs, by a process for each; on CPUs where there is no GPU. It stands "
+        f"before the command, {' or '.join(BY_RANKS)}.",
     ),
 ]

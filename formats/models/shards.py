@@ -30,14 +30,14 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
         heads = text.num_key_value_heads
         if _splits_keys(plan) and heads % size:
             raise UsageError(
-                f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; start {_divisors(heads)}"
+                f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
             )
         return DistributedConfig(tp_size=size)
     if not experts:
         raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
     if text.num_experts % size:
         raise UsageError(
-            f"model '{name}' has {text.num_experts} experts, which {size} ranks cannot share evenly; start "
+            f"model '{name}' has {text.num_experts} experts, which {size} ranks cannot share evenly; "
             f"{_divisors(text.num_experts)}"
         )
     new = any(one.name == "ep_size" for one in fields(DistributedConfig))
@@ -46,8 +46,9 @@ def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConf
 
 
 def _divisors(number: int) -> str:
-    found = [str(one) for one in range(2, number + 1) if number % one == 0]
-    return " or ".join(found) if found else "one process"
+    """What to do where so many heads or experts do not divide."""
+    found = [f"--gpus {one}" for one in range(2, number + 1) if number % one == 0]
+    return f"give {' or '.join(found)}" if found else "use one GPU"
 
 
 def splits_heads(model: PreTrainedModel) -> bool:

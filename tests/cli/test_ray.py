@@ -125,8 +125,16 @@ def test_an_address_without_a_cluster_is_refused(place: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("address", ["", "foo", "host:abc", "a b:1", "host:1/x"])
+def test_what_is_no_address_is_refused_before_anything_is_made(place: Path, address: str) -> None:
+    before = sorted(place.iterdir())
+    for command in (("build-index", "doc.txt", *OPTIONS), ("eval", "doc.txt")):
+        fails(2, *command, "--ray", address, says=(f"--ray {address}: give local, auto or HOST:PORT",))
+    assert sorted(place.iterdir()) == before
+
+
 def test_what_means_nothing_with_a_cluster_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails(2, "build-index", "doc.txt", *OPTIONS, "--workers", "2", says=("--workers 2: is for --ray; leave it out",))
+    fails(2, "build-index", "doc.txt", *OPTIONS, "--workers", "2", says=("--workers 2 is for --ray; leave it out",))
     output = ("-o", "new.skv", "--ray", "local")
     fails(2, "build-index", "-", *OPTIONS, *output, says=("--ray: workers have no standard input; name a file",))
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -34,7 +34,8 @@ def _told(*arguments: str, size: int = 2) -> tuple[int, str]:
 
 def test_commands_for_one_process_are_refused(place: Path) -> None:
     fails(2, "--gpus", "2", "inspect", "doc.skv", says=("inspect runs as one process", "build-index and generate"))
-    fails(2, "--gpus", "0", "generate", says=("--gpus", "greater than or equal to 1"))
+    fails(2, "--gpus", "0", "generate", says=("--gpus", "greater than or equal to 1", "`sparsekv --help`"))
+    fails(2, "generate", "--gpus", "2", says=("--gpus stands before the command: `sparsekv --gpus 2 generate`",))
 
 
 def test_an_error_of_all_ranks_is_told_once(place: Path) -> None:
@@ -58,7 +59,7 @@ def test_a_rank_that_is_not_the_first_tells_an_error_that_none_has_told(place: P
 def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Path) -> None:
     assert _told(*BUILD, size=3) == (
         2,
-        f"model '{(place / 'model').resolve()}' has 2 KV heads, which 3 ranks cannot share evenly; start 2",
+        f"model '{(place / 'model').resolve()}' has 2 KV heads, which 3 ranks cannot share evenly; give --gpus 2",
     )
 
 
