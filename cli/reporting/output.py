@@ -11,10 +11,13 @@ from sparsekv.cli.common.console import say, say_csv, show
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.common.stored import storage_record
 from sparsekv.formats.documents.document_hints import eval_hint
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.runtime.reporting.front import in_order, pareto_front, row_records
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import changed_options
 
 COLUMNS = {
     "selected_tokens": ",.0f",
@@ -77,8 +80,19 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]
-    how = eval_hint(artifact.folder, artifact.manifest, *(part for name in names for part in ("--method", name)))
+    chosen = [part for name in names for part in ("--method", name)]
+    how = eval_hint(artifact.folder, artifact.manifest, *chosen, *_built_by(artifact, names))
     return f"A mean error hides the failure of a single token: right answers are measured with {how}."
+
+
+def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
+    """The options of `build-index` that made the index of some methods what it is."""
+    records, known = artifact.manifest.methods, indexers()
+    here = [name for name in names if name in records and name in known]
+    try:
+        return changed_options(*(indexer_of(known[name], records[name].parameters) for name in here))
+    except UsageError:  # a manifest may say anything
+        return []
 
 
 def best_line(best: RecallRow | None, within: float) -> str:

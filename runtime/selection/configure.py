@@ -34,16 +34,23 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
 
 def form_options(form: Form) -> list[str]:
     """The options by which a form is chosen besides its method's name: parameters that are not as by default."""
-    usual, options = type(form.method)(), ["--residual"] if form.residual else []
-    for one in fields(form.method):
-        value, name = getattr(form.method, one.name), one.name.replace("_", "-")
-        if value == getattr(usual, one.name):
-            continue
-        if isinstance(value, bool):
-            options.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            options += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return options
+    return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
+
+
+def changed_options(*methods: object) -> list[str]:
+    """The options by which methods, or their indexers, are not as by default; what several have, once."""
+    options: dict[str, list[str]] = {}
+    for method in methods:
+        usual = type(method)()
+        for one in fields(method):  # type: ignore[arg-type]  # methods are dataclasses
+            value, name = getattr(method, one.name), one.name.replace("_", "-")
+            if value == getattr(usual, one.name):
+                continue
+            if isinstance(value, bool):
+                options[name] = [f"--{name}" if value else f"--no-{name}"]
+            else:
+                options[name] = [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return [part for parts in options.values() for part in parts]
 
 
 def _parse(field: Field[Any], value: Any) -> Any:

@@ -39,6 +39,13 @@ def spaced(place: Path) -> Path:
     return place
 
 
+def test_a_report_shows_how_answers_of_an_index_built_otherwise_are_evaluated(place: Path) -> None:
+    """With the options that it was built with, for `eval` builds indices of its own."""
+    assert run_here(*BUILD, "-o", "other.skv", "--method", "multipole", "--outliers", "0.05").code == 0
+    (evaluated,) = shown(run_here("recall-report", "-i", "other.skv", "--method", "multipole").stdout)
+    assert "--method multipole --outliers 0.05" in evaluated
+
+
 def test_a_method_that_is_missing_is_added_with_all_that_the_index_was_built_with(spaced: Path) -> None:
     before = read_manifest(Path("it's.skv"))
     refused = run_here("recall-report", "-i", "it's.skv", "--method", "squeezed")
