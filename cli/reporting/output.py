@@ -91,7 +91,7 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
     here = [name for name in names if name in records and name in known]
     try:
         return changed_options(*(indexer_of(known[name], records[name].parameters) for name in here))
-    except UsageError:  # a manifest may say anything
+    except (UsageError, TypeError, ValueError):  # a manifest may say anything
         return []
 
 
