@@ -94,7 +94,7 @@ def make_model(folder: Path) -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(pull_embedded())
     config = model_config(SHAPE)
-    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2**19
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2**20
     config.bos_token_id = config.eos_token_id = None  # random weights would end an answer at any token
     random_model(config, torch.device("cuda" if GPU else "cpu"), DTYPE, 0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
