@@ -39,25 +39,29 @@ class DecodeLoop:
             NotFiniteError: the model's logits are not finite.
         """
         logits = self._prefill(model, input_ids, model_kwargs)
+        before, longest = input_ids.shape[1], int(stopping_criteria.max_length or 0)
+        # Criteria look at the host's ids: they would wait for a device.
+        ids, on_host = (_with_room(input_ids, longest, device) for device in (input_ids.device, "cpu"))
         try:
-            self.step.begin(int(stopping_criteria.max_length or 0) - input_ids.shape[1])
+            self.step.begin(longest - before)
             with _experts_as_for_decoding(model):
-                while True:
-                    wide = logits.to(torch.float32, copy=True)
-                    scores = logits_processor(input_ids, wide)  # type: ignore[arg-type]  # any tensors will do
-                    token = _choose(scores, sample=bool(generation_config.do_sample))
-                    input_ids = torch.cat([input_ids, token], 1)
-                    told = token[:, 0].cpu()
-                    if int(told) == NO_TOKEN:
-                        raise NotFiniteError
-                    self.streamer.put(told)
-                    if bool(stopping_criteria(input_ids, None).all()):
+                for count in range(before, longest):
+                    token = _next(logits_processor, ids[:, :count], logits, sample=bool(generation_config.do_sample))
+                    told = _on_host(token)
+                    ids[:, count], on_host[:, count] = token[:, 0], told
+                    if count == before:
+                        self.streamer.put(told)  # at once: its step may have to be captured
+                    ended = bool(stopping_criteria(on_host[:, : count + 1], None).all())
+                    if not ended:
+                        logits = self.step(token)
+                    if count > before:
+                        self.streamer.put(told)  # while the device computes
+                    if ended:
                         break
-                    logits = self.step(token)
         finally:
             self.step.cache.release()
         self.streamer.end()
-        return input_ids
+        return ids[:, : count + 1]
 
     def _prefill(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
         """Prefill the tokens that are not in the cache; returns the logits [1, V] of the last one."""
@@ -71,6 +75,27 @@ class DecodeLoop:
             **only_last,
         ).logits[:, -1]
         return logits
+
+
+def _with_room(ids: torch.Tensor, length: int, device: torch.device | str) -> torch.Tensor:
+    """[1, length] token ids that begin with `ids` [1, N]."""
+    longer = torch.zeros(1, length, dtype=ids.dtype, device=device)
+    longer[:, : ids.shape[1]] = ids
+    return longer
+
+
+def _next(processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor, *, sample: bool) -> torch.Tensor:
+    """The next token [1, 1] after ids [1, N], by logits [1, V]."""
+    scores = processors(ids, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]  # any tensors will do
+    return _choose(scores, sample=sample)
+
+
+def _on_host(token: torch.Tensor) -> torch.Tensor:
+    """A token [1, 1] as [1] on the host; raises NotFiniteError for `NO_TOKEN`."""
+    told = token[:, 0].cpu()
+    if int(told) == NO_TOKEN:
+        raise NotFiniteError
+    return told
 
 
 def _choose(scores: torch.Tensor, *, sample: bool) -> torch.Tensor:

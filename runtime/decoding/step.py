@@ -23,28 +23,36 @@ class DecodeStep:
 
     def __init__(self, model: PreTrainedModel, cache: IndexCache, *, batch: int = 1, capture: bool = True):
         self.model, self.cache, self.capture = model, cache, capture
+        self._ready = False
         held = cache.graph
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device) if held is None else held.tokens
         self.position = torch.zeros_like(self.tokens[:1]) if held is None else held.position
 
     def begin(self, steps: int) -> None:
         """Reserve rows for up to `steps` steps; until `release` only this object may feed the cache."""
+        self._ready = False
         self.cache.reserve(max(1, min(steps, ROOM)))
         self.position.fill_(self.cache.get_seq_length())
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, V] after tokens [batch, 1]; the next call may overwrite them."""
-        if not self.cache.room_left():
+        if not self._ready and not self.cache.room_left():
             self.begin(ROOM)
         self.tokens.copy_(tokens)
         logits = self._run()
         self.cache.advance()
+        # Looked up while the device computes, so that it need not wait for this before the next step.
+        graph = self.cache.graph
+        self._ready = graph is not None and bool(self.cache.room_left()) and graph.buffers == self.cache.buffers()
         return logits
 
     def _run(self) -> torch.Tensor:
+        cache = self.cache
+        if self._ready and cache.graph is not None:
+            cache.graph.graph.replay()
+            return cache.graph.logits
         if not self.capture:
             return self._forward()
-        cache = self.cache
         if cache.graph is not None and cache.graph.buffers != cache.buffers():
             cache.graph = None  # frees its memory before another graph is captured
         if cache.graph is None:
