@@ -13,8 +13,7 @@ import torch
 KEY_BLOCK = 64  # tokens whose keys share scales and offsets; counted from the prompt's first token
 LARGEST = 127  # so that a number and its negative are both there
 PIECE = 128 * KEY_BLOCK  # tokens that are converted at a time, by way of float32
-IN_BLOCKS = ("key_scales", "key_offsets")
-SCALES = (*IN_BLOCKS, "value_scales")
+SCALES = ("key_scales", "key_offsets", "value_scales")
 """Names of the tensors beside `keys` and `values`, all bfloat16: 2 bytes, with the range of float32."""
 
 Tensors = Mapping[str, torch.Tensor]
@@ -33,21 +32,6 @@ def quantise(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in pieces[0]}
 
 
-def quantised_shapes(keys: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors on `meta` with the shapes and dtypes of what `quantise` returns for keys [Hk, N, D] and such values."""
-    Hk, tokens, D = keys.shape
-    numbers = torch.empty(Hk, tokens, D, dtype=torch.int8, device="meta")
-    scales = torch.empty(Hk, -(-tokens // KEY_BLOCK), D, dtype=torch.bfloat16, device="meta")
-    of_values = torch.empty(Hk, tokens, dtype=torch.bfloat16, device="meta")
-    shapes = (numbers, numbers, scales, scales, of_values)
-    return dict(zip(("keys", "values", "key_scales", "key_offsets", "value_scales"), shapes, strict=True))
-
-
-def row_of(name: str, token: int) -> int:
-    """The row of one of these tensors in which the first token of a block is."""
-    return token // KEY_BLOCK if name in IN_BLOCKS else token
-
-
 def row_bytes(channels: int) -> float:
     """Bytes of a token's keys or values of one head, with what they share of scales: the larger of the two."""
     return channels + max(2.0, 4.0 * channels / KEY_BLOCK)
@@ -60,7 +44,8 @@ def joined(first: Tensors, then: Tensors) -> dict[str, torch.Tensor]:
 
 def first_tokens(tensors: Tensors, tokens: int) -> dict[str, torch.Tensor]:
     """The tensors of the first tokens alone, a multiple of KEY_BLOCK."""
-    return {name: rows[:, : row_of(name, tokens)] for name, rows in tensors.items()}
+    in_blocks = {"key_scales", "key_offsets"}
+    return {name: rows[:, : tokens // KEY_BLOCK if name in in_blocks else tokens] for name, rows in tensors.items()}
 
 
 def restore(

@@ -23,7 +23,7 @@ import torch
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import GrowingFile, Rows
+from sparsekv.formats.growing_file import GrowingFile
 from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.journal import JOURNAL, KeptJournal
 from sparsekv.formats.lock import acquire_lock
@@ -162,27 +162,19 @@ class ArtifactWriter:
         self._new.add(name)
         self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
 
-    def write_rows(
-        self, name: str, tensors: Mapping[str, torch.Tensor], rows: Mapping[str, Rows], recipe: str, *, wait: bool
-    ) -> None:
-        """Write rows of a file before all of it is there, in a thread; `write` ends the file.
+    def write_rows(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int) -> None:
+        """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
 
-        The rows must not change until then.
-
-        Args:
-            tensors: with the shapes and dtypes of those that `write` will be given.
-            wait: as of `write`.
+        `write` ends the file; the tensors are those that it will be given.
 
         Raises:
             ArtifactError: it cannot be written.
         """
-        held = f"{name} from {min(some.first for some in rows.values())}"
-        self._held.add(held, {key: some.rows for key, some in rows.items()}, wait=wait)
         try:
             if name not in self._growing:
                 file = self._folder.begin(self._journal.name(self._free_path(name, recipe)))
                 self._growing[name] = GrowingFile(file, tensors)
-            self._growing[name].put(rows, self._threads, lambda: self._held.drop(held))
+            self._growing[name].put(end, self._threads)
         except OSError as error:
             raise self._cannot_write(error) from None
 

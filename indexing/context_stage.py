@@ -14,7 +14,6 @@ from sparsekv.indexing.capture.capture import RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.context_files import ContextFiles, context_recipe
-from sparsekv.indexing.early_rows import EarlyRows
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
     known_queries,
@@ -58,7 +57,7 @@ def build_context(job: BuildJob) -> ContextFacts:
         return known
     job.writer.need_space(_context_bytes(job, len(positions)))
     prefix_tokens = shared_prefix(job, positions)
-    captured = _capture(job, positions, prefix_tokens, _rows_done(job, recipe, missing, prefix_tokens))
+    captured = _capture(job, positions, prefix_tokens, _write_early(job, recipe, missing))
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
@@ -130,12 +129,19 @@ def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
     return None
 
 
-def _rows_done(job: BuildJob, recipe: str, missing: set[str], prefix_tokens: int) -> RowsDone:
-    """Writes rows on the way where those that are captured are those that are stored."""
-    in_8_bits = job.plan.kv_dtype is not None
-    if not job.team.has_all_heads or (in_8_bits and prefix_tokens):
+def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
+    """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill.
+
+    Not in 8 bits: the last block's scales are those of all of its tokens.
+    """
+    if job.plan.kv_dtype is not None:
         return lambda layer, keys, values, end: None
-    return EarlyRows(job.writer, recipe, missing, in_8_bits=in_8_bits).write
+
+    def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        if job.team.has_all_heads and (name := layer_file("context", layer)) in missing:
+            job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end)
+
+    return rows_done
 
 
 def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_done: RowsDone) -> Captured:

@@ -17,16 +17,8 @@ from sparsekv.formats import growing_file
 from sparsekv.formats.checksums import hash_bytes, hash_file
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder, UnfinishedFile
-from sparsekv.formats.growing_file import GrowingFile, Rows
+from sparsekv.formats.growing_file import GrowingFile
 from sparsekv.formats.writer import ArtifactWriter
-
-
-def _between(tensors: dict[str, torch.Tensor], start: int, end: int) -> dict[str, Rows]:
-    return {name: Rows(start, tensor[:, start:end]) for name, tensor in tensors.items()}
-
-
-def _write_rows(writer: ArtifactWriter, name: str, tensors: dict[str, torch.Tensor], start: int, end: int) -> None:
-    writer.write_rows(name, tensors, _between(tensors, start, end), "recipe", wait=True)
 
 
 @pytest.fixture
@@ -48,7 +40,7 @@ def test_the_bytes_are_those_of_a_file_written_at_once(
     for end in stops:
         for name, tensor in whole.items():
             rows[name][:, start:end] = tensor[:, start:end]
-        file.put(_between(rows, start, end), threads)
+        file.put(end, threads)
         start = end
     record = file.finish("rows.safetensors", "recipe")
     assert (folder / "rows.safetensors").read_bytes() == save(whole)
@@ -64,7 +56,7 @@ def test_rows_are_sent_to_the_disk_on_the_way(
     rows = {"keys": torch.randn(2, 60, 4)}
     file = GrowingFile(Folder(tmp_path).begin("rows.safetensors"), rows)
     for end in range(10, 61, 10):
-        file.put(_between(rows, end - 10, end), threads)
+        file.put(end, threads)
     file.finish("rows.safetensors", "recipe")
     assert torch.equal(load_file(tmp_path / "rows.safetensors")["keys"], rows["keys"])
 
@@ -74,7 +66,7 @@ def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
 
     def fail_in_the_prefill() -> None:
         with ArtifactWriter(folder) as writer:
-            _write_rows(writer, "context/layer_00.safetensors", {"keys": torch.randn(2, 60, 4)}, 0, 20)
+            writer.write_rows("context/layer_00.safetensors", {"keys": torch.randn(2, 60, 4)}, "recipe", 20)
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -86,7 +78,7 @@ def test_what_a_killed_build_left_goes_before_the_next_one_writes(tmp_path: Path
     """It may be as large as the index, and the disk no larger."""
     rows, folder, name = {"keys": torch.randn(2, 60, 4)}, tmp_path / "some.skv", "context/layer_00.safetensors"
     killed = ArtifactWriter(folder).__enter__()
-    _write_rows(killed, name, rows, 0, 20)
+    killed.write_rows(name, rows, "recipe", 20)
     killed._threads.shutdown()
     killed._lock.release()
     assert list(folder.glob("context/*.tmp"))
@@ -99,8 +91,8 @@ def test_what_a_killed_build_left_goes_before_the_next_one_writes(tmp_path: Path
 def test_rows_that_came_early_end_as_the_file_of_their_name(tmp_path: Path) -> None:
     rows, name = {"keys": torch.randn(2, 60, 4), "values": torch.randn(2, 60, 4)}, "context/layer_00.safetensors"
     with ArtifactWriter(tmp_path / "some.skv") as writer:
-        _write_rows(writer, name, rows, 0, 20)
-        _write_rows(writer, name, rows, 20, 60)
+        writer.write_rows(name, rows, "recipe", 20)
+        writer.write_rows(name, rows, "recipe", 60)
         writer.write(name, rows, "recipe")
         assert all(torch.equal(tensor, rows[key]) for key, tensor in writer.read(name).items())
         assert writer.record(name).sha256 == hash_bytes(save(rows))
@@ -119,7 +111,7 @@ def test_a_disk_that_fills_stops_the_prefill(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(UnfinishedFile, "write", full)
         with ArtifactWriter(folder) as writer:
             for end in range(1, 61):
-                _write_rows(writer, "context/layer_00.safetensors", rows, end - 1, end)
+                writer.write_rows("context/layer_00.safetensors", rows, "recipe", end)
                 time.sleep(0.01)
         return end
 
@@ -136,7 +128,7 @@ def test_an_end_that_is_interrupted_releases_the_lock(tmp_path: Path, monkeypatc
 
     def prefill() -> None:
         with ArtifactWriter(folder) as writer:
-            _write_rows(writer, "context/layer_00.safetensors", rows, 0, 20)
+            writer.write_rows("context/layer_00.safetensors", rows, "recipe", 20)
             monkeypatch.setattr(UnfinishedFile, "discard", interrupted)
             raise RuntimeError("out of memory")
 
