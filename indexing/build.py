@@ -5,6 +5,7 @@ earlier index in the same folder, is reused if its recipe is the same, and rebui
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,7 +27,11 @@ from sparsekv.indexing.versions import library_versions
 
 
 def build_index(
-    plan: BuildPlan, folder: Path, progress: Progress = lambda stage, done, of: None, team: Team | None = None
+    plan: BuildPlan,
+    folder: Path,
+    progress: Progress = lambda stage, done, of: None,
+    team: Team | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
@@ -36,8 +41,10 @@ def build_index(
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
         team: the processes that run the model; this one alone by default.
+        tell: called with a line for the user, before a prefill on a GPU: what memory it needs.
 
     Raises:
+        SparsekvError: the keys and values do not fit the GPU.
         UsageError: the document does not fit the split or the model's positions.
         ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
             append to.
@@ -51,16 +58,11 @@ def build_index(
         _keep_additions(plan, writer)
         _keep_others(plan, model, writer)
         plan = _with_methods_there(plan, writer.base)
-        job = BuildJob(plan, split, model, tokenizer, writer, progress, team)
+        job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
         team.release()
         built = {name: build_method(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()}
-        methods = keep_methods(job.methods) | built
-        manifest = _manifest(job, facts, methods)
-        if writer.base and _says_the_same(writer.base, manifest):
-            writer.leave_as_it_was()
-            return writer.base
-        return writer.finish(manifest)
+        return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
 
 
 def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
@@ -110,6 +112,14 @@ def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:
         return [*earlier, plan.growth.addition]
     same = base is not None and base.prompt.ids_sha256 == hash_tokens(plan.prompt.input_ids.tolist())
     return earlier if same else []
+
+
+def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
+    """Seal the index with this manifest, or keep the finished one where it says the same."""
+    if writer.base and _says_the_same(writer.base, manifest):
+        writer.leave_as_it_was()
+        return writer.base
+    return writer.finish(manifest)
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:

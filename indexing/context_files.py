@@ -62,7 +62,7 @@ class ContextFiles:
         missing: names of the files to write; the others were reused.
         kv_dtype: what keys and values are stored in; None for their own dtype.
         taken_over: rows that are not exact, and are stored as they were.
-        copies: rows are copies, which take memory of their own until they are written.
+        copies: rows take memory of their own until they are written: not that of the prefill's.
     """
 
     writer: ArtifactWriter
@@ -88,8 +88,8 @@ class ContextFiles:
         for folder, of_layer in (("context", tensors), ("queries", queries)):
             name = layer_file(folder, layer)
             if name in self.missing:
-                # What waits to be written is memory of its own in 8 bits; else the prefill has taken it anyway.
-                self.writer.write(name, of_layer, self.recipe, wait=self.copies or self.kv_dtype is not None)
+                # Rows in 8 bits take less than the exact ones, which are dropped for them.
+                self.writer.write(name, of_layer, self.recipe, wait=self.copies)
 
     def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:
         """The manifest's record of what was written, for a prompt of so many tokens with this hash."""

@@ -14,6 +14,7 @@ from sparsekv.indexing.capture.capture import RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.context_files import ContextFiles, context_recipe
+from sparsekv.indexing.memory import tell_memory
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
     known_queries,
@@ -55,7 +56,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     sampled = sample_recipe(recipe, positions)
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
-    job.writer.need_space(_context_bytes(job, len(positions)))
+    _check_room(job, len(positions))
     prefix_tokens = shared_prefix(job, positions)
     captured = _capture(job, positions, prefix_tokens, _write_early(job, recipe, missing))
     if what := captured.not_finite():
@@ -79,6 +80,12 @@ def build_context(job: BuildJob) -> ContextFacts:
         found = replace(found, storage=files.storage(ids_sha256, job.split.tokens))
         job.writer.note(recipe, _note(found))
     return found
+
+
+def _check_room(job: BuildJob, sampled: int) -> None:
+    """Raise SparsekvError where the disk, or a GPU, has too little for a build with queries at so many positions."""
+    job.writer.need_space(_context_bytes(job, sampled))
+    tell_memory(job, sampled)
 
 
 def _recipe(job: BuildJob, ids_sha256: str) -> str:

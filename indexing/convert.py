@@ -64,7 +64,7 @@ def _write_context(
     recipe = context_recipe(manifest.model, ids_sha256, manifest.split, manifest.dtype, manifest.prefill, kv_dtype)
     writer.write(TOKENS, artifact.tensors(TOKENS), recipe)
     names = {layer_file(part, layer) for part in ("context", "queries") for layer in range(len(manifest.layers))}
-    files = ContextFiles(writer, recipe, names, kv_dtype)
+    files = ContextFiles(writer, recipe, names, kv_dtype, copies=True)
     for layer, facts in enumerate(manifest.layers):
         files.write(layer, artifact.context(layer, device), artifact.queries(layer, device), facts)
         if (name := layer_file("samples", layer)) in manifest.files:

@@ -13,10 +13,10 @@ from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.memory import AHEAD
 from sparsekv.indexing.plan import MethodJob
 
 T = TypeVar("T")
-AHEAD = 2  # layers that are prefetched while one is built
 
 
 def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
@@ -66,7 +66,7 @@ def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) 
 
 
 def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
-    """Yields `read(layer)` for each layer; threads read the next ones, so up to four layers are on the device."""
+    """Yields `read(layer)` for each layer; threads read the next ones, so up to LAYERS_AT_ONCE are on the device."""
     device = job.device
 
     def use_own_stream() -> None:

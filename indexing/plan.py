@@ -152,8 +152,8 @@ class MethodJob:
 
 @dataclass(frozen=True)
 class BuildJob:
-    """A running build: its plan and split, the model's identity, the writer that holds the folder's lock, and the
-    processes that run the model."""
+    """A running build: its plan and split, the model's identity, the writer that holds the folder's lock, the processes
+    that run the model, and what is called with a line for the user."""
 
     plan: BuildPlan
     split: Split
@@ -162,6 +162,7 @@ class BuildJob:
     writer: ArtifactWriter
     progress: Progress
     team: Team
+    tell: Callable[[str], None]
 
     @property
     def methods(self) -> MethodJob:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
+from sparsekv.formats.device_memory import peak_told
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import ArtifactError
@@ -83,7 +85,11 @@ class Recipe:
             note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
         plan = self._plan(model, prompt)
         before = _finished(target.folder)
-        manifest = build_index(plan, target.folder, self._telling(plan, show), team(model))
+        tell = partial(note, quiet=self.quiet)
+        manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
+        built = before is None or before.uuid != manifest.uuid
+        if built and (peak := peak_told(model.model)) is not None:
+            tell(f"the build {peak}")
         tell_built(target.folder, before, manifest, quiet=self.quiet)
 
     def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:

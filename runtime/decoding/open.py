@@ -28,6 +28,7 @@ from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import PreparedLayer, files_read, prepare_layer
 from sparsekv.runtime.decoding.probe import compare_probe
+from sparsekv.runtime.decoding.room import check_room
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
 
@@ -174,7 +175,10 @@ class OpenIndex:
 
         Raises:
             IdentityError: they differ beyond rounding, so the index was built with another model.
+            SparsekvError: what is kept does not fit the GPU.
         """
+        if hold:
+            check_room(self.artifact, self.model)
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(1) as thread:
             # A mapping has nothing to read ahead: its pages come as they are accessed.

@@ -1,0 +1,44 @@
+"""The memory that a build takes of a GPU, planned before its prefill."""
+
+from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
+from sparsekv.indexing.plan import BuildJob, BuildPlan
+
+AHEAD = 2
+"""Layers that are read while a method is built for one."""
+LAYERS_AT_ONCE = AHEAD + 2
+"""Those, the one that it is built for, and the one before, whose memory may still be in use."""
+REMEDY = (
+    "index fewer tokens with --max-tokens, use a smaller --dtype, or spread the model over several GPUs with --gpus or "
+    "--device-map auto"
+)
+
+
+def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
+    """What a build takes from its prefill on, queries at `sampled` positions included.
+
+    The prefill holds the keys and values of all layers. Beside them are one chunk's activations, and then the layers
+    that are being indexed: some read ahead, one of them in float32.
+    """
+    model = plan.loaded.model
+    config = model.config.get_text_config()
+    layers, tokens, size = config.num_hidden_layers, plan.split().tokens, model.dtype.itemsize
+    layer = 2 * config.num_key_value_heads * plan.head_dim * tokens * size
+    queries = config.num_attention_heads * plan.head_dim * sampled * size
+    chunk = min(plan.chunk_size, tokens)
+    activations = (6 * config.hidden_size + 3 * config.intermediate_size) * chunk * size
+    work = LAYERS_AT_ONCE * layer + layer * 4 // size + activations
+    return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)
+
+
+def tell_memory(job: BuildJob, sampled: int) -> None:
+    """Tell what the build needs of a GPU.
+
+    Raises:
+        SparsekvError: the keys and values alone do not fit.
+    """
+    memory = device_memory(job.plan.loaded.model)
+    if memory is None or not job.team.has_all_heads:
+        return
+    planned = plan_memory(job.plan, sampled)
+    planned.check(memory, REMEDY)
+    job.tell(f"the build {planned.told(memory)}")
