@@ -17,6 +17,7 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_answer(place: Path) -> None:
     # Without asking what the CPU can do; what all programs include, which is most of their compiling, is compiled once.
     with torch._inductor.config.patch({"cpp.simdlen": 0, "cpp_cache_precompile_headers": True}):

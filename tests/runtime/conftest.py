@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
-from support.tiny_models import FAMILIES
+from support.tiny_models import FAMILIES_OF_STEPS
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -15,7 +15,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     return build_small(tmp_path_factory.mktemp("llama") / "small.skv")
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=FAMILIES_OF_STEPS)
 def family_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     """A small index of each family in turn."""
     return build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param)

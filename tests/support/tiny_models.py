@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -116,6 +117,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 """One function a family that builds its model: float32, the same random weights each time, 64 wide, 3 or 4 layers."""
+DIFFERENT = ("llama", "gemma2", "gpt-oss")
+"""The usual attention, one with a soft cap and a window, one with learned sinks, a window and experts."""
+FAMILIES_OF_STEPS = [
+    pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow, id=name) for name in FAMILIES
+]
+"""For tests of decode steps, of which there are hundreds a family: a build's run over every family each time."""
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

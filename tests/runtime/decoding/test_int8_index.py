@@ -17,7 +17,7 @@ from support.small_index import (
     small_plan,
     stepped_logits,
 )
-from support.tiny_models import FAMILIES, WINDOW
+from support.tiny_models import FAMILIES_OF_STEPS, WINDOW
 from transformers import DynamicCache
 
 from sparsekv.formats.context_rows import ContextRows, context_rows
@@ -53,7 +53,7 @@ BUILT = {name: INDEXERS[name] for name in METHODS if name in INDEXERS}
 EVERYTHING = Budget(1.0)
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=FAMILIES_OF_STEPS)
 def int8_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     """An index in 8 bits of each family in turn, with every method."""
     folder = tmp_path_factory.mktemp(request.param) / "int8.skv"

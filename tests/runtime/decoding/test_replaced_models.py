@@ -9,7 +9,7 @@ from support.replaced import EXACT, replaced_attention, represented
 from support.replaced_decoding import decoding_errors, middle_rows
 from support.small_index import build_small, plain_logits, random_ids, stepped_logits
 from support.small_layer import as_queries
-from support.tiny_models import FAMILIES
+from support.tiny_models import FAMILIES_OF_STEPS
 
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
@@ -45,7 +45,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 FEW = Budget(0.05)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES_OF_STEPS)
 def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     """A small index of each family in turn, in blocks of 80 tokens."""
     return build_small(tmp_path_factory.mktemp(request.param) / "small.skv", request.param, methods=INDEXERS)
