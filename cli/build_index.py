@@ -118,7 +118,7 @@ def build_index(
     """
     chosen = {name: indexers()[name] for name in choose_indexers(method or [])}
     way = choose_prefill(prefill)
-    refuse_unused(chosen | {f"--prefill {prefill}": way}, parameters)
+    refuse_unused(chosen | {f"the {prefill} prefill": way}, parameters)
     check_ray(ray, workers)
     ranks = join_ranks(device)
     index = index_among(documents or [], ranks=ranks is not None)

@@ -187,7 +187,7 @@ def evaluate_methods(
     refuse_unused(
         chosen
         | {f"the index of {name}": indexer for name, indexer in built.items()}
-        | {f"--prefill {name}": way for name, way in ways.items()}
+        | {f"the {name} prefill": way for name, way in ways.items()}
         | {f"--question-prefill {name}": one for name, one in asking.items()},
         parameters,
     )

@@ -23,7 +23,10 @@ from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_method, keep_methods
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
+from sparsekv.indexing.prefill.interface import prefill_name
 from sparsekv.indexing.versions import library_versions
+
+WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
 
 def build_index(
@@ -57,6 +60,7 @@ def build_index(
             raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
         _keep_additions(plan, writer)
         _keep_others(plan, model, writer)
+        _keep_dense(plan, writer)
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
@@ -84,15 +88,26 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
     base = writer.base
     if base is None or plan.growth or plan.force:
         return
-    ways_out = "choose another folder with --output, or give --force to replace it"
     if base.model.weights_hash != model.weights_hash:
-        raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {ways_out}")
+        raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
     hashes = base.prompt.block_hashes
     shared = common_prefix_tokens(hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
     if hashes and not shared and base.prompt.text_sha256 != plan.prompt.text_sha256:
         raise ArtifactError(
             f"{writer.folder} is the index of another document: this one differs in its first {BLOCK_TOKENS} tokens; "
-            f"{ways_out}"
+            f"{WAYS_OUT}"
+        )
+
+
+def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:
+    """Raise ArtifactError if a sparse prefill would replace a dense one without --force."""
+    base = writer.base
+    if base is None or plan.growth or plan.force:
+        return
+    if base.prefill.exact and not plan.prefill.exact:
+        raise ArtifactError(
+            f"{writer.folder} was prefilled densely, and a {prefill_name(plan.prefill)} prefill would replace that; "
+            f"{WAYS_OUT}"
         )
 
 

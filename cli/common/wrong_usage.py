@@ -3,12 +3,16 @@
 Imports nothing heavy: it must work when an import itself has failed.
 """
 
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.hints import command as shown
 
+NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
+NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a valid (number|integer)")
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
 
 
@@ -24,11 +28,20 @@ def described_usage(message: str, command: str, arguments: Sequence[str]) -> str
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
+    if wrong := NO_NUMBER.match(message):
+        return f"{wrong[1]}{_value_of(wrong[1], arguments)}: give {NUMBERS[wrong[2]]}"
     named = next((one for one in arguments if one.rstrip("/").endswith(".skv")), None)
     if message.startswith(EXTRA) and named is not None and "--index" not in arguments and "-i" not in arguments:
         return f"{message}; an index is named by an option: --index {named}"
     page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str:
+    """A blank and what an option was last given; nothing where it was not given by its whole name."""
+    given = [part for one in arguments for part in (one.split("=", 1) if one.startswith(f"{option}=") else [one])]
+    values = [value for name, value in pairwise(given) if name == option]
+    return f" {values[-1]}" if values else ""
 
 
 def _eval_of(arguments: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Sparse prefills: with everything chosen they are dense, with less each chunk has its budget, and no trace of more."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.reference import assert_close, attention_probabilities, reference_a
 from support.small_index import TEXT, build_small, plain_logits, reopen, small_plan
 from support.tiny_models import FAMILIES, VOCABULARY
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.indexing.append import encode_addition, growing_plan
@@ -214,6 +214,20 @@ def test_another_prefill_starts_over(tmp_path: Path, change: dict[str, object]) 
         lambda stage, at, of: done.append(at) if stage == "prefill" else None,
     )
     assert done[0] == 48
+
+
+def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    """It is what a long prefill of everything gave."""
+    build_small(tmp_path / "dense.skv")
+    sparse = small_plan(prefill=QuokaPrefill(prefill_budget=24), chunk_size=48)
+    with pytest.raises(ArtifactError) as refused:
+        build_index(sparse, tmp_path / "dense.skv")
+    assert str(refused.value) == (
+        f"{tmp_path / 'dense.skv'} was prefilled densely, and a quoka prefill would replace that; choose another "
+        "folder with --output, or give --force to replace it"
+    )
+    assert not build_index(replace(sparse, force=True), tmp_path / "dense.skv").prefill.exact
+    assert build_index(small_plan(), tmp_path / "dense.skv").prefill.exact
 
 
 def test_what_is_appended_is_prefilled_as_the_rest_was(tmp_path: Path) -> None:
