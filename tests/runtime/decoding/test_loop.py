@@ -114,6 +114,31 @@ def test_an_answer_stops_at_an_end_token_and_is_told_it(index: OpenIndex) -> Non
     assert told.tokens == ended
 
 
+def test_a_step_begins_before_its_tokens_text_is_shown(index: OpenIndex) -> None:
+    """A GPU would wait for the text. Only the first token is shown at once: its step is captured, which takes long."""
+    cache, done = index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), list[str]()
+
+    class Shown(Told):
+        def put(self, value: torch.Tensor) -> None:
+            done.append("text")
+
+    class Noted(DecodeStep):
+        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+            done.append("step")
+            return super().__call__(tokens)
+
+    prompt = torch.cat([index.input_ids, question_ids(index, QUESTIONS[0])])[None]
+    with torch.inference_mode(), route_attention(index.model, cache.attend):
+        index.model.generate(  # type: ignore[operator]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            generation_config=GenerationConfig(max_new_tokens=4, pad_token_id=0),
+            custom_generate=DecodeLoop(Noted(index.model, cache, capture=False), Shown()),
+        )
+    assert done == ["text", "step", "step", "text", "step", "text", "text"]
+
+
 def test_a_buffer_that_is_full_grows_within_an_answer(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_step, "ROOM", 1)
     monkeypatch.setattr(stored_layer, "FIRST_NEW_ROWS", 50)
