@@ -16,12 +16,12 @@ def cluster_summary(rows: Rows) -> Table:
         title_justify="left",
         title_style="",
     )
-    for name in ("level", "clusters", "min", "median", "max", "empty", "key spread", "value spread"):
+    for name in ("level", "clusters", "min", "median", "max", "empty", "of one", "key spread", "value spread"):
         table.add_column(name, justify="right")
     for level in sorted({row["level"] for row in rows}):
         some = [row for row in rows if row["level"] == level]
         columns: dict[str, Callable[[list[float]], float]] = {
-            "clusters": sum, "min": min, "median": median, "max": max, "empty": sum,
+            "clusters": sum, "min": min, "median": median, "max": max, "empty": sum, "single": sum,
         }  # fmt: skip
         sizes = (f"{combine([row[name] for row in some]):,.0f}" for name, combine in columns.items())
         table.add_row(str(level), *sizes, *(_spread(some, name) for name in ("key_spread", "value_spread")))

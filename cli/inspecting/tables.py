@@ -107,10 +107,22 @@ def _sizes(rows: list[dict[str, Any]]) -> Table:
         title_justify="left",
         title_style="",
     )
-    for name in ("layer", "level", "clusters", "min", "median", "p99", "max", "empty", "key spread", "value spread"):
+    for name in (
+        "layer",
+        "level",
+        "clusters",
+        "min",
+        "median",
+        "p99",
+        "max",
+        "empty",
+        "of one",
+        "key spread",
+        "value spread",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
-        sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty"))
+        sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty", "single"))
         spreads = ("none" if row[name] is None else f"{row[name]:.3f}" for name in ("key_spread", "value_spread"))
         table.add_row(str(row["layer"]), str(row["level"]), *sizes, *spreads)
     return table

@@ -10,7 +10,8 @@ from sparsekv.runtime.selection.distortion import cluster_spreads, relative_spre
 
 @dataclass(frozen=True)
 class LevelShape:
-    """One level of one layer, over all KV heads: tokens per cluster, with quantiles over the non-empty clusters.
+    """One level of one layer, over all KV heads: tokens per cluster, with quantiles over the non-empty clusters,
+    and how many have one token, such as outliers.
 
     `key_spread` and `value_spread` are the quantisation distortion of keys and values (`relative_spreads`), None where
     the index has no such centroids.
@@ -19,6 +20,7 @@ class LevelShape:
     level: int
     clusters: int
     empty: int
+    single: int
     min: int
     median: float
     p99: float
@@ -106,6 +108,7 @@ def _levels(tensors: dict[str, torch.Tensor], key_spreads: list[float], value_sp
                 level=level,
                 clusters=counts.numel(),
                 empty=int((counts == 0).sum()),
+                single=int((counts == 1).sum()),
                 min=int(filled.min()),
                 median=float(filled.quantile(0.5)),
                 p99=float(filled.quantile(0.99)),

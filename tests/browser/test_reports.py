@@ -158,7 +158,17 @@ def test_hostile_names_stay_text(shown: Show, text: str) -> None:
 
 def inspection(text: str) -> Page:
     cluster = {"layer": 0, "kv_head": 0, "cluster": 3, "tokens": 2, "key_spread": 0.5, "words": {text: 2}}
-    level = {"layer": 0, "level": 0, "clusters": 4, "empty": 0, "min": 1, "median": 2.0, "p99": 3.0, "max": 3}
+    level = {
+        "layer": 0,
+        "level": 0,
+        "clusters": 4,
+        "empty": 0,
+        "single": 1,
+        "min": 1,
+        "median": 2.0,
+        "p99": 3.0,
+        "max": 3,
+    }
     spread = {"key_spread": 0.25, "value_spread": None}
     method = {
         "parameters": {text: text},

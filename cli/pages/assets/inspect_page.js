@@ -41,7 +41,7 @@ function levels(rows) {
   const sizes = numbers.flatMap((level) => ["max", "p99", "median"].map((name) => [`level ${level} ${name}`, (row) => row[name]]));
   return [element("div", { class: "plots" }, layerPlot("Spread by layer: 0 where centroids are their tokens, 1 where they are no better than the mean", ofLevel, "spread", three, spreads),
     layerPlot("Tokens in a cluster, by layer", ofLevel, "tokens", whole, sizes)),
-  dataTable("Clusters over all KV heads; sizes in tokens", [column("layer"), column("level"), ...["clusters", "min", "median", "p99", "max", "empty"].map((name) => column(name)), column("key_spread", three), column("value_spread", three)], rows)];
+  dataTable("Clusters over all KV heads; sizes in tokens", [column("layer"), column("level"), ...["clusters", "min", "median", "p99", "max", "empty"].map((name) => column(name)), column("single", whole, "of one"), column("key_spread", three), column("value_spread", three)], rows)];
 }
 
 function blocks(rows) {

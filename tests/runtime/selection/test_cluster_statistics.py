@@ -38,6 +38,7 @@ def test_sizes_of_each_level_are_those_of_the_clusters_that_hold_tokens() -> Non
         counts = layer.context.tensors[f"level{one.level}.counts"].flatten().tolist()
         filled = [count for count in counts if count]
         assert (one.clusters, one.empty) == (len(counts), len(counts) - len(filled))
+        assert one.single == filled.count(1)
         assert (one.min, one.max) == (min(filled), max(filled))
         assert (one.median, one.p99) == (np.quantile(filled, 0.5), np.quantile(filled, 0.99))
 
