@@ -21,7 +21,8 @@ def storing_error(
     """Relative error of dense attention over stored rows against dense attention over the exact ones.
 
     |o_stored - o_exact| / |o_exact| of each query and head, as reports define the error of an output, and the mean of
-    these. Allocates 256 MB of logits at a time, a few times over, and the layer's rows restored.
+    these. Allocates 256 MB of logits at a time, a few times over, the layer's rows restored, and those of the heads at
+    hand in float32.
 
     Args:
         queries: [Hq, R, D], of the prompt's last R tokens.
@@ -35,9 +36,16 @@ def storing_error(
     grouped = queries.float().unflatten(0, (Hk, -1))
     sinks = None if sink_logits is None else sink_logits.view(Hk, -1)
     visible = causal_mask(queries.shape[1], tokens, facts.sliding_window, queries.device)
-    at_once = max(1, LOGITS_AT_ONCE // (len(queries) * tokens))
-    how, errors = (facts.softmax_scale, facts.softcap, sinks), []
-    for some, seen in zip(grouped.split(at_once, 2), visible.split(at_once), strict=True):
-        there, right = (attend(some, [Segment(*rows, seen)], *how) for rows in (stored, exact))
-        errors.append((there - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny))
-    return float(torch.cat(errors, -1).double().mean())
+    _, G, Q, _ = grouped.shape
+    # All queries of a head first, as its rows are converted to float32 each time.
+    heads, at_once, errors = max(1, LOGITS_AT_ONCE // (G * Q * tokens)), max(1, LOGITS_AT_ONCE // (G * tokens)), []
+    for start in range(0, Hk, heads):
+        part = slice(start, start + heads)
+        how = facts.softmax_scale, facts.softcap, None if sinks is None else sinks[part]
+        for some, seen in zip(grouped[part].split(at_once, 2), visible.split(at_once), strict=True):
+            there, right = (
+                attend(some, [Segment(keys[part], values[part], seen)], *how) for keys, values in (stored, exact)
+            )
+            lengths = right.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            errors.append(((there - right).norm(dim=-1) / lengths).flatten())
+    return float(torch.cat(errors).double().mean())
