@@ -1,5 +1,6 @@
 """`sparsekv append`: add text to the end of an index's document."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -83,7 +84,7 @@ def append(
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
     with progress(quiet=quiet) as show:
-        build_index(plan, artifact.folder, show)
+        build_index(plan, artifact.folder, show, tell=partial(note, quiet=quiet))
     note(f"added {_named(record)}", quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)

@@ -19,8 +19,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that torch takes of a GPU's memory: the model, which is there already, keys and values, and what is needed
-    to work with them, an estimate."""
+    """Bytes that torch takes of a GPU's memory: the model, which is there already; `rows`, keys and values with the
+    queries that are kept beside them; and what is needed to work with them, an estimate."""
 
     model: int
     rows: int
@@ -65,7 +65,7 @@ def model_bytes(model: torch.nn.Module) -> int:
 
 
 def peak_told(model: torch.nn.Module) -> str | None:
-    """What torch has taken at most of the GPU that a model is on; None where it is on none."""
+    """What torch has taken at most of the GPU that a model is on; None where it is on none, or on several."""
     if device_memory(model) is None:
         return None
     most = torch.cuda.max_memory_reserved(next(model.parameters()).device)

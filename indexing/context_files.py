@@ -56,13 +56,14 @@ class TakenOver:
 
 @dataclass
 class ContextFiles:
-    """Writes a context's files in an order of layers.
+    """Writes a context's files, layer by layer.
 
     Args:
         missing: names of the files to write; the others were reused.
         kv_dtype: what keys and values are stored in; None for their own dtype.
         taken_over: rows that are not exact, and are stored as they were.
-        copies: rows take memory of their own until they are written: not that of the prefill's.
+        copies: the rows given are not the prefill's own, which are dropped for them: there may be 6 GiB that wait to be
+            written.
     """
 
     writer: ArtifactWriter

@@ -1,23 +1,24 @@
 """The memory that a build takes of a GPU, planned before its prefill."""
 
 from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
+from sparsekv.formats.writer import HELD_BYTES
 from sparsekv.indexing.plan import BuildJob, BuildPlan
 
 AHEAD = 2
 """Layers that are read while a method is built for one."""
 LAYERS_AT_ONCE = AHEAD + 2
-"""Those, the one that it is built for, and the one before, whose memory may still be in use."""
-REMEDY = (
-    "index fewer tokens with --max-tokens, use a smaller --dtype, or spread the model over several GPUs with --gpus or "
-    "--device-map auto"
-)
+"""How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
+one before that, which may still be in use."""
+METHODS_SHARE = 10
+"""What methods build for a layer is about a tenth of its keys and values."""
+REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
 
 
 def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     """What a build takes from its prefill on, queries at `sampled` positions included.
 
     The prefill holds the keys and values of all layers. Beside them are one chunk's activations, and then the layers
-    that are being indexed: some read ahead, one of them in float32.
+    that are being indexed, some read ahead and one of them in float32, and what waits to be written of the methods.
     """
     model = plan.loaded.model
     config = model.config.get_text_config()
@@ -26,7 +27,8 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     queries = config.num_attention_heads * plan.head_dim * sampled * size
     chunk = min(plan.chunk_size, tokens)
     activations = (6 * config.hidden_size + 3 * config.intermediate_size) * chunk * size
-    work = LAYERS_AT_ONCE * layer + layer * 4 // size + activations
+    waiting = min(HELD_BYTES, layer * layers // METHODS_SHARE)
+    work = LAYERS_AT_ONCE * layer + layer * 4 // size + waiting + activations
     return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)
 
 

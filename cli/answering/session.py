@@ -1,6 +1,7 @@
 """Save a conversation as an index, so that another call can continue it."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,5 +56,5 @@ def save_session(
     addition = Addition(tokens, str(opened.tokenizer.decode(tokens)), chat, special_tokens)
     plan = growing_plan(opened.artifact, loaded, addition)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
-        build_index(plan, copy, show)
+        build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

@@ -1,9 +1,11 @@
 """`build-index` of an index in the place of a document: more methods for it, from its own keys, values and tokens."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sparsekv.cli.building.recipe import Recipe, tell_built
+from sparsekv.cli.common.console import note
 from sparsekv.cli.common.loading import load_for
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
@@ -53,5 +55,5 @@ def add_methods(folder: Path, recipe: Recipe, given: Iterable[str], show: Progre
     opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)
     loaded = LoadedModel(opened.model, opened.tokenizer, before.model.id, before.model.revision)
     plan = adding_plan(artifact, loaded, recipe.methods, chunk_size=recipe.chunk_size)
-    manifest = build_index(plan, folder, show)
+    manifest = build_index(plan, folder, show, tell=partial(note, quiet=recipe.quiet))
     tell_built(folder, before, manifest, quiet=recipe.quiet)

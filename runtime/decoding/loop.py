@@ -17,7 +17,8 @@ NO_TOKEN = -1
 class DecodeLoop:
     """For `model.generate(custom_generate=...)`: prefills by the model, then decodes by a `DecodeStep`.
 
-    Logits processing, sampling, streaming and stopping are as in transformers' own loop, with the same random numbers.
+    Logits processing, sampling and stopping are as in transformers' own loop, with the same random numbers. A token is
+    streamed when the next step has begun.
     One sequence only. `streamer` is passed here because transformers passes none to a custom loop.
     """
 
@@ -50,7 +51,7 @@ class DecodeLoop:
                     told = _on_host(token)
                     ids[:, count], on_host[:, count] = token[:, 0], told
                     if count == before:
-                        self.streamer.put(told)  # at once: its step may have to be captured
+                        self.streamer.put(told)  # before its step, which may have to be captured
                     ended = bool(stopping_criteria(on_host[:, : count + 1], None).all())
                     if not ended:
                         logits = self.step(token)

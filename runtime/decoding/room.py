@@ -6,16 +6,19 @@ from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_byte
 from sparsekv.formats.reader import Artifact
 
 REMEDY = (
-    "leave them in host memory with --placement host or in the index's files with --placement disk, or spread the "
-    "model over several GPUs with --gpus"
+    "spread the model over several GPUs with --gpus, or ask with `generate` or `chat` by a sparse method and "
+    "--placement host"
 )
 
 
 def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
-    """What a model and all of an index's keys and values take, in the model's dtype whatever they are stored in."""
-    size, tokens = next(model.parameters()).itemsize, artifact.manifest.split.tokens
-    shapes = [artifact.heads_and_channels(layer) for layer in range(len(artifact.manifest.layers))]
-    return MemoryPlan(model_bytes(model), sum(2 * heads * channels * tokens * size for heads, channels in shapes))
+    """What a model and an index's keys and values take, in the model's dtype whatever they are stored in; of a layer
+    with a sliding window those in it."""
+    size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
+    for layer, facts in enumerate(artifact.manifest.layers):
+        heads, channels = artifact.heads_and_channels(layer)
+        rows += 2 * heads * channels * min(tokens, facts.sliding_window or tokens) * size
+    return MemoryPlan(model_bytes(model), rows)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What transformers' `generate` calls after each token: one passes text on, one says when to stop."""
+"""What a decoding loop calls for each token: one passes text on, one says when to stop."""
 
 import time
 from collections.abc import Callable
