@@ -15,6 +15,7 @@ from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.formats.parameters import given_parameters
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition as AdditionRecord
 from sparsekv.formats.schema import ChatFrame, Manifest
@@ -74,11 +75,8 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
                 f"method {name} was built by another version of sparsekv ({manifest.writer_version}), and this one "
                 f"cannot build it so; {REBUILD}"
             )
-        parameters = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in record.parameters.items()
-        }
         try:
-            found[name] = known[name](**parameters)
+            found[name] = known[name](**given_parameters(record.parameters))
         except (TypeError, ValueError, UsageError) as error:
             raise ArtifactError(f"parameters of {name} in the index cannot be: {error}; {REBUILD}") from None
     return found

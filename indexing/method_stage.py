@@ -1,8 +1,6 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from typing import TypeVar
 
 import torch
@@ -10,6 +8,7 @@ import torch
 from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
@@ -21,8 +20,7 @@ T = TypeVar("T")
 
 def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
     """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
-    # Through JSON, so that the parameters compare equal to those read back from a manifest.
-    parameters = json.loads(json.dumps(asdict(indexer)))
+    parameters = stored_parameters(indexer)
     layers, recipe = facts.indexed_layers, hash_json([name, indexer.revision, parameters, job.split.model_dump()])
     sources = {layer: _sources(indexer, layer) for layer in layers}
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}

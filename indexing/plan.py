@@ -1,8 +1,7 @@
 """The inputs of one build (`BuildPlan`), and the state that its stages share while it runs (`BuildJob`)."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +10,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
@@ -77,12 +77,10 @@ class BuildPlan:
     @property
     def prefill_record(self) -> PrefillRecord:
         """The manifest's record of the prefill."""
-        # Through JSON, so that the parameters compare equal to those read back from a manifest.
-        parameters = json.loads(json.dumps(asdict(self.prefill)))
         return PrefillRecord(
             kind=prefill_name(self.prefill),
             chunk_size=self.chunk_size,
-            parameters=parameters,
+            parameters=stored_parameters(self.prefill),
             exact=self.prefill.exact,
         )
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.parameters import given_parameters
 from sparsekv.formats.registry import Registry
 from sparsekv.formats.suggestions import suggestion
 from sparsekv.indexing.indexers.interface import Indexer
@@ -19,11 +20,7 @@ def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
         UsageError: a value is not allowed.
     """
     known = {one.name for one in fields(kind)}
-    given: dict[str, Any] = {}
-    for name, value in parameters.items():
-        if name in known:
-            given[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**given)
+    return kind(**given_parameters({name: value for name, value in parameters.items() if name in known}))
 
 
 def choose_indexers(names: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import tune_hint
+from sparsekv.formats.parameters import given_parameters
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.attention.question import DENSE
@@ -154,9 +155,8 @@ def _default(artifact: Artifact, defaults: Defaults) -> Setting:
 
 
 def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
-    """A method with the parameters that a manifest holds, in which tuples are lists."""
+    """A method with the parameters that a manifest holds."""
     unknown = parameters.keys() - {field.name for field in fields(method)}
     if unknown:
         raise UsageError(f"this version knows no {', '.join(sorted(unknown))}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in parameters.items()}
-    return method(**values)
+    return method(**given_parameters(parameters))
