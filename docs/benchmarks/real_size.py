@@ -145,16 +145,20 @@ class Table:
     def build(self, names: list[str], plain: dict[str, float], started: float) -> None:
         """The index of some methods, from nothing: by a process that may compile kernels, and by one after it."""
         options = ["-o", self.index, "--model", self.model, "--max-tokens", str(self.tokens), "--raw"]
-        seconds = []
+        built = []
         for _ in range(2):
             shutil.rmtree(self.index, ignore_errors=True)  # two of them may not fit on the disk
-            seconds.append(run(*SPARSEKV, "build-index", self.text, *options, *of_methods(names)).seconds)
-        first, again = ((one - started) / plain["prefill"] for one in seconds)
+            built.append(run(*SPARSEKV, "build-index", self.text, *options, *of_methods(names)))
+        first, again = ((one.seconds - started) / plain["prefill"] for one in built)
+        beside = f"{again:.2f} times the plain prefill, {first:.2f} the first time; {started:.2f} s to import, load "
+        beside += "and tokenise taken off"
+        if GPU:
+            planned, taken = (built[1].told(rf"{said} ([\d.,]+) GiB") for said in ("needs some", "took at most"))
+            beside += f"; {planned:.1f} GiB of memory planned, {taken:.1f} taken"
         self.row(
             f"`build-index`, {' and '.join(names)}",
-            f"{seconds[1]:.2f} s; {seconds[0]:.2f} s the first time",
-            f"{again:.2f} times the plain prefill, {first:.2f} the first time; {started:.2f} s to import, load and "
-            "tokenise taken off",
+            f"{built[1].seconds:.2f} s; {built[0].seconds:.2f} s the first time",
+            beside,
         )
 
     def answer(self, name: str, plain: dict[str, float]) -> None:
