@@ -25,8 +25,9 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     layers, tokens, size = config.num_hidden_layers, plan.split().tokens, model.dtype.itemsize
     layer = 2 * config.num_key_value_heads * plan.head_dim * tokens * size
     queries = config.num_attention_heads * plan.head_dim * sampled * size
-    chunk = min(plan.chunk_size, tokens)
-    activations = (6 * config.hidden_size + 3 * config.intermediate_size) * chunk * size
+    # A mixture of experts may call it otherwise; it is a small part of the whole.
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    activations = (6 * config.hidden_size + 3 * inner) * min(plan.chunk_size, tokens) * size
     waiting = min(HELD_BYTES, layer * layers // METHODS_SHARE)
     work = LAYERS_AT_ONCE * layer + layer * 4 // size + waiting + activations
     return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)

@@ -107,19 +107,8 @@ def _sizes(rows: list[dict[str, Any]]) -> Table:
         title_justify="left",
         title_style="",
     )
-    for name in (
-        "layer",
-        "level",
-        "clusters",
-        "min",
-        "median",
-        "p99",
-        "max",
-        "empty",
-        "of one",
-        "key spread",
-        "value spread",
-    ):
+    counted = ("clusters", "min", "median", "p99", "max", "empty", "of one")
+    for name in ("layer", "level", *counted, "key spread", "value spread"):
         table.add_column(name, justify="right")
     for row in rows:
         sizes = (f"{row[name]:,.0f}" for name in ("clusters", "min", "median", "p99", "max", "empty", "single"))
