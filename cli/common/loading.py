@@ -15,7 +15,7 @@ from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import remember
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.attention.first_kernel import launch_first_kernel
+from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -46,7 +46,7 @@ def load(
         dtype=dtype,
         rope_scaling=rope_scaling,
         progress=progress,
-        meanwhile=launch_first_kernel,
+        meanwhile=make_first_calls,
         ranks=1 if ranks is None else ranks.size,
     )
     if name is not None and (ranks is None or ranks.first):

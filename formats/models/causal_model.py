@@ -1,7 +1,6 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -26,14 +25,12 @@ def causal_model(
     config: PreTrainedConfig,
     device: torch.device,
     dtype: torch.dtype,
-    meanwhile: Callable[[torch.device], None],
     ranks: int = 1,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
         name: what error messages call it.
-        meanwhile: called on another thread while weights are read to a GPU.
         ranks: how many processes, this one among them, load a share of it each.
 
     Raises:
@@ -44,10 +41,7 @@ def causal_model(
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     try:
-        if ranks > 1:
-            loaded = _share(folder, name, config, dtype, ranks)
-        else:
-            loaded = _loaded(folder, config, device, dtype, meanwhile)
+        loaded = _share(folder, name, config, dtype, ranks) if ranks > 1 else _loaded(folder, config, device, dtype)
     except torch.OutOfMemoryError:
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
@@ -84,29 +78,23 @@ def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dty
 
 
 def _loaded(
-    folder: Path,
-    config: PreTrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    meanwhile: Callable[[torch.device], None],
+    folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with its weights, and what transformers says of their loading."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     if device.type == "cpu":
         return _from_folder(folder, how)
     how["device_map"] = device
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(meanwhile, device)
-        weights = weights_on(folder, config, device)
-        if weights is None:
-            return _from_folder(folder, how)
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        own = folder / "generation_config.json"
-        answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
-            None, state_dict=weights, generation_config=answers, **how
-        )
-        return loaded
+    weights = weights_on(folder, config, device)
+    if weights is None:
+        return _from_folder(folder, how)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own = folder / "generation_config.json"
+    answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
+        None, state_dict=weights, generation_config=answers, **how
+    )
+    return loaded
 
 
 def _share(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ def load_model(
     dtype: str = "auto",
     rope_scaling: str | None = None,
     progress: Progress = lambda text: None,
-    meanwhile: Callable[[torch.device], None] = lambda device: None,
+    meanwhile: Callable[[torch.device, torch.dtype], None] = lambda device, dtype: None,
     ranks: int = 1,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
@@ -96,7 +97,7 @@ def load_model(
         dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called on another thread while weights are read to a GPU.
+        meanwhile: called on another thread while the tokenizer and weights are loaded for a GPU, with it and the dtype.
         ranks: how many processes load a share of it each; UsageError where they cannot share it.
 
     Raises:
@@ -114,9 +115,12 @@ def load_model(
         config = _config(folder, name)
         if scaling is not None:
             scaling.stretch(config)
-        tokenizer = _tokenizer(folder, name)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
-        model = causal_model(folder, name, config, target, chosen, meanwhile, ranks)
+        with ThreadPoolExecutor(1) as thread:
+            if target.type == "cuda":
+                thread.submit(meanwhile, target, chosen)
+            tokenizer = _tokenizer(folder, name)
+            model = causal_model(folder, name, config, target, chosen, ranks)
     return LoadedModel(model, tokenizer, name, revision)
 
 

@@ -1,4 +1,4 @@
-"""What opening an index on a CPU reads while the program still imports transformers, which takes longer."""
+"""What opening an index reads before it is needed: while transformers is imported, or while the model is loaded."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +14,9 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 class EarlyReading:
     """The sums of an index's files, and its keys and values: a thread checks the ones and maps the others' pages.
 
-    What cannot be read is left for whoever needs it to read, and to tell why it cannot. Nothing is read for a GPU: the
-    threads that would do it and the one that imports take turns, and the whole command gains nothing.
+    What cannot be read is left for whoever needs it to read, and to tell why it cannot. For a GPU the thread only
+    checks sums, and only from `begin_loading` on: threads that read and the one that imports would take turns, and the
+    whole command would gain nothing.
 
     Args:
         device: as `choose_device` takes it.
@@ -26,11 +27,20 @@ class EarlyReading:
     def __init__(self, artifact: Artifact, device: str, files: Sequence[str] = (), *, hold: bool = False):
         self.rows: dict[int, LayerRows] = {}
         """The layers' rows whose pages are being mapped."""
-        if not _is_cpu(device):
+        self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
+        if self._later:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        reading = [artifact, files, list(self.rows.values())]
+        self._begin()
+
+    def begin_loading(self) -> None:
+        """To be called once all is imported, before the model is loaded."""
+        if self._later:
+            self._begin()
+
+    def _begin(self) -> None:
+        reading = [self._artifact, self._files, list(self.rows.values())]
         Thread(target=_read, args=reading, name="early-reading", daemon=True).start()
 
 

@@ -8,7 +8,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.formats.models.named import named_by_index, remember
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.attention.first_kernel import launch_first_kernel
+from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
@@ -46,6 +46,8 @@ def load_and_open(
     """
     started = time.perf_counter()
     early = early or (EarlyReading(artifact, device, hold=hold) if ranks is None else None)
+    if early is not None:
+        early.begin_loading()
     loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
@@ -68,6 +70,6 @@ def _load(
         dtype=manifest.dtype if dtype == "auto" else dtype,
         rope_scaling=manifest.rope.scaling,
         progress=progress,
-        meanwhile=launch_first_kernel,
+        meanwhile=make_first_calls,
         ranks=ranks,
     )

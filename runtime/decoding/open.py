@@ -32,6 +32,9 @@ from sparsekv.runtime.decoding.room import check_room
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
 
+AHEAD = 2
+"""Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
+
 
 @dataclass
 class OpenIndex:
@@ -180,9 +183,9 @@ class OpenIndex:
         if hold:
             check_room(self.artifact, self.model)
         layers = range(len(self.artifact.manifest.layers))
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(AHEAD) as threads:
             # A mapping has nothing to read ahead: its pages come as they are accessed.
-            ahead = thread if hold and self.device.type == "cuda" else None
+            ahead = threads if hold and self.device.type == "cuda" else None
             tokens = self.split.tokens - 1
             cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
             compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)

@@ -1,0 +1,52 @@
+"""What a process pays once for its first kernels on a GPU, paid while it waits for something else."""
+
+import torch
+from torch.nn import functional
+
+
+def make_first_calls(device: torch.device, dtype: torch.dtype) -> None:
+    """Call on a GPU, once and on next to nothing, what a model's first token and the checks of an index call.
+
+    Torch loads each of its kernels at its first call: on an H200 those of a layer take 0.5 s together, cuBLAS's among
+    them. Triton takes half a second for the first kernel of a process, whichever it is: it hashes itself to find what
+    it compiled before.
+
+    Args:
+        dtype: the model's, for which torch has kernels of its own.
+    """
+    with torch.cuda.device(device), torch.inference_mode():
+        _decoder_layer(device, dtype)
+        _checks(device, dtype)
+        _triton(device)
+
+
+def _decoder_layer(device: torch.device, dtype: torch.dtype) -> None:
+    """The operations around a decoder layer's attention, as most families have them."""
+    weights = torch.ones(64, 64, dtype=dtype, device=device)
+    hidden = functional.embedding(torch.zeros(1, 1, dtype=torch.int64, device=device), weights)
+    exact = hidden.float()
+    normed = weights[0] * (exact * (exact.pow(2).mean(-1, keepdim=True) + 1).rsqrt()).to(dtype)
+    angles = torch.cat([exact[:, :, :1] @ exact[:, :, :32]] * 2, -1)
+    query = functional.linear(normed, weights)
+    rotated = torch.cat([-query[..., 32:], query[..., :32]], -1)
+    query = query * angles.cos().to(dtype) + rotated * angles.sin().to(dtype)
+    gated = functional.silu(query) * functional.gelu(query, approximate="tanh")
+    (hidden + functional.linear(gated, weights)).float().cpu()
+
+
+def _checks(device: torch.device, dtype: torch.dtype) -> None:
+    """The operations by which an index's numbers are checked."""
+    numbers = torch.ones(2, 2, dtype=dtype, device=device)
+    whole = torch.stack(torch.aminmax(numbers)).isfinite().all()
+    order = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    least, most = torch.aminmax(order.long() - 0)
+    seen = torch.zeros(2, 2, dtype=torch.bool, device=device).scatter_(1, order.long().clamp(0, 1), True)
+    wrong = (least < 0) | (most >= 2) | ~seen.all() | (order.sum(1) != 2).any() | (order.diff(dim=1) != 0).any()
+    torch.stack([wrong, ~whole]).tolist()
+
+
+def _triton(device: torch.device) -> None:
+    from sparsekv.kernels.common.run_rows_triton import list_rows  # here, as a CPU needs no Triton
+
+    one = torch.ones(1, 1, dtype=torch.int32, device=device)
+    list_rows(one, one, torch.empty_like(one), 1)
