@@ -1,13 +1,13 @@
 """One layer's keys and values as its file stores them, and what they mean in the index's dtype."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from sparsekv.formats.int8_rows import KEY_BLOCK, PIECE, restore
+from sparsekv.formats.int8_rows import OF_TOKENS, PIECE, restore
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [Hk, T, D]."""
@@ -67,42 +67,22 @@ class Int8Rows(ContextRows):
         heads, _, channels = self.shape
         keys = self.tensors["keys"].new_empty(heads, max(0, stop - first), channels, dtype=self.dtype)
         values = torch.empty_like(keys)
-        for start, end in _pieces(first, stop):
+        for start in range(first, stop, PIECE):
+            end = min(start + PIECE, stop)
             piece = slice(start - first, end - first)
-            keys[:, piece] = self._keys(start, end)
-            numbers, scales = (self.tensors[name][:, start:end] for name in ("values", "value_scales"))
-            values[:, piece] = restore(numbers, scales[..., None], None, self.dtype)
+            stored = {name: self.tensors[name][:, start:end] for name in OF_TOKENS}
+            keys[:, piece], values[:, piece] = self._restored(stored)
         return keys, values
 
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
-        flat, shape = self._flat(tokens, first), (*tokens.shape, self.shape[2])
-        heads, blocks, _ = self.tensors["key_scales"].shape
-        starts = torch.arange(0, heads * blocks, blocks, device=tokens.device)[:, None]
-        in_block = ((tokens + first).div(KEY_BLOCK, rounding_mode="floor") + starts).flatten()
-        scales, offsets = self._picked("key_scales", in_block), self._picked("key_offsets", in_block)
-        keys = restore(self._picked("keys", flat), scales, offsets, self.dtype)
-        value_scales = self._picked("value_scales", flat)[:, None]
-        values = restore(self._picked("values", flat), value_scales, None, self.dtype)
-        return keys.view(shape), values.view(shape)
+        flat = self._flat(tokens, first)
+        return self._restored({name: self._picked(name, flat).unflatten(0, tokens.shape) for name in OF_TOKENS})
 
-    def _keys(self, start: int, end: int) -> torch.Tensor:
-        """Keys [Hk, T, D] of whole blocks, or of a part of one block."""
-        numbers = self.tensors["keys"][:, start:end]
-        blocks = slice(start // KEY_BLOCK, -(-end // KEY_BLOCK))
-        scales, offsets = (self.tensors[name][:, blocks] for name in ("key_scales", "key_offsets"))
-        if scales.shape[1] == 1:
-            return restore(numbers, scales, offsets, self.dtype)
-        in_blocks = numbers.unflatten(1, (-1, KEY_BLOCK))
-        return restore(in_blocks, scales[:, :, None], offsets[:, :, None], self.dtype).flatten(1, 2)
-
-
-def _pieces(first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Ranges that the tokens from `first` to `stop` fall into: whole blocks, at most PIECE tokens, and parts of one."""
-    start = first
-    while start < stop:
-        left = stop // KEY_BLOCK * KEY_BLOCK - start
-        whole = min(left, PIECE) if start % KEY_BLOCK == 0 and left > 0 else KEY_BLOCK - start % KEY_BLOCK
-        yield start, (start := min(start + whole, stop))
+    def _restored(self, stored: Mapping[str, torch.Tensor]) -> Pair:
+        """Keys and values [Hk, T, D] of what is stored of some tokens, [Hk, T, ...]."""
+        channels = self.tensors["channel_scales"], self.tensors["channel_offsets"]
+        keys = restore(stored["keys"], stored["key_scales"], channels, self.dtype)
+        return keys, restore(stored["values"], stored["value_scales"], None, self.dtype)
 
 
 def context_rows(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ContextRows:

@@ -2,7 +2,7 @@
 
 Axes are letters. Those of all files of a layer: N tokens, M of the middle, R of the tail, Hq query heads, Hk KV heads,
 D channels. Those within one file: P sampled queries, C0, C1, ... clusters of each level, m subspaces of d channels,
-C centroids, posting lists of L tokens, B blocks of keys that share scales.
+C centroids, posting lists of L tokens.
 """
 
 import re
@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.int8_rows import KEY_BLOCK
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, TensorRecord, layer_file
 
@@ -22,9 +21,10 @@ _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("ro
 _CONTEXT_INT8: dict[str, Shape] = {
     "keys": ("int8", ("Hk", "N", "D")),
     "values": ("int8", ("Hk", "N", "D")),
-    "key_scales": ("bfloat16", ("Hk", "B", "D")),
-    "key_offsets": ("bfloat16", ("Hk", "B", "D")),
+    "key_scales": ("bfloat16", ("Hk", "N")),
     "value_scales": ("bfloat16", ("Hk", "N")),
+    "channel_scales": ("bfloat16", ("Hk", "D")),
+    "channel_offsets": ("bfloat16", ("Hk", "D")),
 }
 _QUERIES: dict[str, Shape] = {"tail": ("rows", ("Hq", "R", "D")), "sink_logits": ("", ("Hq",))}
 _SAMPLES: dict[str, Shape] = {"queries": ("rows", ("Hq", "P", "D")), "positions": ("int32", ("P",))}
@@ -86,11 +86,8 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
 
 def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: bool) -> None:
     context, queries = (layer_file(folder, layer) for folder in ("context", "queries"))
-    if manifest.kv_storage is None:
-        _check_all(context, manifest.files[context], _CONTEXT, letters, manifest.dtype)
-    else:
-        letters["B"] = -(-letters["N"] // KEY_BLOCK)
-        _check_all(context, manifest.files[context], _CONTEXT_INT8, letters, manifest.dtype)
+    rows = _CONTEXT if manifest.kv_storage is None else _CONTEXT_INT8
+    _check_all(context, manifest.files[context], rows, letters, manifest.dtype)
     wanted = _QUERIES if manifest.layers[layer].attention_sinks else {"tail": _QUERIES["tail"]}
     _check(queries, manifest.files[queries], wanted, letters, manifest.dtype)
     rope = manifest.layers[layer].rope

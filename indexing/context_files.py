@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.context_rows import Pair
-from sparsekv.formats.int8_rows import first_tokens, joined, quantise
+from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Prefill, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
@@ -31,7 +31,7 @@ def context_recipe(
         "dtype": dtype,
         "prefill": decides_context(prefill),
     }
-    return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype})
+    return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 
 def decides_keys(model: ModelIdentity) -> list[str | None]:
@@ -46,8 +46,8 @@ def decides_context(prefill: Prefill) -> object:
 
 @dataclass(frozen=True)
 class TakenOver:
-    """The first `tokens` rows of an index in 8 bits, whole blocks of keys, by layer: they are stored as they were,
-    because rounding them a second time would lose a second time. `storage` is what that index says of them."""
+    """The first `tokens` rows of an index in 8 bits, by layer: they are stored as they were, because rounding them a
+    second time would lose a second time. `storage` is what that index says of them."""
 
     tokens: int
     tensors: Callable[[int], Tensors]
@@ -104,4 +104,6 @@ class ContextFiles:
         if self.taken_over is None:
             return quantise(*rows)
         tokens = self.taken_over.tokens
-        return joined(first_tokens(self.taken_over.tensors(layer), tokens), quantise(*(of[:, tokens:] for of in rows)))
+        first = first_tokens(self.taken_over.tensors(layer), tokens)
+        keys, values = (of[:, tokens:] for of in rows)
+        return joined(first, quantise(keys, values, like=first))

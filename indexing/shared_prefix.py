@@ -1,12 +1,10 @@
 """What a build takes over from the finished index in its folder: the rows of tokens that both begin with."""
 
-import math
-
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
 from sparsekv.formats.context_rows import Pair, context_rows
-from sparsekv.formats.int8_rows import KEY_BLOCK
+from sparsekv.formats.int8_rows import SCALES
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Manifest, layer_file
 from sparsekv.indexing.context_files import TakenOver, decides_context, decides_keys
@@ -30,9 +28,7 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
         shared = min(shared, unknown)
     # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
     chunk = 1 if job.plan.prefill.exact else job.plan.chunk_size
-    # Keys of one block share their scales.
-    step = math.lcm(chunk, 1 if base.kv_storage is None else KEY_BLOCK)
-    return shared // step * step
+    return shared // chunk * chunk
 
 
 def _fits(job: BuildJob, base: Manifest) -> bool:
@@ -42,9 +38,14 @@ def _fits(job: BuildJob, base: Manifest) -> bool:
         decides_keys(base.model) == decides_keys(job.model)
         and base.dtype == job.plan.dtype
         and decides_context(base.prefill) == decides_context(job.plan.prefill_record)
-        and (base.kv_storage is None or base.kv_storage.dtype == job.plan.kv_dtype)
+        and (base.kv_storage is None or (base.kv_storage.dtype == job.plan.kv_dtype and _in_this_form(base)))
         and not rope_depends_on_length(base.rope.parameters)
     )
+
+
+def _in_this_form(base: Manifest) -> bool:
+    """Whether an index's rows in 8 bits are stored as this version stores them: formerly 64 tokens shared scales."""
+    return base.files[layer_file("context", 0)].tensors.keys() >= set(SCALES)
 
 
 def prefix_rows(job: BuildJob, layer: int, tokens: int) -> Pair:

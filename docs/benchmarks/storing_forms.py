@@ -31,6 +31,16 @@ def stored(rows: torch.Tensor, dtype: str, tokens: int, channels: int, *, offset
     return (numbers * scales + middle).flatten(3, 4).flatten(1, 2)[:, : rows.shape[1]]
 
 
+def in_channels(rows: torch.Tensor, dtype: str, exponent: float) -> torch.Tensor:
+    """Rows [Hk, N, D] as they come back from 8 bits with a scale of each token, after each channel was shifted by the
+    middle of its range and divided by a power of half that range."""
+    low, high = rows.float().aminmax(dim=1, keepdim=True)
+    middle = ((low + high) / 2).bfloat16().float()
+    scales = (torch.maximum(high - middle, middle - low) ** exponent).bfloat16().float()
+    normalised = (rows.float() - middle) / torch.where(scales == 0, 1.0, scales)
+    return stored(normalised, dtype, 1, rows.shape[2], offsets=False) * scales + middle
+
+
 def forms(channels: int) -> dict[str, tuple[Form, Form]]:
     """What is done to keys and to values, by name."""
 
@@ -40,6 +50,9 @@ def forms(channels: int) -> dict[str, tuple[Form, Form]]:
     def form(dtype: str, tokens: int, group: int, *, offsets: bool = False) -> Form:
         return lambda rows: stored(rows, dtype, tokens, group, offsets=offsets)
 
+    def shared(dtype: str, exponent: float) -> Form:
+        return lambda rows: in_channels(rows, dtype, exponent)
+
     found: dict[str, tuple[Form, Form]] = {"bfloat16, both": (torch.Tensor.bfloat16, torch.Tensor.bfloat16)}
     for dtype in LARGEST:
         keys, values = form(dtype, 64, 1, offsets=True), form(dtype, 1, channels)
@@ -48,10 +61,14 @@ def forms(channels: int) -> dict[str, tuple[Form, Form]]:
             f"{dtype}, keys: a channel of 64 tokens": (form(dtype, 64, 1), same),
             f"{dtype}, keys: the same with offsets": (keys, same),
             f"{dtype}, keys: of 256 tokens with offsets": (form(dtype, 256, 1, offsets=True), same),
+            f"{dtype}, keys: a token, in channels of one scale, exponent 0.5": (shared(dtype, 0.5), same),
+            f"{dtype}, keys: the same with exponent 0.75": (shared(dtype, 0.75), same),
+            f"{dtype}, keys: the same with exponent 1": (shared(dtype, 1.0), same),
             f"{dtype}, values: a token": (same, values),
             f"{dtype}, values: 32 channels of a token": (same, form(dtype, 1, 32)),
             f"{dtype}, values: a channel of 64 tokens": (same, form(dtype, 64, 1)),
             f"{dtype}, both: keys of 64 tokens with offsets, values of a token": (keys, values),
+            f"{dtype}, both: keys in channels, exponent 0.75, values of a token": (shared(dtype, 0.75), values),
         }
     return found
 

@@ -111,16 +111,13 @@ def load_model(
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
     folder, name, revision = find_model(name, progress)
-    with silent_transformers():
-        config = _config(folder, name)
-        if scaling is not None:
-            scaling.stretch(config)
+    with silent_transformers(), ThreadPoolExecutor(1) as thread:
+        config = _config(folder, name, scaling)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
-        with ThreadPoolExecutor(1) as thread:
-            if target.type == "cuda":
-                thread.submit(meanwhile, target, chosen)
-            tokenizer = _tokenizer(folder, name)
-            model = causal_model(folder, name, config, target, chosen, ranks)
+        if target.type == "cuda":
+            thread.submit(meanwhile, target, chosen)
+        tokenizer = _tokenizer(folder, name)
+        model = causal_model(folder, name, config, target, chosen, ranks)
     return LoadedModel(model, tokenizer, name, revision)
 
 
@@ -143,7 +140,7 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _config(folder: Path, name: str) -> "PreTrainedConfig":
+def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -158,6 +155,8 @@ def _config(folder: Path, name: str) -> "PreTrainedConfig":
         raise UsageError(
             f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
         )
+    if scaling is not None:
+        scaling.stretch(config)
     return config
 
 

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from support.doc_pages import ROOT, tables
 from support.small_index import INDEXERS, small_plan
 
-from sparsekv.formats.int8_rows import KEY_BLOCK
 from sparsekv.indexing.build import build_index
 
 PAGE = ROOT / "docs" / "reference" / "artifact.md"
@@ -105,7 +104,7 @@ def test_tensors_in_8_bits_are_those_of_their_page(tmp_path: Path) -> None:
         tensor.strip("`"): (axes.strip("[]").split(", "), dtype)
         for tensor, axes, dtype, *_ in tables(page, "tensor", "axes", "dtype")
     }
-    sizes = DOCUMENT | {"D": 16, "B": -(-DOCUMENT["N"] // KEY_BLOCK)}
+    sizes = DOCUMENT | {"D": 16}
     with safe_open(tmp_path / "doc.skv" / "context" / "layer_000.safetensors", "pt") as file:
         stored_here = {name: file.get_tensor(name) for name in sorted(file.keys())}
     assert stored_here.keys() == documented_here.keys()

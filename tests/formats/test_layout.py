@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.artifacts import CONTEXT, METHOD, QUERIES, small_artifact
+from support.earlier_forms import in_blocks
 from support.sealing import Tensors, change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError
@@ -89,9 +90,13 @@ INT8_CONTRADICTIONS: dict[str, tuple[Callable[[Fields], None], str]] = {
     "values": (_shape(CONTEXT, "values", [2, 39, 8]), f"values of {CONTEXT} is int8 \\[2, 39, 8\\]"),
     "too few scales": (_shape(CONTEXT, "value_scales", [2, 39]), f"value_scales of {CONTEXT}"),
     "scales' dtype": (_dtype(CONTEXT, "value_scales", "float32"), f"value_scales of {CONTEXT} is float32"),
-    "blocks of scales": (_shape(CONTEXT, "key_scales", [2, 2, 8]), f"key_scales of {CONTEXT}"),
-    "blocks of offsets": (_shape(CONTEXT, "key_offsets", [2, 1, 7]), f"key_offsets of {CONTEXT}"),
-    "no offsets": (lambda fields: fields["files"][CONTEXT]["tensors"].pop("key_offsets"), "key_offsets is not in"),
+    "too few of keys": (_shape(CONTEXT, "key_scales", [2, 39]), f"key_scales of {CONTEXT}"),
+    "channels' scales": (_shape(CONTEXT, "channel_scales", [2, 7]), f"channel_scales of {CONTEXT}"),
+    "channels' offsets": (_shape(CONTEXT, "channel_offsets", [1, 8]), f"channel_offsets of {CONTEXT}"),
+    "no offsets": (
+        lambda fields: fields["files"][CONTEXT]["tensors"].pop("channel_offsets"),
+        "channel_offsets is not in",
+    ),
     "not said": (_set("kv_storage", None), f"keys of {CONTEXT} is int8"),
     "errors": (_set("kv_storage.errors", [0.1, 0.2]), "its kv_storage has errors of 2 layers for 1"),
 }
@@ -109,10 +114,22 @@ def test_a_contradiction_about_8_bits_is_named(index: Path, name: str) -> None:
 
 def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
     """They would decide how the keys are read."""
-    scales = torch.ones(2, 1, 8, dtype=torch.bfloat16)
+    scales = torch.ones(2, 40, dtype=torch.bfloat16)
     change_tensors(index, CONTEXT, lambda tensors: tensors | {"key_scales": scales})
     with pytest.raises(ArtifactError, match=f"contradicts itself: {CONTEXT} has a tensor key_scales"):
         Artifact(index)
+
+
+def test_keys_in_8_bits_of_an_earlier_form_are_refused(index: Path) -> None:
+    """Then 64 tokens shared scales and offsets: read as today's they would be other keys."""
+    _int8_index(index)
+    change_tensors(index, CONTEXT, in_blocks)
+    with pytest.raises(ArtifactError) as refused:
+        Artifact(index)
+    assert str(refused.value) == (
+        f"the manifest of {index} contradicts itself: key_scales of {CONTEXT} is bfloat16 [2, 1, 8]; "
+        "build the index again from its document, with --force"
+    )
 
 
 @pytest.mark.parametrize("field", ["dtype", "errors", "measured_tokens"])

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.earlier_forms import in_blocks
 from support.reference import assert_close
+from support.sealing import change_tensors
 from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan
 
-from sparsekv.formats.int8_rows import KEY_BLOCK, quantise
+from sparsekv.formats.int8_rows import OF_CHANNELS, quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts, Manifest, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
@@ -143,7 +145,7 @@ def test_a_build_in_8_bits_begins_with_the_exact_rows_of_the_index_that_is_there
     assert grown.kv_storage.errors == pytest.approx(straight.kv_storage.errors, rel=0.05)
 
 
-def test_an_edited_document_keeps_the_numbers_of_the_blocks_that_it_shares(tmp_path: Path) -> None:
+def test_an_edited_document_keeps_the_numbers_of_the_tokens_that_it_shares(tmp_path: Path) -> None:
     """Restored and rounded again they would be other numbers, and further off."""
     before = build_index(_int8(tokens=700), tmp_path / "a.skv")
     old = [dict(Artifact(tmp_path / "a.skv").tensors(layer_file("context", layer))) for layer in range(3)]
@@ -155,7 +157,7 @@ def test_an_edited_document_keeps_the_numbers_of_the_blocks_that_it_shares(tmp_p
     for layer in range(3):
         new = after.tensors(layer_file("context", layer))
         for name, rows in old[layer].items():
-            same = shared // KEY_BLOCK if name in ("key_scales", "key_offsets") else shared
+            same = rows.shape[1] if name in OF_CHANNELS else shared
             assert torch.equal(new[name][:, :same], rows[:, :same])
     # Exact rows of the shared tokens were not there: what was measured is the earlier text's.
     assert after.manifest.kv_storage == before.kv_storage
@@ -165,12 +167,33 @@ def test_an_edited_document_keeps_the_numbers_of_the_blocks_that_it_shares(tmp_p
             assert_close(found, anew, 0.1)
 
 
-def test_a_shared_prefix_ends_between_two_blocks_of_keys(tmp_path: Path) -> None:
-    """A shortened document's prefix ends where its tail begins, which may be anywhere."""
+def test_a_shared_prefix_ends_at_any_token(tmp_path: Path) -> None:
+    """A shortened document's prefix ends where its tail begins."""
     build_index(_int8(tokens=600), tmp_path / "a.skv")
     plan = _int8(tokens=600)
     shortened = replace(plan, prompt=replace(plan.prompt, input_ids=plan.prompt.input_ids[:520]))
-    assert _tokens_run(shortened, tmp_path / "a.skv") == 520 - (520 - plan.tail) // KEY_BLOCK * KEY_BLOCK
+    old = dict(Artifact(tmp_path / "a.skv").tensors(layer_file("context", 1)))
+    assert _tokens_run(shortened, tmp_path / "a.skv") == plan.tail
+    kept = 520 - plan.tail
+    for name, rows in Artifact(tmp_path / "a.skv").tensors(layer_file("context", 1)).items():
+        same = rows.shape[1] if name in OF_CHANNELS else kept
+        assert torch.equal(rows[:, :same], old[name][:, :same])
+
+
+def test_rows_of_an_earlier_form_are_neither_reused_nor_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if no index were there: of the same document, which would find its files whole, and of an edited one."""
+    for plan in (_int8(tokens=600), _edited(560, 30, kv_dtype="int8")):
+        folder, anew = tmp_path / f"{len(plan.prompt.input_ids)}.skv", tmp_path / f"{len(plan.prompt.input_ids)}b.skv"
+        with monkeypatch.context() as patch:
+            patch.setattr("sparsekv.indexing.context_files.FORM", "earlier")
+            build_index(_int8(tokens=600), folder)
+        for layer in range(3):
+            change_tensors(folder, layer_file("context", layer), in_blocks)
+        assert _tokens_run(plan, folder) == len(plan.prompt.input_ids)
+        build_index(plan, anew)
+        assert _sums(Artifact(folder).manifest) == _sums(Artifact(anew).manifest)
 
 
 def test_rounded_rows_never_pass_for_exact_ones(tmp_path: Path) -> None:
@@ -193,5 +216,5 @@ def test_text_is_appended_in_8_bits_and_keeps_what_was_measured(tmp_path: Path) 
     assert after.manifest.split.tokens > before.split.tokens
     assert after.manifest.kv_storage == before.kv_storage
     for name, rows in after.tensors(layer_file("context", 1)).items():
-        same = 256 // KEY_BLOCK if name in ("key_scales", "key_offsets") else 256
+        same = rows.shape[1] if name in OF_CHANNELS else 256
         assert torch.equal(rows[:, :same], old[name][:, :same])

@@ -195,7 +195,7 @@ def test_an_index_in_half_precision_opens_and_answers(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    for name in ("key_scales", "key_offsets", "value_scales"):
+    for name in ("key_scales", "value_scales", "channel_scales", "channel_offsets"):
         for wrong in (torch.nan, torch.inf):
             folder = tmp_path / f"{name}{wrong}.skv"
             build_small(folder, kv_dtype="int8")
