@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import DeviceOption, DtypeOption, JsonOption, Q
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.kv_storage import AUTO, KV_DTYPES, kv_dtype_named
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.indexing.indexers.registry import indexers
@@ -118,6 +119,14 @@ def bench(
             "the table. auto: on a GPU.",
         ),
     ] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|int8",
+            help="What synthetic keys and values are stored in, and read by our steps on a GPU. auto: the --dtype.",
+            autocompletion=names_of(lambda: KV_DTYPES),
+        ),
+    ] = AUTO,
     seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -168,7 +177,8 @@ def bench(
     """
     if shared and not batch:
         raise UsageError("--shared: say with --batch how many questions share a document, such as --batch 16")
-    wanted = Wanted(context or [], batch or [], heads, kv_heads, head_dim, dtype, seed, shared)
+    sizes = context or [], batch or [], heads, kv_heads, head_dim
+    wanted = Wanted(*sizes, dtype, seed, shared, kv_dtype_named(kv_dtype))
     if end_to_end:
         elsewhere = {
             "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "index": index, "layer": layer,

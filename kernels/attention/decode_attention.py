@@ -57,7 +57,8 @@ def decode_attention_reference(
     """`decode_attention` in plain torch: gathers the rows."""
     lengths = _single_rows(runs) if runs.ends is None else lengths_of(runs.ends)
     rows, valid = expand_runs(runs.starts, lengths, runs.capacity)
-    keys, values = (held.gather(1, rows[..., None].expand(-1, -1, held.shape[2])) for held in (runs.keys, runs.values))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = runs.gathered(rows, wide)
     if exact_count is not None:
         exact = exact[0][:, : int(exact_count)], exact[1][:, : int(exact_count)]
     chosen, always = (
@@ -68,7 +69,6 @@ def decode_attention_reference(
         logits.append((part.logits + part.log_counts[:, None])[..., : each.shape[1]])
     if sink_logits is not None:
         logits.append(sink_logits.float()[..., None])
-    wide = torch.promote_types(query.dtype, torch.float32)
     all_values = torch.cat([values, exact[1], *stood], 1).to(wide)
     weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
     return (weights.to(all_values.dtype) @ all_values).to(query.dtype)

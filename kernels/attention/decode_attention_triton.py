@@ -6,19 +6,22 @@ that list first.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
     aligned,
     capped,
+    channel_scaled,
     dot,
+    floats_of,
     group_rows,
     power_of_two,
     share,
@@ -26,11 +29,27 @@ from sparsekv.kernels.common.tiles_triton import (
     wait_for_previous_kernel,
 )
 
-PROGRAMS_PER_SM = 4
-TILE_BYTES, WARPS = 16_384, 4
+
+@dataclass(frozen=True)
+class Form:
+    """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
+    many pipeline stages. A program of one warp never waits for another, which converting numbers makes others do."""
+
+    tile_bytes: int
+    stages: int
+    programs: int
+    warps: int
+
+    @property
+    def most_registers(self) -> int:
+        """Of a thread, so that the programs fit on an SM."""
+        return min(255, 65_536 // (self.programs * self.warps * 32))
+
+
+IN_HALF_PRECISION = Form(16_384, 2, 4, 4)
+FEW_IN_8_BITS, MANY_IN_8_BITS, MANY = Form(8_192, 2, 4, 4), Form(4_096, 1, 8, 1), 2048  # rows of an SM
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
-STAND_STAGES, ROW_STAGES = 3, 2
-MOST_REGISTERS = 65_536 // (PROGRAMS_PER_SM * WARPS * 32)  # of a thread, so that PROGRAMS_PER_SM fit on an SM
+STAND_STAGES = 3
 # Measured cost of a centroid, in fifths of a chosen row's: no key is read, and plain ones lie one after another.
 STAND_FIFTHS, LISTED_FIFTHS = 2, 5
 MERGED_COLUMNS = 32
@@ -40,15 +59,28 @@ QUEUED_PERCENT, LEAST_TILES = 20, 4
 
 
 @triton.jit
-def _add(peak, total, output, logits, values):
-    """Add one tile to a running softmax."""
+def _weights(peak, logits):
+    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
     highest = tl.maximum(peak, tl.max(logits, 1))
     # The first tile may be masked out completely.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp(logits - safe[:, None])
-    shrink = tl.exp(peak - safe)
+    return highest, tl.exp(logits - safe[:, None]), tl.exp(peak - safe)
+
+
+@triton.jit
+def _add(peak, total, output, logits, values):
+    """Add one tile to a running softmax."""
+    peak, weights, shrink = _weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
-    return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+    return peak, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
+
+
+@triton.jit
+def _add_scaled(peak, total, output, logits, values, scales):
+    """Add one tile of values that are multiplied by a scale each."""
+    peak, weights, shrink = _weights(peak, logits)
+    total = total * shrink + tl.sum(weights, 1)
+    return peak, total, output * shrink[:, None] + dot((weights * scales[None, :]).to(values.dtype), values)
 
 
 @triton.jit
@@ -65,16 +97,16 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
-    query, keys, values, rows, rows_used, exact_keys, exact_values, exact_count,
-    stand_logits, stand_counts, stand_values, listed_logits, listed_counts, listed_values, listed_rows,
-    listed_used, queue, peaks, totals, outputs,
-    head_stride, row_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
+    query, keys, values, key_scales, value_scales, channel_scales, channel_offsets, units, rows, rows_used,
+    exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values,
+    listed_logits, listed_counts, listed_values, listed_rows, listed_used, queue, peaks, totals, outputs,
+    head_stride, row_stride, scales_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
     listed_stride, listed_values_stride, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
     QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr, USED: tl.constexpr, COUNTED: tl.constexpr,
-    ROWS_USED: tl.constexpr, EARLY: tl.constexpr,
+    ROWS_USED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -136,6 +168,14 @@ def _partial_kernel(
 
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
+    if SCALED:
+        EXACT: tl.constexpr = q.dtype == tl.float32
+        channels, offsets = channel_scales + head * D, channel_offsets + head * D
+        q, largest, offset = channel_scaled(q, channels, offsets, d, in_row, softmax_scale)
+        key_scales, value_scales = key_scales + head * scales_stride, value_scales + head * scales_stride
+        # Values are added up in a head's unit.
+        unit = tl.load(units + head)
+        output = output / unit
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
     while begin < chosen_rows:
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
@@ -143,14 +183,24 @@ def _partial_kernel(
             row = tl.load(rows + at + t, mask=inside, other=0)
             mask = inside[:, None] & in_row
             place = row[:, None] * row_stride + d
-            k = tl.load(keys + place, mask=mask, other=0.0)
-            v = tl.load(values + place, mask=mask, other=0.0)
-            logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-            peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+            k = tl.load(keys + place, mask=mask, other=0)
+            v = tl.load(values + place, mask=mask, other=0)
+            if SCALED:
+                of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
+                of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
+                products = dot(q, tl.trans(floats_of(k, EXACT))) * of_keys[None, :]
+                logits = capped(products * largest[:, None] + offset[:, None], softcap, CAPPED)
+                logits = tl.where(inside, logits, -float("inf"))
+                peak, total, output = _add_scaled(peak, total, output, logits, floats_of(v, EXACT), of_values)
+            else:
+                logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+                peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
         begin = chosen_rows
         if QUEUED_PERCENT:
             begin += tl.atomic_add(queue + head, TILE, sem="relaxed") - queued
         stop = tl.minimum(begin + TILE, chosen_rows)
+    if SCALED:
+        output = output * unit
 
     place = (head * tl.num_programs(0) + split) * G + g
     tl.store(peaks + place, peak, mask=of_group)
@@ -213,6 +263,11 @@ def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     )
 
 
+def _form_of_8_bits(rows: int) -> Form:
+    """The faster form where an SM has so many rows to attend to."""
+    return FEW_IN_8_BITS if rows < MANY else MANY_IN_8_BITS
+
+
 def decode_attention_triton(
     query: torch.Tensor,
     runs: RunRows,
@@ -234,8 +289,9 @@ def decode_attention_triton(
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
-    programs = num_splits(H, units, PROGRAMS_PER_SM * count_sms(query.device), grain=10)
-    tile = tile_rows(D, query.dtype, TILE_BYTES)
+    form = IN_HALF_PRECISION if runs.scales is None else _form_of_8_bits(H * units // count_sms(query.device))
+    programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
+    tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
     rows, used_rows = runs.starts, runs.used
     if runs.ends is not None:
@@ -244,25 +300,29 @@ def decode_attention_triton(
             runs.ends[:, -1],
         )
         list_rows(runs.starts, runs.ends, rows, runs.capacity)
+    scales = runs.scales or RowScales(*[query] * 5)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
     merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
     _partial_kernel[(programs, H)](
-        query, runs.keys, runs.values, rows, query if used_rows is None else used_rows, *exact,
+        query, runs.keys, runs.values, scales.keys, scales.values, scales.channels, scales.offsets, scales.units,
+        rows, query if used_rows is None else used_rows, *exact,
         query if exact_count is None else exact_count,
         logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
         query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
-        *runs.keys.stride()[:2], runs.capacity, rows.stride(0), 0 if used_rows is None else used_rows.stride(0),
+        *runs.keys.stride()[:2], scales.keys.stride(0), runs.capacity, rows.stride(0),
+        0 if used_rows is None else used_rows.stride(0),
         E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), values.stride(0),
         S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
         0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile,
-        STAND_STAGES=STAND_STAGES, ROW_STAGES=ROW_STAGES, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
+        STAND_STAGES=STAND_STAGES, ROW_STAGES=form.stages, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
-        ROWS_USED=used_rows is not None, num_warps=WARPS, maxnreg=MOST_REGISTERS, **early,
+        ROWS_USED=used_rows is not None, SCALED=runs.scales is not None,
+        num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
         peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,

@@ -57,8 +57,8 @@ def shared_decode_reference(
     rows = runs.starts[:, : runs.capacity].long()
     used = rows.new_full(rows.shape[:1], runs.capacity) if runs.used is None else runs.used
     valid = torch.arange(rows.shape[1], device=rows.device) < used[:, None]
-    places = torch.where(valid, rows, 0)[..., None].expand(-1, -1, query.shape[3])
-    chosen = Segment(runs.keys.gather(1, places), runs.values.gather(1, places), valid[:, None, None])
+    of_rows = runs.gathered(torch.where(valid, rows, 0), torch.promote_types(query.dtype, torch.float32))
+    chosen = Segment(*of_rows, valid[:, None, None])
     stood = [
         Segment(part.keys, part.values, bias=part.log_counts[:, None, None, : part.keys.shape[1]]) for part in stand_ins
     ]

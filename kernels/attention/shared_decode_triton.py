@@ -1,7 +1,7 @@
 """`shared_decode` in Triton: partial softmaxes over shares of what is shared, one over own rows, and their merging.
 
 A program holds the queries of as many tokens as fit on an SM, so that tensor cores multiply all of them with each row.
-Logits are in units of log 2, because a power of two takes an instruction less than one of e.
+Logits are in units of log 2.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.attention.running_softmax_triton import add_scaled_tile, add_tile, store_partial, tile_logits
 from sparsekv.kernels.attention.shared_attention import OwnRows
-from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     capped,
+    channel_scaled,
     dot,
+    floats_of,
     group_rows,
     power_of_two,
     share,
@@ -26,48 +29,20 @@ from sparsekv.kernels.common.tiles_triton import (
 
 MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 3, 4, 2
+# Rows in 8 bits go through registers, which a stage in shared memory only delays.
+STAGES_OF_8_BITS, PROGRAMS_OF_FEW, FEW = 1, 3, 2048  # rows of an SM
 OWN_TILE, MERGED_COLUMNS = 32, 128
-
-
-@triton.jit
-def _add(peak, total, output, logits, values):
-    """Add one tile to a running softmax."""
-    highest = tl.maximum(peak, tl.max(logits, 1))
-    # The tiles so far may be masked out completely.
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp2(logits - safe[:, None])
-    shrink = tl.exp2(peak - safe)
-    total = total * shrink + tl.sum(weights, 1)
-    return highest, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
-
-
-@triton.jit
-def _store(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
-    """Write the partial softmax of some rows."""
-    place = (head * parts + part) * R + r
-    tl.store(peaks + place, peak, mask=r < R)
-    tl.store(totals + place, total, mask=r < R)
-    tl.store(outputs + place[:, None] * D + d, output, mask=(r < R)[:, None] & (d < D))
-
-
-@triton.jit
-def _logits(q, k, bias, scale, softmax_scale, softcap, CAPPED: tl.constexpr):
-    """In units of log 2, with a bias a row; `scale` is the softmax's in these units."""
-    products = dot(q, tl.trans(k))
-    if CAPPED:
-        return capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
-    return products * scale + bias
 
 
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["R", "exact_rows", "capacity", "centroids"])
 def _shared_kernel(
-    query, keys, values, rows, rows_used, exact_keys, exact_values, stand_keys, stand_counts, stand_values,
-    peaks, totals, outputs,
-    R, q_head, q_group, q_token, head_stride, row_stride, rows_stride, capacity, exact_rows, exact_stride,
-    centroids, counts_stride, stand_keys_stride, stand_values_stride, softmax_scale, softcap,
-    CAPPED: tl.constexpr, ROWS_USED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    query, keys, values, key_scales, value_scales, channel_scales, channel_offsets, units, rows, rows_used,
+    exact_keys, exact_values, stand_keys, stand_counts, stand_values, peaks, totals, outputs,
+    R, q_head, q_group, q_token, head_stride, row_stride, scales_stride, rows_stride, capacity,
+    exact_rows, exact_stride, centroids, counts_stride, stand_keys_stride, stand_values_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some queries over one of equal shares of a head's centroids, exact rows and chosen rows."""
     wait_for_previous_kernel(EARLY)
@@ -95,8 +70,8 @@ def _shared_kernel(
         k = tl.load(stand_keys + c[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(stand_values + c[:, None] * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + c, mask=inside, other=-float("inf")) * LOG2_E
-        logits = _logits(q, k.to(q.dtype), count, scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, logits, v)
+        logits = tile_logits(dot(q, tl.trans(k.to(q.dtype))), count, scale, softmax_scale, softcap, CAPPED)
+        peak, total, output = add_tile(peak, total, output, logits, v)
 
     first, last = first - centroids, last - centroids
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
@@ -106,20 +81,39 @@ def _shared_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, logits, v)
+        logits = tile_logits(
+            dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
+        )
+        peak, total, output = add_tile(peak, total, output, logits, v)
 
     first, last = first - exact_rows, last - exact_rows
     keys, values, rows = keys + head * head_stride, values + head * head_stride, rows + head * rows_stride
+    if SCALED:
+        EXACT: tl.constexpr = q.dtype == tl.float32
+        channels, offsets = channel_scales + head * D, channel_offsets + head * D
+        q, largest, offset = channel_scaled(q, channels, offsets, d, in_row, softmax_scale)
+        key_scales, value_scales = key_scales + head * scales_stride, value_scales + head * scales_stride
+        # Values are added up in a head's unit.
+        unit = tl.load(units + head)
+        output = output / unit
     for at in tl.range(tl.maximum(first, 0), last, TILE, num_stages=STAGES):
         inside = at + t < last
         row = tl.load(rows + at + t, mask=inside, other=0)
-        mask = inside[:, None] & in_row
-        k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0.0)
-        v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0.0)
-        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, logits, v)
-    _store(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
+        mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
+        k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0)
+        v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0)
+        if SCALED:
+            of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
+            of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
+            products = dot(q, tl.trans(floats_of(k, EXACT))) * largest[:, None] * of_keys[None, :] + offset[:, None]
+            logits = capped(products, softcap, CAPPED) * LOG2_E + bias
+            peak, total, output = add_scaled_tile(peak, total, output, logits, floats_of(v, EXACT), of_values)
+        else:
+            logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+            peak, total, output = add_tile(peak, total, output, logits, v)
+    if SCALED:
+        output = output * unit
+    store_partial(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -149,14 +143,16 @@ def _own_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = _logits(q, k, tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, logits, v)
+        logits = tile_logits(
+            dot(q, tl.trans(k)), tl.where(inside, 0.0, -float("inf")), scale, softmax_scale, softcap, CAPPED
+        )
+        peak, total, output = add_tile(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
     # The kernel before this one is `_shared_kernel`: what is read above was written before it, but merging has to
     # wait for both.
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    _store(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
+    store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
 @triton.jit(do_not_specialize=["R", "parts"])
@@ -218,18 +214,25 @@ def shared_decode_triton(
     C = centroids.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
-    parts = 1 + num_splits(H * blocks, C + E + runs.capacity, PROGRAMS_PER_SM * count_sms(device), grain=10)
+    rows, in_8_bits = C + E + runs.capacity, runs.scales is not None
+    few = in_8_bits and H * blocks * rows < FEW * count_sms(device)
+    at_once = (PROGRAMS_OF_FEW if few else PROGRAMS_PER_SM) * count_sms(device)
+    parts = 1 + num_splits(H * blocks, rows, at_once, grain=10)
+    scales = runs.scales or RowScales(*[query] * 5)
     peaks, totals = torch.empty(2, H, parts, R, device=device)
     outputs = torch.empty(H, parts, R, D, device=device)
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
     same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
     _shared_kernel[(parts - 1, H, blocks)](
-        query, runs.keys, runs.values, runs.starts, query if runs.used is None else runs.used, *exact,
+        query, runs.keys, runs.values, scales.keys, scales.values, scales.channels, scales.offsets, scales.units,
+        runs.starts, query if runs.used is None else runs.used, *exact,
         centroids, stands.log_counts, stood, peaks, totals, outputs,
-        R, *strides, *runs.keys.stride()[:2], runs.starts.stride(0), runs.capacity, E, exact[0].stride(0),
+        R, *strides, *runs.keys.stride()[:2], scales.keys.stride(0), runs.starts.stride(0), runs.capacity,
+        E, exact[0].stride(0),
         C, stands.log_counts.stride(0), centroids.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
-        ROWS_USED=runs.used is not None, ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, num_warps=WARPS, **same,
+        ROWS_USED=runs.used is not None, SCALED=in_8_bits,
+        ROWS=rows_of_tile, TILE=tile, STAGES=STAGES_OF_8_BITS if in_8_bits else STAGES, num_warps=WARPS, **same,
     )  # fmt: skip
     _own_kernel[(B, H)](
         query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,

@@ -8,12 +8,29 @@ from sparsekv.kernels.clusters.best_clusters import CountedClusters
 
 
 @dataclass(frozen=True)
+class RowScales:
+    """What numbers of keys and values in 8 bits mean: a key is its number times its row's scale times its channel's,
+    plus the channel's offset; a value is its number times its row's scale.
+
+    keys, values [H, M]: of rows, with the same strides; channels, offsets [H, D]. A head's are contiguous. `units` [H]
+    float32 are about as large as a head's scales of values, so that float16 holds these over them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    channels: torch.Tensor
+    offsets: torch.Tensor
+    units: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RunRows:
     """Chosen rows of keys and values [H, M, D], as runs of neighbouring rows or as single rows.
 
     Runs: starts [H, R] int are their first rows, ends [H, R] int32 the running sums of their lengths, at most
     `capacity`. Single rows: starts are the rows, ends is None, and the first `used` [H] int32 are valid; None: all.
-    queue [H] int32 zeros lets programs that finish early take more rows; one call uses it up.
+    queue [H] int32 zeros lets programs that finish early take more rows; one call uses it up. scales: keys and values
+    are int8, and mean what these say.
     """
 
     keys: torch.Tensor
@@ -23,6 +40,19 @@ class RunRows:
     capacity: int
     used: torch.Tensor | None = None
     queue: torch.Tensor | None = None
+    scales: RowScales | None = None
+
+    def gathered(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [H, R, D] of rows [H, R] int64; of numbers in 8 bits what they mean, in `dtype`."""
+        places = rows[..., None].expand(-1, -1, self.keys.shape[2])
+        keys, values = self.keys.gather(1, places), self.values.gather(1, places)
+        if self.scales is None:
+            return keys, values
+        of_keys, of_values = (
+            one.gather(1, rows)[..., None].to(dtype) for one in (self.scales.keys, self.scales.values)
+        )
+        channels, offsets = (one[:, None].to(dtype) for one in (self.scales.channels, self.scales.offsets))
+        return keys.to(dtype) * of_keys * channels + offsets, values.to(dtype) * of_values
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.attention.step import Step
-from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
+from sparsekv.runtime.cache.kv_store import MiddleRows, PlacedRows
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import FusedAttention
 from sparsekv.runtime.selection.interface import Selector
@@ -183,7 +183,7 @@ class FusedExecutor(Executor):
     def attend(self, step: Step, budget: Budget) -> Attended:
         query, exact = step.query.squeeze(2), (step.keys, step.values)
         if self.fused is not None and (rows := self.middle.in_place()) is not None:
-            done = self.fused.attend_fused(query, rows, exact, budget, step.how[2])
+            done = self.fused.attend_fused(query, (rows.keys, rows.values), exact, budget, step.how[2])
             if done is not None:
                 return Attended(done[0].unsqueeze(2), done[1])
         fetched = self.gather.find(step.queries, budget)
@@ -193,15 +193,17 @@ class FusedExecutor(Executor):
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
 
-def in_place_runs(rows: Pair, chosen: RowSet) -> RunRows:
-    """One query's chosen rows, as references into keys and values [Hk, M, D] in place."""
+def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
+    """One query's chosen rows, as references into keys and values in place."""
+    keys, values = rows.keys, rows.values
     if chosen.indices is not None:
         # None where every slot is used: kernels then need not read the count.
         used = None if chosen.total == chosen.capacity else chosen.indices.used
-        return RunRows(*rows, chosen.indices.rows, None, chosen.capacity, used, chosen.indices.queue)
+        rest = chosen.capacity, used, chosen.indices.queue
+        return RunRows(keys, values, chosen.indices.rows, None, *rest, scales=rows.scales)
     lengths = chosen.run_lengths
     ends = None if lengths is None else lengths.cumsum(-1, dtype=torch.int32)[:, 0]
-    return RunRows(*rows, chosen.starts[:, 0], ends, chosen.capacity)
+    return RunRows(keys, values, chosen.starts[:, 0], ends, chosen.capacity, scales=rows.scales)
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:

@@ -8,7 +8,7 @@ import torch
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
 from sparsekv.kernels.attention.shared_decode import shared_decode
-from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.executors import in_place_runs
@@ -39,11 +39,13 @@ class PackedDense(PackedLayer):
         self.layer = layer
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        heads, mask = len(call.keys), None
+        grouped = call.query.unflatten(0, (heads, -1))
+        own, how = self.own.of_tokens(step, step.single, call.window), _how(call, heads)
+        if call.window is None and call.query.is_cuda:
+            runs, exact = self.layer.shared()
+            return shared_decode(grouped, runs, exact, (), own, *how).flatten(0, 1)
         keys, values = self.layer.stored_rows()
-        grouped, mask = call.query.unflatten(0, (len(keys), -1)), None
-        own, how = self.own.of_tokens(step, step.single, call.window), _how(call, len(keys))
-        if call.window is None and keys.is_cuda:
-            return shared_decode(grouped, _no_rows(keys), (keys, values), (), own, *how).flatten(0, 1)
         if call.window is not None:
             places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
             mask = self.layer.stored + step.rows[step.single][:, None] - places < call.window
@@ -144,11 +146,6 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
         return PackedSparse(layer, slots)
     assert isinstance(layer, DenseLayer)
     return PackedDense(layer, slots)
-
-
-def _no_rows(keys: torch.Tensor) -> RunRows:
-    nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
-    return RunRows(keys, keys, nothing, None, 0)
 
 
 def _centroids(chosen: Selection) -> list[Centroids]:

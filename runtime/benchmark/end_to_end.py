@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import dense_forms
-from sparsekv.runtime.benchmark.layer import LayerData, lay_out, sparse_layer
+from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.model_steps import BatchSteps, DenseFormLayer, ModelSteps, QuestionSteps
 from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError, refuse_unshared
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -73,7 +72,7 @@ class ModelBench:
         torchs = self._time(self._each(lambda data, turn: DenseFormLayer(data, forms[turn])))
         self.dense_rate = torchs.rate
         yield self._row(DENSE, name, None, torchs, 1.0)
-        own = self._each(lambda data, turn: DenseLayer(data.keys, data.values))
+        own = self._each(lambda data, turn: dense_layer(data))
         yield self._row(DENSE, OWN, None, self._time(own), 1.0)
         none = self._each(lambda data, turn: DenseFormLayer(data, lambda query: query.clone()))
         yield self._row(NOTHING, "", None, self._time(none), 0.0)

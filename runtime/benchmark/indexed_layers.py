@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.context_rows import Int8Rows
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import LayerFacts, MethodRecord
@@ -101,7 +102,8 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
     """
     manifest = artifact.manifest
     indexed = manifest.indexed_layers
-    keys, values = (rows.to(dtype) for rows in artifact.context(number, device))
+    rows = artifact.context_rows(number, device)
+    keys, values = (one.to(dtype) for one in rows.part(slice(None)))
     tail = artifact.queries(number, device)["tail"].to(dtype)
     return LayerData(
         keys=keys,
@@ -114,6 +116,8 @@ def layer_of(artifact: Artifact, number: int, device: torch.device, dtype: torch
         split=manifest.split,
         facts=manifest.layers[number],
         position=LayerPosition(indexed.index(number), len(indexed)),
+        # As decoding has it: on a CPU steps read restored rows.
+        stored=rows.tensors if isinstance(rows, Int8Rows) and device.type == "cuda" else None,
     )
 
 

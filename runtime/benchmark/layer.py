@@ -1,16 +1,22 @@
 """One layer's tensors for a batch of sequences, and the decode step over them as `generate` runs it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.int8_rows import quantise, row_bytes
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.dense_layer import DenseLayer
+from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
+from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
 from sparsekv.runtime.cache.slots import PackedStep
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.budget import Budget
@@ -24,7 +30,8 @@ class LayerData:
 
     keys, values [batch Hk, N, D]; query [batch Hq, Q, D] of the step, of Q questions over each context; tail
     [batch Hq, R, D], held-out queries, which methods may calibrate on or observe; sampled [batch Hq, P, D], the
-    contexts' own queries at positions [P], for indexers that are built from queries.
+    contexts' own queries at positions [P], for indexers that are built from queries. `stored`: keys and values are what
+    these tensors in 8 bits mean, which our steps read.
     """
 
     keys: torch.Tensor
@@ -38,6 +45,7 @@ class LayerData:
     facts: LayerFacts
     # Layer 31 of 32, alone: with methods that share selections between layers it finds none and makes its own.
     position: LayerPosition = field(default_factory=lambda: LayerPosition(31, 32))
+    stored: Mapping[str, torch.Tensor] | None = None
 
     @property
     def questions(self) -> int:
@@ -56,9 +64,21 @@ class LayerData:
         some = {name: getattr(self, name)[heads] for name in ("keys", "values")}
         return replace(self, **some, **{name: getattr(self, name)[own] for name in ("query", "tail", "sampled")})
 
+    def in_8_bits(self) -> "LayerData":
+        """The same layer with keys and values as 8 bits hold them, which its steps read."""
+        stored = quantise(self.keys, self.values)
+        keys, values = context_rows(stored, self.keys.dtype).part(slice(None))
+        return replace(self, keys=keys, values=values, stored=stored)
+
     def row_bytes(self) -> int:
-        """Bytes of one key or value of one head."""
+        """Bytes of one key or value of one head, in the dtype of queries."""
         return self.keys.shape[2] * self.keys.element_size()
+
+    def saved(self, rows: float) -> float:
+        """Bytes that so many keys and values of each head take less where they are read in 8 bits."""
+        return (
+            0.0 if self.stored is None else len(self.keys) * rows * (self.row_bytes() - row_bytes(self.keys.shape[2]))
+        )
 
     def context(
         self,
@@ -83,10 +103,19 @@ class LayerData:
         )
 
 
-def lay_out(data: LayerData, selector: Selector) -> MemoryRows:
+def lay_out(data: LayerData, selector: Selector) -> MiddleRows:
     """The middle in a selector's layout; allocates a copy of its keys and values."""
+    if data.stored is not None:
+        return RowsIn8Bits(of_tokens(data.stored, data.middle), selector.layout, data.keys.dtype)
     keys, values = data.keys[:, data.middle], data.values[:, data.middle]
     return MemoryRows(keys, values, selector.layout, data.keys.device)
+
+
+def dense_layer(data: LayerData) -> DenseLayer:
+    """Our dense attention, as decoding has it."""
+    if (stored := data.stored) is not None:
+        return DenseLayerIn8Bits(lambda: stored, data.keys[:, :0], data.keys.shape[1])
+    return DenseLayer(data.keys, data.values)
 
 
 def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: Budget) -> SparseLayer:

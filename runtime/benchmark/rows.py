@@ -16,13 +16,13 @@ from sparsekv.runtime.benchmark.clock import Clock, Timing
 from sparsekv.runtime.benchmark.dense import dense_steps
 from sparsekv.runtime.benchmark.layer import (
     LayerData,
+    dense_layer,
     exact_output,
     lay_out,
     layer_step,
     relative_error,
     sparse_layer,
 )
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
@@ -98,9 +98,11 @@ class Bench:
         timings = {name: self._timed(f"{DENSE} {name}", step) for name, step in dense_steps(self.data)}
         self.dense_ms = min(timing.median for timing in timings.values())
         order = sorted(timings, key=lambda name: timings[name].median)
-        own = layer_step(self.data, DenseLayer(self.data.keys, self.data.values))
+        own = layer_step(self.data, dense_layer(self.data))
         timings[OWN] = self._timed(f"{DENSE} {OWN}", own)
-        return [self._row(DENSE, name, None, middle, timings[name], read, 1.0) for name in (*order, OWN)]
+        less = {OWN: self.data.saved(2.0 * keys.shape[1])}
+        rows = ((name, timings[name], read - less.get(name, 0.0)) for name in (*order, OWN))
+        return [self._row(DENSE, name, None, middle, timing, bytes_read, 1.0) for name, timing, bytes_read in rows]
 
     @torch.inference_mode()
     def sparse(self, form: Form, context: MiddleContext, budgets: list[Budget]) -> Iterator[Row]:
@@ -126,7 +128,8 @@ class Bench:
                 self._check(f"{named} at {budget}", step())
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
-            read = (chosen / cycle + exact_rows) * data.row_bytes()
+            in_budget = 2.0 * budget.tokens(data.split.middle)
+            read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_budget)
             layer.rewind()
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
 

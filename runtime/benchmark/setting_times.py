@@ -6,8 +6,7 @@ from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.benchmark.clock import Clock
 from sparsekv.runtime.benchmark.indexed_layers import asked, layer_of
-from sparsekv.runtime.benchmark.layer import lay_out, layer_step, sparse_layer
-from sparsekv.runtime.cache.dense_layer import DenseLayer
+from sparsekv.runtime.benchmark.layer import dense_layer, lay_out, layer_step, sparse_layer
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.budget import Budget
@@ -28,7 +27,7 @@ class SettingTimes:
     @torch.inference_mode()
     def dense(self) -> float:
         """Milliseconds of a step of dense attention, as `generate --method dense` takes it; the median."""
-        return self.clock.time(layer_step(self.data, DenseLayer(self.data.keys, self.data.values))).median
+        return self.clock.time(layer_step(self.data, dense_layer(self.data))).median
 
     @torch.inference_mode()
     def sparse(self, form: Form, share: float) -> float:

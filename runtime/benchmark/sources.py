@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.suggestions import choose_one
@@ -32,7 +33,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20}
 @dataclass(frozen=True)
 class Wanted:
     """What a person said of a layer's sizes; None or nothing where it is left to the device or the index. `shared`: the
-    batches are of questions over one context."""
+    batches are of questions over one context. `kv_dtype`: what keys and values are stored in, None for the dtype."""
 
     contexts: list[str]
     batches: list[int]
@@ -42,6 +43,7 @@ class Wanted:
     dtype: str
     seed: int
     shared: bool = False
+    kv_dtype: KVDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Mixtures(Source):
         self.indexed = indexed
         sizes = LARGE if device.type == "cuda" else SMALL
         self.device, self.seed, self.batches = device, wanted.seed, wanted.batches or [1]
-        self.shared = wanted.shared
+        self.shared, self.kv_dtype = wanted.shared, wanted.kv_dtype
         self.dtype = sizes.dtype if wanted.dtype == "auto" else wanted.dtype
         self.heads = sizes.heads if wanted.heads is None else wanted.heads
         self.kv_heads = sizes.kv_heads if wanted.kv_heads is None else wanted.kv_heads
@@ -95,6 +97,11 @@ class Mixtures(Source):
         self._check()
 
     def _check(self) -> None:
+        if self.kv_dtype is not None and self.device.type == "cpu":
+            raise UsageError(
+                f"--kv-dtype {self.kv_dtype}: on a CPU steps read rows that were restored, so that its times are those "
+                "without it; leave it out, or give --device cuda"
+            )
         for batch in self.batches:
             if batch < 1:
                 raise UsageError(f"--batch {batch}: give at least 1")
@@ -119,14 +126,15 @@ class Mixtures(Source):
         shape = Shape(context, self.heads, self.kv_heads, self.head_dim)
         contexts, questions = (1, batch) if self.shared else (batch, 1)
         seed, dtype = self.seed + number * contexts, DTYPES[self.dtype]
-        return mixture(shape, contexts, seed, self.device, dtype, sampled, questions)
+        data = mixture(shape, contexts, seed, self.device, dtype, sampled, questions)
+        return data if self.kv_dtype is None else data.in_8_bits()
 
     def index(self, data: LayerData, name: str, indexer: LayerIndexer | None) -> Indexed:
         return index_mixture(data, indexer)
 
     def about(self) -> dict[str, Any]:
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
-        return {"data": "mixture", "seed": self.seed, **sizes}
+        return {"data": "mixture", "seed": self.seed, **sizes, "kv_dtype": self.kv_dtype or self.dtype}
 
 
 class StoredLayerSource(Source):
@@ -134,7 +142,7 @@ class StoredLayerSource(Source):
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
         sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}
-        sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim")}
+        sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim", "kv_dtype")}
         for name, value in sizes.items():
             if value:
                 raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
@@ -157,7 +165,8 @@ class StoredLayerSource(Source):
     def about(self) -> dict[str, Any]:
         heads = {"heads": len(self.data.query), "kv_heads": len(self.data.keys), "head_dim": self.data.keys.shape[2]}
         layer = self.artifact.manifest.indexed_layers[self.data.position.number]
-        return {"data": str(self.artifact.folder), "layer": layer, **heads, "dtype": self.dtype}
+        read = self.dtype if self.data.stored is None else "int8"
+        return {"data": str(self.artifact.folder), "layer": layer, **heads, "dtype": self.dtype, "kv_dtype": read}
 
 
 def _tokens(text: str) -> int:

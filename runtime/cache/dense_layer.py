@@ -27,6 +27,12 @@ class DenseLayer(StoredLayer):
         """Keys and values [Hk, T, D]."""
         return self.stored_keys, self.stored_values
 
+    def shared(self) -> tuple[RunRows, tuple[torch.Tensor, torch.Tensor]]:
+        """The stored rows for `shared_decode`: those in 8 bits as runs, the others as rows that are always attended."""
+        keys, values = self.stored_rows()
+        nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
+        return RunRows(keys, keys, nothing, None, 0), (keys, values)
+
     def reserve(self, slot: Slot, tokens: int) -> None:
         super().reserve(slot, tokens)
         if self.window is not None:
@@ -80,7 +86,7 @@ class DenseLayer(StoredLayer):
         assert self.values is not None
         start = torch.full((len(self.keys), 1), max(0, first - self.stored), dtype=torch.int32, device=self.keys.device)
         runs = RunRows(self.keys, self.values, start, new - start, new)
-        return _attend_to(call, runs, (stored_keys, stored_values))
+        return attend_to(call, runs, (stored_keys, stored_values))
 
     def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
         """The same when the number of new rows is on the device, in the slot."""
@@ -90,20 +96,26 @@ class DenseLayer(StoredLayer):
         count = slot.count.expand(len(self.keys), 1)
         if self.window is None:
             runs = RunRows(self.keys, self.values, torch.zeros_like(count), count, self.keys.shape[1])
-            return _attend_to(call, runs, self.stored_rows())
+            return attend_to(call, runs, self.stored_rows())
         keys, values = self.joined
         end = count + (keys.shape[1] - self.keys.shape[1])
         start = (end - self.window).clamp(min=0)
         runs = RunRows(keys, values, start, end - start, min(self.window, keys.shape[1]))
-        return _attend_to(call, runs, (keys[:, :0], values[:, :0]))
+        return attend_to(call, runs, (keys[:, :0], values[:, :0]))
 
 
-def _attend_to(call: AttentionCall, runs: RunRows, exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """One query's attention [Hq, 1, D] to runs of rows and to the rows of `exact`."""
+def attend_to(
+    call: AttentionCall,
+    runs: RunRows,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    exact_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query's attention [Hq, 1, D] to runs of rows, and to the rows of `exact`: all or the first `exact_count`."""
     Hk = len(runs.keys)
     sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
     query = call.query[:, 0].unflatten(0, (Hk, -1))
-    return decode_attention(query, runs, exact, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
+    how = call.softmax_scale, call.softcap, sinks
+    return decode_attention(query, runs, exact, (), *how, exact_count=exact_count).flatten(0, 1)[:, None]
 
 
 class MappedDenseLayer(DenseLayer):

@@ -1,6 +1,7 @@
 """Storage of the middle's keys and values during decoding: on the device, in host memory, or in the index's files."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
@@ -8,6 +9,7 @@ from sparsekv.formats.context_rows import Pair as Pair
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.suggestions import choose_one
+from sparsekv.kernels.attention.types import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
 
 PLACEMENTS = ("device", "host", "disk")
@@ -17,6 +19,15 @@ def check_placement(placement: str) -> None:
     """Raise UsageError for an unknown placement."""
     if placement not in PLACEMENTS:
         raise UsageError(f"--placement {placement}: {choose_one(placement, PLACEMENTS)}")
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Buffers of keys and values [Hk, used or more, D] where they lie, and of numbers in 8 bits what they mean."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: RowScales | None = None
 
 
 class MiddleRows(ABC):
@@ -30,8 +41,8 @@ class MiddleRows(ABC):
     def gather(self, rows: torch.Tensor) -> Pair:
         """Keys and values [Hk, R, D] of rows [Hk, R], copied to the model's device."""
 
-    def in_place(self) -> Pair | None:
-        """The buffers of keys and values [Hk, used or more, D], without a copy; None unless on the model's device."""
+    def in_place(self) -> PlacedRows | None:
+        """The buffers, without a copy; None unless on the model's device."""
         return None
 
     @abstractmethod
@@ -89,8 +100,8 @@ class MemoryRows(MiddleRows):
         picked = torch.index_select(everything, 0, flat, out=room)
         return picked.view(Hk, -1, D).to(self.device, non_blocking=True)
 
-    def in_place(self) -> Pair | None:
-        return None if self.pinned else (self.keys.buffer, self.values.buffer)
+    def in_place(self) -> PlacedRows | None:
+        return None if self.pinned else PlacedRows(self.keys.buffer, self.values.buffer)
 
     def from_row(self, start: int) -> Pair:
         return self.keys.rows[:, start:].to(self.device), self.values.rows[:, start:].to(self.device)
@@ -159,16 +170,24 @@ class DiskRows(MiddleRows):
 
 
 def lay_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Rows [Hk, M, D] in an order [Hk, M or fewer], such as one that makes each cluster's rows consecutive.
+    """Rows [Hk, M, ...] in an order [Hk, M or fewer], such as one that makes each cluster's rows consecutive.
 
     Contiguous; copies unless the rows are so already and `order` is None.
     """
     if order is None:
         return rows.contiguous()
     if rows.is_cuda:
-        return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[2]))
+        words = _in_words(rows)
+        places = order.view(*order.shape, *[1] * (rows.dim() - 2)).expand(-1, -1, *words.shape[2:])
+        return words.gather(1, places).view(rows.dtype)
     # A CPU copies rows, which an index of one axis names, many times as fast as single numbers.
-    laid_out = rows.new_empty(*order.shape, rows.shape[2])
+    laid_out = rows.new_empty(*order.shape, *rows.shape[2:])
     for of_head, named, out in zip(rows, order, laid_out, strict=True):
         torch.index_select(of_head, 0, named, out=out)
     return laid_out
+
+
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [Hk, M, D] as numbers of 8 bytes where they fit: a GPU looks every number's place up by itself."""
+    fits = rows.dim() == 3 and rows.shape[2] * rows.itemsize % 8 == 0 and rows[0, :1].is_contiguous()
+    return rows.view(torch.int64) if fits else rows

@@ -5,29 +5,33 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.context_rows import ContextRows, Pair
-from sparsekv.formats.reader import Artifact
+from sparsekv.formats.reader import CPU, Artifact
 
 
 @dataclass
 class LayerRows:
-    """Keys and values [Hk, N, D] of one layer, in the index's dtype, held for each device from first use to `release`.
+    """Keys and values [Hk, N, D] of one layer, held for each device from first use to `release`.
 
     On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
-    those of all. On a GPU, and on a CPU where they are stored in 8 bits, they are a copy: 0.5 GB for a layer of an 8B
-    at 131,072 tokens.
+    those of all. On a GPU they are a copy of what is stored: 0.5 GB for a layer of an 8B at 131,072 tokens in bfloat16,
+    half of that in 8 bits. Rows in 8 bits that `on` has restored to the index's dtype are held beside it.
     """
 
     artifact: Artifact
     layer: int
-    _rows: dict[torch.device, Pair] = field(default_factory=dict)
-    _stored: ContextRows | None = None
+    _stored: dict[torch.device, ContextRows] = field(default_factory=dict)
+    _restored: dict[torch.device, Pair] = field(default_factory=dict)
 
     @property
     def stored(self) -> ContextRows:
         """The rows as they are stored, mapped."""
-        if self._stored is None:
-            self._stored = self.artifact.context_rows(self.layer)
-        return self._stored
+        return self.stored_on(CPU)
+
+    def stored_on(self, device: torch.device) -> ContextRows:
+        """The rows as they are stored: mapped on a CPU, copied to a GPU."""
+        if device not in self._stored:
+            self._stored[device] = self.artifact.context_rows(self.layer, device)
+        return self._stored[device]
 
     @property
     def mapped_keys(self) -> tuple[torch.Tensor, ...]:
@@ -35,17 +39,17 @@ class LayerRows:
         return tuple(rows for name, rows in self.stored.tensors.items() if name.startswith("key"))
 
     def on(self, device: torch.device) -> Pair:
-        """Keys and values on a device."""
-        if device not in self._rows:
-            stored = self.stored if device.type == "cpu" else self.artifact.context_rows(self.layer, device)
-            self._rows[device] = stored.part(slice(None))
-        return self._rows[device]
+        """Keys and values on a device, in the index's dtype."""
+        if device not in self._restored:
+            self._restored[device] = self.stored_on(device).part(slice(None))
+        return self._restored[device]
 
     def part(self, tokens: slice, device: torch.device) -> Pair:
-        """Keys and values [Hk, T, D] of consecutive tokens on a device; on a CPU only theirs are restored."""
-        if device.type == "cpu" and device not in self._rows:
-            return self.stored.part(tokens)
-        keys, values = self.on(device)
+        """Keys and values [Hk, T, D] of consecutive tokens on a device, in the index's dtype; only theirs are
+        restored, and not held."""
+        if device not in self._restored:
+            return self.stored_on(device).part(tokens)
+        keys, values = self._restored[device]
         return keys[:, tokens], values[:, tokens]
 
     def middle_keys(self, device: torch.device) -> torch.Tensor:
@@ -68,8 +72,8 @@ class LayerRows:
 
     def release(self) -> None:
         """Let go of the rows."""
-        self._rows.clear()
-        self._stored = None
+        self._restored.clear()
+        self._stored.clear()
 
 
 def _own(rows: torch.Tensor) -> torch.Tensor:

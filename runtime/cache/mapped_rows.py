@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.context_rows import ContextRows
-from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows, Pair
+from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows, Pair, PlacedRows
 
 
 @dataclass
@@ -41,8 +41,8 @@ class MappedRows(MiddleRows):
         keys, values = self.stored.gather(tokens, self.middle.start)
         return keys.to(self.dtype), values.to(self.dtype)
 
-    def in_place(self) -> Pair:
-        return self._in_memory().keys.buffer, self._in_memory().values.buffer
+    def in_place(self) -> PlacedRows | None:
+        return self._in_memory().in_place()
 
     def from_row(self, start: int) -> Pair:
         return self._in_memory().from_row(start)

@@ -1,8 +1,9 @@
 """What opening an index reads before it is needed: while transformers is imported, or while the model is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
+from typing import Self
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.device import choose_device
@@ -32,16 +33,16 @@ class EarlyReading:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        self._begin()
+        self._begin(_read, artifact, files, list(self.rows.values()))
 
-    def begin_loading(self) -> None:
+    def begin_loading(self) -> Self:
         """To be called once all is imported, before the model is loaded."""
         if self._later:
-            self._begin()
+            self._begin(_check_one_by_one, self._artifact, self._files)
+        return self
 
-    def _begin(self) -> None:
-        reading = [self._artifact, self._files, list(self.rows.values())]
-        Thread(target=_read, args=reading, name="early-reading", daemon=True).start()
+    def _begin(self, read: Callable[..., None], *what: object) -> None:
+        Thread(target=read, args=what, name="early-reading", daemon=True).start()
 
 
 def _is_cpu(device: str) -> bool:
@@ -49,6 +50,14 @@ def _is_cpu(device: str) -> bool:
     with suppress(SparsekvError):
         return choose_device(device).type == "cpu"
     return False
+
+
+def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> None:
+    # By this thread alone: more would take the time of those that read the model's weights. What is left of them when
+    # the sums are wanted is checked by all cores.
+    with suppress(SparsekvError, OSError, RuntimeError):
+        for file in files:
+            artifact.check_sums([file])
 
 
 def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows]) -> None:

@@ -45,9 +45,7 @@ def load_and_open(
         IdentityError: the index does not belong to this model.
     """
     started = time.perf_counter()
-    early = early or (EarlyReading(artifact, device, hold=hold) if ranks is None else None)
-    if early is not None:
-        early.begin_loading()
+    early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)

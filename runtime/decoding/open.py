@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from sparsekv.formats.context_rows import Int8Rows
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
@@ -20,10 +21,12 @@ from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
+from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.mapped_rows import MappedRows
+from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import PreparedLayer, files_read, prepare_layer
@@ -138,8 +141,12 @@ class OpenIndex:
     def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
         """A dense layer; with a sliding window only of the rows that the next token can see."""
         first, window = self._first_seen(layer, tokens), self.artifact.manifest.layers[layer].sliding_window
-        rows = self._rows(self.take_rows(layer), slice(first, tokens))
-        return DenseLayer(*rows, out_of_sight=first, window=window)
+        held = self.take_rows(layer)
+        if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Rows):
+            stored = of_tokens(held.stored_on(self.device).tensors, slice(tokens))
+            nothing = torch.empty(len(stored["keys"]), 0, stored["keys"].shape[2], dtype=self.dtype, device=self.device)
+            return DenseLayerIn8Bits(lambda: stored, nothing, tokens)
+        return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None, *, hold: bool) -> DenseLayer:
         """A dense layer that reads its rows when it attends, or `ahead` does; with `hold` the next cache gets them."""
@@ -147,7 +154,12 @@ class OpenIndex:
         early = None
         if hold and not first:
             self._held[layer] = rows
-            early = ahead.submit(rows.on, self.device) if ahead else None
+            early = ahead.submit(rows.stored_on, self.device) if ahead else None
+        Hk, D = self.artifact.heads_and_channels(layer)
+        nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
+        if early and self.artifact.manifest.kv_storage is not None:
+            read_ahead = early
+            return DenseLayerIn8Bits(lambda: of_tokens(read_ahead.result().tensors, slice(tokens)), nothing, tokens)
 
         def read() -> Pair:
             if early:
@@ -157,8 +169,6 @@ class OpenIndex:
                 rows.release()
             return pair
 
-        Hk, D = self.artifact.heads_and_channels(layer)
-        nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
         return MappedDenseLayer(read, nothing, tokens, out_of_sight=first)
 
     def _first_seen(self, layer: int, tokens: int) -> int:
@@ -255,18 +265,21 @@ class _SparseLayers:
         return self.index.device if self.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
-        """The middle's rows; shares the keys with the selector if both need them in the same order on one device."""
+        """The middle's rows, on a GPU in 8 bits where they are stored so; else they share the keys with the selector if
+        both need them in the same order on one device."""
         index, layout, where = self.index, prepared.selector.layout, self._placed()
         if self.placement == "disk":
             return DiskRows(rows.artifact, rows.layer, layout, index.device, index.dtype)
+        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
         if index.device.type == "cpu":
-            middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
             return MappedRows(rows.stored, middle, layout, index.dtype)
+        if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Rows):
+            order = None if layout is None else layout.to(where)
+            return RowsIn8Bits(of_tokens(rows.stored_on(where).tensors, middle), order, index.dtype)
         if layout is None and where == self._search_device(self.method):
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:
-            middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
-            keys, values = (one[:, middle] for one in rows.on(where))
+            keys, values = rows.part(middle, where)
         order = None if layout is None else layout.to(where)
         return MemoryRows(keys.to(index.dtype), values.to(index.dtype), order, index.device)
 

@@ -3,6 +3,7 @@
 from torch import nn
 
 from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
+from sparsekv.formats.int8_rows import row_bytes
 from sparsekv.formats.reader import Artifact
 
 REMEDY = (
@@ -12,13 +13,16 @@ REMEDY = (
 
 
 def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
-    """What a model and an index's keys and values take, in the model's dtype whatever they are stored in; of a layer
-    with a sliding window those in it."""
-    size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
+    """What a model and an index's keys and values take, in the model's dtype or in 8 bits; of a layer with a sliding
+    window those in it, in the model's dtype. To work with them: a layer in 8 bits is restored for the probe."""
+    size, tokens, rows, restored = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0.0, 0
     for layer, facts in enumerate(artifact.manifest.layers):
         heads, channels = artifact.heads_and_channels(layer)
-        rows += 2 * heads * channels * min(tokens, facts.sliding_window or tokens) * size
-    return MemoryPlan(model_bytes(model), rows)
+        in_8_bits = artifact.manifest.kv_storage is not None and facts.sliding_window is None
+        row = row_bytes(channels) if in_8_bits else channels * size
+        rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
+        restored = max(restored, 2 * heads * channels * tokens * size) if in_8_bits else restored
+    return MemoryPlan(model_bytes(model), int(rows), restored)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:

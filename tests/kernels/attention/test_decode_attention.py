@@ -1,11 +1,13 @@
 """Attention of one decode step by kernels: against its definition in float64, and against plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.eight_bits import eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
@@ -241,6 +243,63 @@ def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
     with poisoned_memory():
         assert_close(decode_attention_triton(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
     assert_close(decode_attention_reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
+
+
+def in_8_bits(step: Step, seed: int) -> tuple[Step, Callable[[RunRows], RunRows]]:
+    """A step whose middle's rows are what numbers in 8 bits mean, and what puts these into its runs."""
+    rows = eight_bits(seed, *step.keys.shape)
+
+    def put(runs: RunRows) -> RunRows:
+        keys, values = rows.keys.to(DEVICE), rows.values.to(DEVICE)
+        return replace(runs, keys=keys, values=values, scales=scales_on(rows.scales, DEVICE))
+
+    return replace(step, keys=rows.exact_keys, values=rows.exact_values), put
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
+    step, put = in_8_bits(some_step(D, D=D, dtype=dtype), D)
+    query, runs, exact, stand_ins = step.on(DEVICE).arguments(1)
+    truth = expected(step, True, D**-0.5, softcap, None)
+    with poisoned_memory():
+        output = decode_attention_triton(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+    assert output.dtype == dtype
+    assert_close(output.cpu(), truth, tolerance)
+    plain = decode_attention_reference(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+    assert_close(plain.cpu(), truth, tolerance)
+
+
+@pytest.mark.parametrize("G", range(1, 9))
+def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
+    step, put = in_8_bits(some_step(G, G=G, exact=0), G)
+    query, runs, exact, _ = step.on(DEVICE).arguments(0)
+    assert_close(
+        decode_attention_triton(query, put(runs), exact, (), 0.125).cpu(),
+        expected(step, False, 0.125, None, None),
+        1e-5,
+    )
+
+
+@by_dtype
+@pytest.mark.parametrize("many", [0, 10**9], ids=["programs of one warp", "of four"])
+@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
+def test_single_rows_in_8_bits_and_a_queue(
+    used: tuple[int, int] | None, many: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.MANY", many)
+    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.LEAST_TILES", 0)
+    step, put = in_8_bits(some_step(5, clusters=200, dtype=dtype), 5)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    numbers = torch.tensor(used or (600, 600), dtype=torch.int32)
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * (torch.arange(600) < numbers[:, None]))
+    moved, queue = step.on(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    given_used = None if used is None else numbers.to(DEVICE)
+    runs = put(RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 600, given_used, queue))
+    with poisoned_memory():
+        output = decode_attention_triton(moved.query, runs, (moved.exact_keys, moved.exact_values), (), 0.125)
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
 
 
 @given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))

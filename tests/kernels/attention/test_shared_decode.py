@@ -1,10 +1,11 @@
 """Several sequences' attention by kernels that read shared rows in place: against plain torch, and its definition."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.eight_bits import eight_bits, scales_on
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -119,6 +120,23 @@ def test_soft_caps_sinks_and_centroids(softcap: float | None, *, sinks: bool, st
     case = some_case(softcap=softcap, sinks=sinks, stands=stands, used=(25, 0))
     assert_close(case.by_kernels(), case.by_definition(), 1e-5)
     assert_close(case.by_torch(), case.by_definition(), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize(("Hk", "G", "B"), [(1, 1, 1), (2, 3, 5), (3, 8, 2)])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+def test_rows_in_8_bits(
+    softcap: float | None, dtype: torch.dtype, tolerance: float, D: int, Hk: int, G: int, B: int
+) -> None:
+    case, rows = some_case(dtype=dtype, Hk=Hk, G=G, B=B, D=D, used=(25, 0, M), softcap=softcap), eight_bits(D, Hk, M, D)
+    meant = replace(case.runs, keys=rows.exact_keys.to(DEVICE), values=rows.exact_values.to(DEVICE))
+    stored = replace(
+        case.runs, keys=rows.keys.to(DEVICE), values=rows.values.to(DEVICE), scales=scales_on(rows.scales, DEVICE)
+    )
+    truth, case = replace(case, runs=meant).by_definition(), replace(case, runs=stored)
+    assert_close(case.by_kernels(), truth, tolerance)
+    assert_close(case.by_torch(), truth, tolerance)
 
 
 def test_queries_that_do_not_fit_a_program_are_split(monkeypatch: pytest.MonkeyPatch) -> None:

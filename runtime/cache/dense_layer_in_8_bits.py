@@ -1,0 +1,54 @@
+"""A cache layer that attends to a whole stored context, whose rows stay in 8 bits on a GPU."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from sparsekv.formats.context_rows import context_rows
+from sparsekv.kernels.attention.types import RunRows
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.dense_layer import DenseLayer, attend_to
+from sparsekv.runtime.cache.kv_store import Pair
+from sparsekv.runtime.cache.rows_in_8_bits import placed, units_of
+from sparsekv.runtime.cache.stored_layer import Slot
+
+
+class DenseLayerIn8Bits(DenseLayer):
+    """Attends to the whole stored context: in decode steps to the numbers where they lie; a question's tokens, of which
+    many are attended for at a time, to rows that are restored for them and freed.
+
+    Args:
+        stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.
+        nothing: [Hk, 0, D], on that device and of the model's dtype.
+        tokens: how many are stored.
+    """
+
+    def __init__(self, stored: Callable[[], Mapping[str, torch.Tensor]], nothing: torch.Tensor, tokens: int):
+        super().__init__(nothing, nothing)
+        self.stored, self._read, self._nothing = tokens, stored, nothing
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._read()
+
+    @cached_property
+    def _runs(self) -> RunRows:
+        rows = placed(self._tensors, units_of(self._tensors))
+        every = torch.arange(self.stored, dtype=torch.int32, device=self._nothing.device)
+        every = every.expand(len(self._nothing), -1)
+        return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)
+
+    def stored_rows(self) -> Pair:
+        return context_rows(self._tensors, self._nothing.dtype).part(slice(None))
+
+    def shared(self) -> tuple[RunRows, Pair]:
+        return self._runs, (self._nothing, self._nothing)
+
+    def _decode(self, call: AttentionCall) -> torch.Tensor:
+        return attend_to(call, self._runs, self.exact_rows())
+
+    def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
+        assert self.keys is not None
+        assert self.values is not None
+        return attend_to(call, self._runs, (self.keys, self.values), slot.count)

@@ -1,0 +1,70 @@
+"""The middle's keys and values on a GPU in 8 bits, as they are stored: kernels read them where they lie."""
+
+from collections.abc import Mapping
+
+import torch
+
+from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
+from sparsekv.kernels.attention.types import RowScales
+from sparsekv.runtime.cache.growing import GrowingRows
+from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows, lay_out
+
+
+class RowsIn8Bits(MiddleRows):
+    """Rows that stay in 8 bits, half the memory of bfloat16; whatever gathers some gets them restored.
+
+    Allocates a copy of the numbers and their scales in the layout. Appended rows are rounded to 8 bits too.
+
+    Args:
+        stored: the tensors of a context's file in 8 bits, of the middle's M tokens, on the model's device.
+        order: [Hk, M], the layout; None for order of position.
+        dtype: the model's.
+    """
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):
+        self.rows = {name: GrowingRows(lay_out(stored[name], order)) for name in OF_TOKENS}
+        self.channels = {name: stored[name] for name in OF_CHANNELS}
+        self.units, self.dtype, self.reachable = units_of(stored), dtype, True
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.rows["keys"].used
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: rows.buffer for name, rows in self.rows.items()} | self.channels
+
+    def gather(self, rows: torch.Tensor) -> Pair:
+        return context_rows(self._buffers, self.dtype).gather(rows)
+
+    def in_place(self) -> PlacedRows:
+        return placed(self._buffers, self.units)
+
+    def from_row(self, start: int) -> Pair:
+        return context_rows(self._buffers, self.dtype).part(slice(start, self.used))
+
+    def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
+        added = None if new is None else quantise(*new, like=self.channels)
+        for name, rows in self.rows.items():
+            old = rows.rows[:, start:]
+            among = old if added is None else torch.cat([old, added[name].to(old)], 1)
+            rows.write(start, lay_out(among, order.to(old.device)))
+
+
+def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
+    """Those tensors for some of the tokens alone; views."""
+    return {name: stored[name][:, tokens] for name in OF_TOKENS} | {name: stored[name] for name in OF_CHANNELS}
+
+
+def units_of(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The units [Hk] of `RowScales`, of tensors with any tokens."""
+    largest = stored["value_scales"].float().amax(1)
+    return torch.where(largest == 0, 1.0, largest)
+
+
+def placed(stored: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
+    """The tensors of a context's file in 8 bits, as kernels take them, with their `units_of`."""
+    of_rows = stored["key_scales"], stored["value_scales"]
+    scales = RowScales(*of_rows, stored["channel_scales"], stored["channel_offsets"], units)
+    return PlacedRows(stored["keys"], stored["values"], scales)
