@@ -154,8 +154,11 @@ def test_everything_has_a_name_and_focus_is_seen(opened: Open, trace: dict[str, 
       .map(one => one.outerHTML)""")
     assert unnamed == []
     names = set()
-    for _ in range(16):
+    for _ in range(30):
         one.page.keyboard.press("Tab")
+        # Where Tab begins is the browser's affair; after the last it goes by the page itself, which has no outline.
+        if one.page.evaluate("document.activeElement === document.body"):
+            continue
         names.add(one.page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         style = one.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert style == "solid"
