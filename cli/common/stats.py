@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, tell
+from sparsekv.kernels.attention.compiled import compiling_took
 
 if TYPE_CHECKING:  # they import transformers, which a report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats
@@ -16,6 +17,9 @@ MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller
 def print_stats(answer: "Answer") -> None:
     """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass."""
     note(_summary(answer), quiet=False)
+    if seconds := compiling_took():
+        told = f"{seconds:.1f} s of that compiled kernels for this CPU; the next command reads them from disk"
+        note(told, quiet=False)
     if answer.kv_fraction > 1:
         note(f"more than all keys and values: {MORE_THAN_EVERYTHING}", quiet=False)
     if answer.layers:

@@ -2,10 +2,13 @@
 
 import ctypes
 import importlib
+import time
 from functools import lru_cache
 from types import ModuleType
 
 import torch
+
+_took: list[float] = []
 
 
 @lru_cache
@@ -14,10 +17,21 @@ def compiled_kernels(name: str) -> ModuleType | None:
     without numba, or where the process has no GNU OpenMP, whose threads torch uses."""
     if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
+    started = time.perf_counter()
     try:
-        return importlib.import_module(f"sparsekv.kernels.attention.{name}")
+        found = importlib.import_module(f"sparsekv.kernels.attention.{name}")
     except ImportError:
         return None
+    if not found.STEP.cache_hits:
+        _took.append(time.perf_counter() - started)
+    return found
+
+
+def compiling_took() -> float:
+    """Seconds since the last call in which kernels were compiled; 0 where they were read from disk."""
+    seconds = sum(_took)
+    _took.clear()
+    return seconds
 
 
 def have_addresses(*wanted: tuple[torch.Tensor, torch.dtype]) -> bool:
