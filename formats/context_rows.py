@@ -75,6 +75,13 @@ class Int8Rows(ContextRows):
         return keys, values
 
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
+        parts = [self._gathered(some, first) for some in tokens.split(PIECE, 1)]
+        if len(parts) == 1:
+            return parts[0]
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys, 1), torch.cat(values, 1)
+
+    def _gathered(self, tokens: torch.Tensor, first: int) -> Pair:
         flat = self._flat(tokens, first)
         return self._restored({name: self._picked(name, flat).unflatten(0, tokens.shape) for name in OF_TOKENS})
 

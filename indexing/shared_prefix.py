@@ -11,12 +11,18 @@ from sparsekv.indexing.context_files import TakenOver, decides_context, decides_
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import first_unknown
 
+LEAST_SHARE = 0.5
+"""Of a document's tokens, how many must have set the scales of channels in 8 bits: where a quarter did, storing costs
+half as much again, where a sixteenth did, twice as much (docs/reference/eight-bits.md)."""
+
 
 def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     """How many leading tokens need not be prefilled again: the index in the folder has their rows, from the same model,
     dtype and prefill, and the queries of those at `positions` [P], rising."""
     base = job.writer.base
     if base is None or job.plan.force or not job.team.starts_after_prefix or not _fits(job, base):
+        return 0
+    if base.kv_storage is not None and base.kv_storage.measured_tokens < len(job.plan.prompt.input_ids) * LEAST_SHARE:
         return 0
     # Damaged rows would be copied and get a valid checksum of their own, so that nobody would notice.
     if not all(job.writer.is_whole(base.files[layer_file("context", layer)]) for layer in range(len(base.layers))):

@@ -97,7 +97,7 @@ def load_model(
         dtype: one of DTYPES, or `auto` (float32 on the CPU, elsewhere the checkpoint's own or else bfloat16).
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called on another thread while the tokenizer and weights are loaded for a GPU, with it and the dtype.
+        meanwhile: called on another thread while a GPU gets the weights; if it fails, nobody is told.
         ranks: how many processes load a share of it each; UsageError where they cannot share it.
 
     Raises:

@@ -17,6 +17,7 @@ from sparsekv.kernels.attention.types import RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
+    LARGEST_HALF,
     aligned,
     capped,
     channel_scaled,
@@ -188,6 +189,7 @@ def _partial_kernel(
             if SCALED:
                 of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
                 of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
+                of_values = tl.minimum(of_values, LARGEST_HALF)
                 products = dot(q, tl.trans(floats_of(k, EXACT))) * of_keys[None, :]
                 logits = capped(products * largest[:, None] + offset[:, None], softcap, CAPPED)
                 logits = tl.where(inside, logits, -float("inf"))

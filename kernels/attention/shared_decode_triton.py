@@ -15,6 +15,7 @@ from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
+    LARGEST_HALF,
     LOG2_E,
     capped,
     channel_scaled,
@@ -105,6 +106,7 @@ def _shared_kernel(
         if SCALED:
             of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
             of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
+            of_values = tl.minimum(of_values, LARGEST_HALF)
             products = dot(q, tl.trans(floats_of(k, EXACT))) * largest[:, None] * of_keys[None, :] + offset[:, None]
             logits = capped(products, softcap, CAPPED) * LOG2_E + bias
             peak, total, output = add_scaled_tile(peak, total, output, logits, floats_of(v, EXACT), of_values)

@@ -13,7 +13,7 @@ class RowScales:
     plus the channel's offset; a value is its number times its row's scale.
 
     keys, values [H, M]: of rows, with the same strides; channels, offsets [H, D]. A head's are contiguous. `units` [H]
-    float32 are about as large as a head's scales of values, so that float16 holds these over them.
+    float32 are about as large as a head's scales of values, so that float16 holds these over them, up to 65,504.
     """
 
     keys: torch.Tensor

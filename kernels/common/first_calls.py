@@ -35,11 +35,11 @@ def _decoder_layer(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _checks(device: torch.device, dtype: torch.dtype) -> None:
-    """The operations by which an index's numbers are checked."""
+    """Those of `formats.values.check_values`, on a token order of two tokens."""
     numbers = torch.ones(2, 2, dtype=dtype, device=device)
     whole = torch.stack(torch.aminmax(numbers)).isfinite().all()
     order = torch.zeros(2, 2, dtype=torch.int32, device=device)
-    least, most = torch.aminmax(order.long() - 0)
+    least, most = torch.aminmax(order.long())
     seen = torch.zeros(2, 2, dtype=torch.bool, device=device).scatter_(1, order.long().clamp(0, 1), True)
     wrong = (least < 0) | (most >= 2) | ~seen.all() | (order.sum(1) != 2).any() | (order.diff(dim=1) != 0).any()
     torch.stack([wrong, ~whole]).tolist()

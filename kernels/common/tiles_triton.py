@@ -76,6 +76,7 @@ def capped(logits, softcap, CAPPED: tl.constexpr):
     return logits
 
 
+LARGEST_HALF = tl.constexpr(65504.0)
 # Bytes of 0 to 255 after 0x64 are float16 numbers of 1024 to 1279. So four whole numbers take five instructions; the
 # conversion that a GPU has takes one for each at a quarter of the speed.
 _HALVES = tl.constexpr(

@@ -182,7 +182,7 @@ class FusedExecutor(Executor):
 
     def attend(self, step: Step, budget: Budget) -> Attended:
         query, exact = step.query.squeeze(2), (step.keys, step.values)
-        if self.fused is not None and (rows := self.middle.in_place()) is not None:
+        if self.fused is not None and (rows := self.middle.in_place()) is not None and rows.scales is None:
             done = self.fused.attend_fused(query, (rows.keys, rows.values), exact, budget, step.how[2])
             if done is not None:
                 return Attended(done[0].unsqueeze(2), done[1])

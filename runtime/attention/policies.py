@@ -129,7 +129,7 @@ class Measured(Policy):
     def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
         """Dense attention for the heads that are True in `heads` [Hk]; copies their rows of the middle."""
         some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
-        middle = Segment(*(rows[some] for rows in self.middle.from_row(0)))
+        middle = Segment(*self.middle.from_row(0, some))
         segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
         output = torch.zeros_like(step.query)
         output[some] = attend(step.query[some], segments, scale, softcap, None if sinks is None else sinks[some])

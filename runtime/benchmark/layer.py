@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -61,7 +62,9 @@ class LayerData:
         """The same layer with some of its KV heads, and with their query heads."""
         group = len(self.query) // len(self.keys)
         own = slice(heads.start * group, heads.stop * group)
-        some = {name: getattr(self, name)[heads] for name in ("keys", "values")}
+        some: dict[str, Any] = {name: getattr(self, name)[heads] for name in ("keys", "values")}
+        if self.stored is not None:
+            some["stored"] = {name: rows[heads] for name, rows in self.stored.items()}
         return replace(self, **some, **{name: getattr(self, name)[own] for name in ("query", "tail", "sampled")})
 
     def in_8_bits(self) -> "LayerData":

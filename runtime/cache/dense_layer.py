@@ -28,7 +28,7 @@ class DenseLayer(StoredLayer):
         return self.stored_keys, self.stored_values
 
     def shared(self) -> tuple[RunRows, tuple[torch.Tensor, torch.Tensor]]:
-        """The stored rows for `shared_decode`: those in 8 bits as runs, the others as rows that are always attended."""
+        """The stored rows as `shared_decode` takes them: its runs, and what all attend to."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)

@@ -13,6 +13,7 @@ from sparsekv.kernels.attention.types import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
 
 PLACEMENTS = ("device", "host", "disk")
+EVERY = slice(None)
 
 
 def check_placement(placement: str) -> None:
@@ -46,8 +47,9 @@ class MiddleRows(ABC):
         return None
 
     @abstractmethod
-    def from_row(self, start: int) -> Pair:
-        """Keys and values of all rows from `start` on, [Hk, used - start, D], on the model's device."""
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        """Keys and values of all rows from `start` on, [Hk, used - start, D], on the model's device; of some heads, by
+        their numbers [n]."""
 
     @abstractmethod
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
@@ -103,8 +105,8 @@ class MemoryRows(MiddleRows):
     def in_place(self) -> PlacedRows | None:
         return None if self.pinned else PlacedRows(self.keys.buffer, self.values.buffer)
 
-    def from_row(self, start: int) -> Pair:
-        return self.keys.rows[:, start:].to(self.device), self.values.rows[:, start:].to(self.device)
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        return self.keys.rows[heads, start:].to(self.device), self.values.rows[heads, start:].to(self.device)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         for number, rows in enumerate((self.keys, self.values)):
@@ -153,8 +155,9 @@ class DiskRows(MiddleRows):
         later = (tokens - self.split.middle).to(self.device)[..., None]
         return torch.where(later < 0, picked, new.rows.gather(1, later.clamp(min=0).expand(-1, -1, picked.shape[2])))
 
-    def from_row(self, start: int) -> Pair:
-        return self.gather(torch.arange(start, self.used).expand(self.heads, -1))
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        keys, values = self.gather(torch.arange(start, self.used).expand(self.heads, -1))
+        return keys[heads], values[heads]
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         before = self.used

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.context_rows import ContextRows, Pair
+from sparsekv.formats.context_rows import ContextRows, Int8Rows, Pair
 from sparsekv.formats.reader import CPU, Artifact
 
 
@@ -14,7 +14,7 @@ class LayerRows:
 
     On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
     those of all. On a GPU they are a copy of what is stored: 0.5 GB for a layer of an 8B at 131,072 tokens in bfloat16,
-    half of that in 8 bits. Rows in 8 bits that `on` has restored to the index's dtype are held beside it.
+    half of that in 8 bits; or, once `on` has restored these, of what they mean in the index's dtype.
     """
 
     artifact: Artifact
@@ -41,7 +41,10 @@ class LayerRows:
     def on(self, device: torch.device) -> Pair:
         """Keys and values on a device, in the index's dtype."""
         if device not in self._restored:
-            self._restored[device] = self.stored_on(device).part(slice(None))
+            stored = self.stored_on(device)
+            self._restored[device] = stored.part(slice(None))
+            if device.type != "cpu" and isinstance(stored, Int8Rows):
+                del self._stored[device]
         return self._restored[device]
 
     def part(self, tokens: slice, device: torch.device) -> Pair:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.context_rows import ContextRows
-from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows, Pair, PlacedRows
+from sparsekv.runtime.cache.kv_store import EVERY, MemoryRows, MiddleRows, Pair, PlacedRows
 
 
 @dataclass
@@ -44,8 +44,8 @@ class MappedRows(MiddleRows):
     def in_place(self) -> PlacedRows | None:
         return self._in_memory().in_place()
 
-    def from_row(self, start: int) -> Pair:
-        return self._in_memory().from_row(start)
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        return self._in_memory().from_row(start, heads)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         self._in_memory().rewrite(start, new, order)

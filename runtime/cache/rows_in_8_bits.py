@@ -8,7 +8,9 @@ from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
 from sparsekv.kernels.attention.types import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
-from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows, lay_out
+from sparsekv.runtime.cache.kv_store import EVERY, MiddleRows, Pair, PlacedRows, lay_out
+
+LEAST_UNIT = 1e-30
 
 
 class RowsIn8Bits(MiddleRows):
@@ -41,8 +43,9 @@ class RowsIn8Bits(MiddleRows):
     def in_place(self) -> PlacedRows:
         return placed(self._buffers, self.units)
 
-    def from_row(self, start: int) -> Pair:
-        return context_rows(self._buffers, self.dtype).part(slice(start, self.used))
+    def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
+        of_heads = {name: rows[heads] for name, rows in self._buffers.items()}
+        return context_rows(of_heads, self.dtype).part(slice(start, self.used))
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         added = None if new is None else quantise(*new, like=self.channels)
@@ -50,6 +53,7 @@ class RowsIn8Bits(MiddleRows):
             old = rows.rows[:, start:]
             among = old if added is None else torch.cat([old, added[name].to(old)], 1)
             rows.write(start, lay_out(among, order.to(old.device)))
+        self.units = units_of({name: rows.rows for name, rows in self.rows.items()})
 
 
 def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
@@ -58,9 +62,9 @@ def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, to
 
 
 def units_of(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The units [Hk] of `RowScales`, of tensors with any tokens."""
-    largest = stored["value_scales"].float().amax(1)
-    return torch.where(largest == 0, 1.0, largest)
+    """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
+    # So that what is over it stays a number: values beside that are not in 8 bits.
+    return stored["value_scales"].float().abs().mean(1).clamp(min=LEAST_UNIT)
 
 
 def placed(stored: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:

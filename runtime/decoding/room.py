@@ -14,15 +14,14 @@ REMEDY = (
 
 def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
     """What a model and an index's keys and values take, in the model's dtype or in 8 bits; of a layer with a sliding
-    window those in it, in the model's dtype. To work with them: a layer in 8 bits is restored for the probe."""
-    size, tokens, rows, restored = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0.0, 0
+    window those in it, in the model's dtype."""
+    size, tokens, rows = next(model.parameters()).itemsize, artifact.manifest.split.tokens, 0
     for layer, facts in enumerate(artifact.manifest.layers):
         heads, channels = artifact.heads_and_channels(layer)
         in_8_bits = artifact.manifest.kv_storage is not None and facts.sliding_window is None
         row = row_bytes(channels) if in_8_bits else channels * size
         rows += 2 * heads * row * min(tokens, facts.sliding_window or tokens)
-        restored = max(restored, 2 * heads * channels * tokens * size) if in_8_bits else restored
-    return MemoryPlan(model_bytes(model), int(rows), restored)
+    return MemoryPlan(model_bytes(model), rows)
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:

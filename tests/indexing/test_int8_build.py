@@ -167,6 +167,14 @@ def test_an_edited_document_keeps_the_numbers_of_the_tokens_that_it_shares(tmp_p
             assert_close(found, anew, 0.1)
 
 
+@pytest.mark.parametrize(("tokens", "taken"), [(560, 256), (680, 0)], ids=["half of it", "less than half"])
+def test_a_longer_document_takes_over_no_scales_of_a_few_of_its_tokens(tmp_path: Path, tokens: int, taken: int) -> None:
+    """They would fit its other keys badly."""
+    build_index(_int8(tokens=300), tmp_path / "a.skv")
+    longer = _int8(tokens=tokens)
+    assert _tokens_run(longer, tmp_path / "a.skv") == len(longer.prompt.input_ids) - taken
+
+
 def test_a_shared_prefix_ends_at_any_token(tmp_path: Path) -> None:
     """A shortened document's prefix ends where its tail begins."""
     build_index(_int8(tokens=600), tmp_path / "a.skv")

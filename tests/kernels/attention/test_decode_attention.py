@@ -302,6 +302,33 @@ def test_single_rows_in_8_bits_and_a_queue(
     assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
 
 
+@by_dtype
+def test_an_outlier_that_is_not_attended_to_takes_nothing_from_rows_in_8_bits(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    step = some_step(5, clusters=200, dtype=dtype)
+    rows, M = eight_bits(5, *step.keys.shape), step.keys.shape[1]
+    chosen = 1 + torch.rand(2, M - 1, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    rows.scales.values[:, 0] *= 1e4
+    scales = replace(rows.scales, units=rows.scales.values.float().mean(1))
+    single = replace(
+        step,
+        keys=rows.exact_keys,
+        values=rows.exact_values,
+        starts=chosen,
+        lengths=torch.ones_like(chosen),
+        exact_keys=step.exact_keys[:, :0],
+        exact_values=step.exact_values[:, :0],
+    )
+    runs = RunRows(rows.keys, rows.values, chosen, None, 600)
+    runs = replace(runs, keys=rows.keys.to(DEVICE), values=rows.values.to(DEVICE), starts=chosen.to(DEVICE))
+    exact = single.exact_keys.to(DEVICE), single.exact_values.to(DEVICE)
+    output = decode_attention_triton(
+        step.query.to(DEVICE), replace(runs, scales=scales_on(scales, DEVICE)), exact, (), 0.125
+    )
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
+
+
 @given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))
 def test_the_last_wave_is_as_full_as_one_wave_could_be(heads: int, rows: int, at_once: int) -> None:
     def full(programs: int) -> float:

@@ -1,5 +1,7 @@
 """An index in 8 bits on a GPU: built there, restored to the same bits as on a CPU, and decoded over from everywhere."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.random_tensors import normal
@@ -10,14 +12,17 @@ from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.int8_rows import quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
-from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
@@ -45,6 +50,10 @@ METHODS: dict[str, tuple[str, Method]] = {
     "codes": ("codes", Codes()),
     "quest": ("quest", Quest(page_size=5)),
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "guard": {"guard": Guard(0.02)},
+    "prefill quoka": {"question": QuestionPrefill("quoka", Quoka(), Budget(0.2), chunk_size=5)},
+}
 QUESTIONS = ("What is an expression?", "x", "Which statement raises an exception, and when?")
 GREEDY = Sampling(max_new_tokens=12)
 
@@ -67,6 +76,36 @@ def test_kernels_read_rows_in_8_bits_as_plain_torch_reads_restored_ones(on_gpu: 
     there = {where: stepped_logits(on_gpu, cache, tokens, question=9).cpu() for where, cache in caches.items()}
     assert_close(there["device"], there["host"], 1e-4)
     assert_close(there["device"], there["disk"], 1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_take_restored_rows(on_gpu: OpenIndex, name: str) -> None:
+    tokens, there = random_ids(40).cuda(), []
+    for where in ("device", "host"):
+        cache = on_gpu.sparse_cache(*METHODS["multipole"], Budget(0.2), placement=where, **OPTIONS[name])
+        there.append(stepped_logits(on_gpu, cache, tokens, question=9).cpu())
+    assert_close(there[0], there[1], 1e-4)
+
+
+def test_tokens_that_are_taken_in_are_rounded_and_forgotten(on_gpu: OpenIndex) -> None:
+    tokens, streaming = random_ids(60).cuda(), Multipole(stream=True, buffer=8)
+    cache = on_gpu.sparse_cache("multipole", streaming, Budget(1.0))
+    once, again = (stepped_logits(on_gpu, cache, tokens, question=9).cpu() for _ in range(2))
+    assert_close(once, again, 1e-5)
+    expected = stepped_logits(on_gpu, on_gpu.dense_cache(), tokens, question=9)
+    assert_close(once, expected.cpu(), 2e-2)
+
+
+def test_rows_that_the_probe_read_are_those_that_are_kept(on_gpu: OpenIndex) -> None:
+    tokens, its = random_ids(40).cuda(), (on_gpu.artifact.manifest.model, on_gpu.artifact.manifest.tokenizer)
+    held = open_index(on_gpu.artifact, on_gpu.model, on_gpu.tokenizer, its, hold=True)
+    for name in (*METHODS, None):
+        found, expected = (
+            stepped_logits(index, cache, tokens, question=9).cpu()
+            for index in (held, on_gpu)
+            for cache in [index.dense_cache() if name is None else index.sparse_cache(*METHODS[name], Budget(0.2))]
+        )
+        assert_close(found, expected, 1e-5)
 
 
 def test_everything_attended_is_dense_attention(on_gpu: OpenIndex) -> None:
