@@ -48,7 +48,9 @@ def test_a_converted_index_is_updated_like_any_other(indices: Path) -> None:
     before = _content(Path("new.skv"))
     assert run_here(*BUILD, "-o", "new.skv", "--kv-dtype", "int8").code == 0
     assert _content(Path("new.skv")) == before
-    assert run_here("append", "doc.txt", "--index", "new.skv", "--model", "model", "--rebuild", "-q").code == 0
+    more = Path("more.txt")
+    more.write_text(Path("doc.txt").read_text(encoding="utf-8")[:500], encoding="utf-8")
+    assert run_here("append", more, "--index", "new.skv", "--model", "model", "--rebuild", "-q").code == 0
     assert run_here("inspect", "--index", "new.skv", "--verify", "--model", "model", "-q").code == 0
     report = run_here("recall-report", "--index", "new.skv", "--method", "oracle", "-q")
     assert "measured on an earlier text of " in report.stdout
