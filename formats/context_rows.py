@@ -3,14 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
-from sparsekv.formats.int8_rows import OF_TOKENS, PIECE, restore
+from sparsekv.formats.int8_rows import PIECE, restore
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [Hk, T, D]."""
+
+
+Name: TypeAlias = Literal["keys", "values"]
+NAMES: tuple[Name, ...] = ("keys", "values")
+SCALES_OF: dict[Name, str] = {"keys": "key_scales", "values": "value_scales"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,12 @@ class ContextRows(ABC):
         return self.tensors["keys"].shape
 
     @abstractmethod
+    def some(self, name: Name, tokens: slice) -> torch.Tensor:
+        """Keys or values [Hk, T, D] of consecutive tokens, in the index's dtype: views where they are stored so."""
+
     def part(self, tokens: slice) -> Pair:
-        """Keys and values [Hk, T, D] of consecutive tokens, in the index's dtype: views where they are stored so."""
+        """Both."""
+        return self.some("keys", tokens), self.some("values", tokens)
 
     @abstractmethod
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
@@ -51,8 +60,8 @@ class ContextRows(ABC):
 class ExactRows(ContextRows):
     """Rows that are stored in the index's dtype."""
 
-    def part(self, tokens: slice) -> Pair:
-        return self.tensors["keys"][:, tokens], self.tensors["values"][:, tokens]
+    def some(self, name: Name, tokens: slice) -> torch.Tensor:
+        return self.tensors[name][:, tokens]
 
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
         flat, shape = self._flat(tokens, first), (*tokens.shape, self.shape[2])
@@ -62,17 +71,14 @@ class ExactRows(ContextRows):
 class Int8Rows(ContextRows):
     """Rows that are stored in 8 bits, as `quantise` gives them; only what is asked for is restored."""
 
-    def part(self, tokens: slice) -> Pair:
+    def some(self, name: Name, tokens: slice) -> torch.Tensor:
         first, stop, _ = tokens.indices(self.shape[1])
-        heads, _, channels = self.shape
-        keys = self.tensors["keys"].new_empty(heads, max(0, stop - first), channels, dtype=self.dtype)
-        values = torch.empty_like(keys)
+        stored, scales = self.tensors[name], self.tensors[SCALES_OF[name]]
+        rows = stored.new_empty(len(stored), max(0, stop - first), stored.shape[2], dtype=self.dtype)
         for start in range(first, stop, PIECE):
-            end = min(start + PIECE, stop)
-            piece = slice(start - first, end - first)
-            stored = {name: self.tensors[name][:, start:end] for name in OF_TOKENS}
-            keys[:, piece], values[:, piece] = self._restored(stored)
-        return keys, values
+            piece = slice(start, min(start + PIECE, stop))
+            rows[:, start - first : piece.stop - first] = self._restored(name, stored[:, piece], scales[:, piece])
+        return rows
 
     def gather(self, tokens: torch.Tensor, first: int = 0) -> Pair:
         parts = [self._gathered(some, first) for some in tokens.split(PIECE, 1)]
@@ -83,13 +89,17 @@ class Int8Rows(ContextRows):
 
     def _gathered(self, tokens: torch.Tensor, first: int) -> Pair:
         flat = self._flat(tokens, first)
-        return self._restored({name: self._picked(name, flat).unflatten(0, tokens.shape) for name in OF_TOKENS})
 
-    def _restored(self, stored: Mapping[str, torch.Tensor]) -> Pair:
-        """Keys and values [Hk, T, D] of what is stored of some tokens, [Hk, T, ...]."""
-        channels = self.tensors["channel_scales"], self.tensors["channel_offsets"]
-        keys = restore(stored["keys"], stored["key_scales"], channels, self.dtype)
-        return keys, restore(stored["values"], stored["value_scales"], None, self.dtype)
+        def some(name: Name) -> torch.Tensor:
+            numbers, scales = (self._picked(one, flat).unflatten(0, tokens.shape) for one in (name, SCALES_OF[name]))
+            return self._restored(name, numbers, scales)
+
+        return some("keys"), some("values")
+
+    def _restored(self, name: Name, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Keys or values [Hk, T, D] that numbers [Hk, T, D] with scales [Hk, T] mean."""
+        channels = (self.tensors["channel_scales"], self.tensors["channel_offsets"]) if name == "keys" else None
+        return restore(numbers, scales, channels, self.dtype)
 
 
 def context_rows(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> ContextRows:

@@ -46,6 +46,13 @@ def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = No
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in OF_TOKENS} | channels
 
 
+def bounds(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """What must be finite of a file's tensors, by their names; nothing of one that is not in 8 bits. Of scales that is
+    the largest product that they give, because kernels take them as they are."""
+    found = {name: tensors[name] for name in SCALES if name in tensors}
+    return {name: rows if name == "channel_offsets" else rows * LARGEST for name, rows in found.items()}
+
+
 def row_bytes(channels: int) -> int:
     """Bytes of a token's keys or values of one head, with the scale of their own."""
     return channels + 2

@@ -12,7 +12,7 @@ from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.context_rows import ContextRows, Pair, context_rows
 from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.int8_rows import SCALES
+from sparsekv.formats.int8_rows import bounds
 from sparsekv.formats.layout import check_layout
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, layer_file
@@ -102,7 +102,9 @@ class Artifact:
         if first:
             self._check(name, self.manifest.files[name], tensors)
         tensors = on_device(tensors, self.descriptor(name), what, device)
-        doubted = tensors if self.thorough else {key: tensors[key] for key in SCALES if key in tensors}
+        doubted = bounds(tensors) if first else {}
+        if self.thorough:
+            doubted = tensors | doubted
         if first and (wrong := not_finite(doubted)):
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)

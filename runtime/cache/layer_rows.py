@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsekv.formats.context_rows import ContextRows, Int8Rows, Pair
+from sparsekv.formats.context_rows import NAMES, ContextRows, Int8Rows, Name, Pair
 from sparsekv.formats.reader import CPU, Artifact
 
 
@@ -57,15 +57,20 @@ class LayerRows:
 
     def middle_keys(self, device: torch.device) -> torch.Tensor:
         """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return _own(self._middle(device)[0])
+        return self._middle("keys", device)
 
     def middle_values(self, device: torch.device) -> torch.Tensor:
         """[Hk, M, D]; on a GPU a copy, so that `release` frees all other rows."""
-        return _own(self._middle(device)[1])
+        return self._middle("values", device)
 
-    def _middle(self, device: torch.device) -> Pair:
+    def _middle(self, name: Name, device: torch.device) -> torch.Tensor:
         split = self.artifact.manifest.split
-        return self.part(slice(split.sinks, split.sinks + split.middle), device)
+        tokens = slice(split.sinks, split.sinks + split.middle)
+        if device in self._restored:
+            rows = self._restored[device][NAMES.index(name)][:, tokens]
+        else:
+            rows = self.stored_on(device).some(name, tokens)
+        return rows if device.type == "cpu" else rows.contiguous()
 
     def observed_queries(self, device: torch.device) -> torch.Tensor:
         """[Hk, G, W, D]: the queries of the tail's first half."""
@@ -77,7 +82,3 @@ class LayerRows:
         """Let go of the rows."""
         self._restored.clear()
         self._stored.clear()
-
-
-def _own(rows: torch.Tensor) -> torch.Tensor:
-    return rows if rows.device.type == "cpu" else rows.contiguous()

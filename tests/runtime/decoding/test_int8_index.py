@@ -195,12 +195,16 @@ def test_an_index_in_half_precision_opens_and_answers(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    context = layer_file("context", 1)
     for name in ("key_scales", "value_scales", "channel_scales", "channel_offsets"):
-        for wrong in (torch.nan, torch.inf):
+        # The last is finite; what it gives is not, and kernels take it as it is.
+        for wrong in (torch.nan, torch.inf, *([] if name == "channel_offsets" else [1e38])):
             folder = tmp_path / f"{name}{wrong}.skv"
             build_small(folder, kv_dtype="int8")
-            change_tensors(
-                folder, layer_file("context", 1), lambda tensors, at=name, bad=wrong: tensors | {at: tensors[at] * bad}
-            )
+
+            def spoil(tensors: dict[str, torch.Tensor], at: str = name, bad: float = wrong) -> dict[str, torch.Tensor]:
+                return tensors | {at: torch.full_like(tensors[at], bad)}
+
+            change_tensors(folder, context, spoil)
             with pytest.raises(ArtifactError, match=rf"{name} in context/layer_001.* not finite"):
                 Artifact(folder).context(1)
