@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,28 +12,25 @@ from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
-from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
-from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair, check_placement
+from sparsekv.runtime.cache.kv_store import Pair, check_placement
 from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.cache.mapped_rows import MappedRows
-from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
+from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
-from sparsekv.runtime.decoding.prepare import PreparedLayer, files_read, prepare_layer
+from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.decoding.room import check_room
+from sparsekv.runtime.decoding.sparse_layers import SparseLayers
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.selection.interface import Method
 
 AHEAD = 2
 """Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
@@ -114,7 +110,8 @@ class OpenIndex:
         self.artifact.check_sums(files_read(self.artifact, name, method))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
-        sparse = _SparseLayers(self, name, method, split, placement, question, residual=residual, gather=gather)
+        about = self.artifact, self.device, self.dtype, self.take_rows
+        sparse = SparseLayers(*about, name, method, split, placement, question, residual=residual, gather=gather)
         for layer, facts in enumerate(self.artifact.manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, split.tokens))
@@ -202,89 +199,6 @@ class OpenIndex:
             tokens = self.split.tokens - 1
             cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
             compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)
-
-
-@dataclass
-class _SparseLayers:
-    """Makes the sparse layers of one cache."""
-
-    index: OpenIndex
-    name: str
-    method: Method
-    split: Split
-    placement: str
-    question: QuestionPrefill | None
-    _: KW_ONLY
-    residual: bool
-    gather: Callable[[int], GatherMaker] | None
-    shared: dict[str, Any] = field(default_factory=dict)
-    question_shared: dict[str, Any] = field(default_factory=dict)
-
-    def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
-        """One layer with its plan; its middle is stored according to the placement."""
-        index, artifact, device = self.index, self.index.artifact, self.index.device
-        facts, where, rows = artifact.manifest.layers[layer], self._search_device(self.method), index.take_rows(layer)
-        prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
-        exact, middle = self._exact(rows), self._middle(rows, prepared)
-        mapped = prepared.mapped if self.placement == "disk" else ()
-        options = LayerOptions(
-            prefetch=prefetch,
-            meter=meter,
-            search_device=where,
-            mapped=mapped,
-            question=self._question_search(rows, prepared.selector),
-            gather=None if self.gather is None else self.gather(layer),
-        )
-        # The selector may keep the file mapped, with the pages that were read to get here.
-        for tensor in (*rows.stored.tensors.values(), *mapped) if self.placement == "disk" else ():
-            release_pages(tensor)
-        rows.release()
-        plan = plan_layer(prepared.selector, middle, facts, self.split.sinks, budget, len(exact[0]), device, options)
-        return SparseLayer(exact, self.split, plan)
-
-    def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
-        question = self.question
-        if question is None:
-            return None
-        selector, where = None, self.index.device
-        if question.method is not None:
-            where, shared = self._search_device(question.method), self.question_shared
-            selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
-        return QuestionSearch(question, selector, where, decoding.layout, self.split.middle)
-
-    def _search_device(self, method: Method) -> torch.device:
-        on_host = method.searched_on_host and self.placement != "device"
-        return torch.device("cpu") if on_host else self.index.device
-
-    def _exact(self, rows: LayerRows) -> Pair:
-        """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
-        sinks, end, index = self.split.sinks, self.split.sinks + self.split.middle, self.index
-        parts = [rows.part(tokens, self._placed()) for tokens in (slice(sinks), slice(end, self.split.tokens))]
-        keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
-        return keys.to(index.device, index.dtype), values.to(index.device, index.dtype)
-
-    def _placed(self) -> torch.device:
-        """Where the middle's rows are kept, or read from."""
-        return self.index.device if self.placement == "device" else CPU
-
-    def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
-        """The middle's rows, on a GPU in 8 bits where they are stored so; else they share the keys with the selector if
-        both need them in the same order on one device."""
-        index, layout, where = self.index, prepared.selector.layout, self._placed()
-        if self.placement == "disk":
-            return DiskRows(rows.artifact, rows.layer, layout, index.device, index.dtype)
-        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
-        if index.device.type == "cpu":
-            return MappedRows(rows.stored, middle, layout, index.dtype)
-        if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Rows):
-            order = None if layout is None else layout.to(where)
-            return RowsIn8Bits(of_tokens(rows.stored_on(where).tensors, middle), order, index.dtype)
-        if layout is None and where == self._search_device(self.method):
-            keys, values = prepared.context.keys, rows.middle_values(where)
-        else:
-            keys, values = rows.part(middle, where)
-        order = None if layout is None else layout.to(where)
-        return MemoryRows(keys.to(index.dtype), values.to(index.dtype), order, index.device)
 
 
 def open_index(

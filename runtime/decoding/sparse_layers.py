@@ -1,0 +1,119 @@
+"""The sparse layers of one cache over an index: each with its selector, its rows and its plan."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+from sparsekv.formats.context_rows import Int8Rows
+from sparsekv.formats.pages import release_pages
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.schema import Split
+from sparsekv.runtime.attention.executors import GatherMaker
+from sparsekv.runtime.attention.guard import MissedMeter
+from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
+from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair
+from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.mapped_rows import MappedRows
+from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
+from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method, Selector
+
+
+@dataclass
+class SparseLayers:
+    """Makes the sparse layers of one cache.
+
+    Args:
+        device, dtype: the model's.
+        take_rows: gives a layer's stored keys and values, which are let go of afterwards.
+        split: the prompt's, whose tail may be cut.
+        placement: where the middle's rows are kept, one of PLACEMENTS.
+        shared, question_shared: what the layers of the method, and of the question's, share.
+    """
+
+    artifact: Artifact
+    device: torch.device
+    dtype: torch.dtype
+    take_rows: Callable[[int], LayerRows]
+    name: str
+    method: Method
+    split: Split
+    placement: str
+    question: QuestionPrefill | None
+    _: KW_ONLY
+    residual: bool
+    gather: Callable[[int], GatherMaker] | None
+    shared: dict[str, Any] = field(default_factory=dict)
+    question_shared: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
+        """One layer with its plan; its middle is stored according to the placement."""
+        facts, rows = self.artifact.manifest.layers[layer], self.take_rows(layer)
+        where = self._search_device(self.method)
+        prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
+        exact, middle = self._exact(rows), self._middle(rows, prepared)
+        mapped = prepared.mapped if self.placement == "disk" else ()
+        options = LayerOptions(
+            prefetch=prefetch,
+            meter=meter,
+            search_device=where,
+            mapped=mapped,
+            question=self._question_search(rows, prepared.selector),
+            gather=None if self.gather is None else self.gather(layer),
+        )
+        # The selector may keep the file mapped, with the pages that were read to get here.
+        for tensor in (*rows.stored.tensors.values(), *mapped) if self.placement == "disk" else ():
+            release_pages(tensor)
+        rows.release()
+        sizes = self.split.sinks, budget, len(exact[0])
+        plan = plan_layer(prepared.selector, middle, facts, *sizes, self.device, options)
+        return SparseLayer(exact, self.split, plan)
+
+    def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
+        question = self.question
+        if question is None:
+            return None
+        selector, where = None, self.device
+        if question.method is not None:
+            where, shared = self._search_device(question.method), self.question_shared
+            selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
+        return QuestionSearch(question, selector, where, decoding.layout, self.split.middle)
+
+    def _search_device(self, method: Method) -> torch.device:
+        on_host = method.searched_on_host and self.placement != "device"
+        return CPU if on_host else self.device
+
+    def _exact(self, rows: LayerRows) -> Pair:
+        """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
+        sinks, end = self.split.sinks, self.split.sinks + self.split.middle
+        parts = [rows.part(tokens, self._placed()) for tokens in (slice(sinks), slice(end, self.split.tokens))]
+        keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+        return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
+
+    def _placed(self) -> torch.device:
+        """Where the middle's rows are kept, or read from."""
+        return self.device if self.placement == "device" else CPU
+
+    def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
+        """The middle's rows, on a GPU in 8 bits where they are stored so; else they share the keys with the selector if
+        both need them in the same order on one device."""
+        layout, where = prepared.selector.layout, self._placed()
+        if self.placement == "disk":
+            return DiskRows(rows.artifact, rows.layer, layout, self.device, self.dtype)
+        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
+        if self.device.type == "cpu":
+            return MappedRows(rows.stored, middle, layout, self.dtype)
+        if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Rows):
+            order = None if layout is None else layout.to(where)
+            return RowsIn8Bits(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
+        if layout is None and where == self._search_device(self.method):
+            keys, values = prepared.context.keys, rows.middle_values(where)
+        else:
+            keys, values = rows.part(middle, where)
+        order = None if layout is None else layout.to(where)
+        return MemoryRows(keys.to(self.dtype), values.to(self.dtype), order, self.device)
