@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.models.weights import weights_on
-from sparsekv.formats.pages import map_pages
+
+Weights: TypeAlias = dict[str, torch.Tensor]
+"""Tensors of a checkpoint, by the names that it gives them."""
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
 """Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
@@ -26,12 +27,14 @@ def causal_model(
     device: torch.device,
     dtype: torch.dtype,
     ranks: int = 1,
+    mapped: Weights | None = None,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
     Args:
         name: what error messages call it.
         ranks: how many processes, this one among them, load a share of it each.
+        mapped: the folder's weights where they are mapped already, for a CPU.
 
     Raises:
         UsageError: the ranks cannot share it.
@@ -41,7 +44,10 @@ def causal_model(
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     try:
-        loaded = _share(folder, name, config, dtype, ranks) if ranks > 1 else _loaded(folder, config, device, dtype)
+        if ranks > 1:
+            loaded = _share(folder, name, config, dtype, ranks)
+        else:
+            loaded = _loaded(folder, config, device, dtype, mapped)
     except torch.OutOfMemoryError:
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
@@ -50,9 +56,6 @@ def causal_model(
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
     _refuse_missing(name, loaded[1]["missing_keys"])
     model: PreTrainedModel = loaded[0].eval()
-    if device.type == "cpu" and ranks == 1:
-        # Beside what comes next: whoever reads the weights first, the fingerprint or a step, finds their pages mapped.
-        Thread(target=map_pages, args=[list(model.parameters())], daemon=True).start()
     return model
 
 
@@ -78,14 +81,14 @@ def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dty
 
 
 def _loaded(
-    folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, mapped: Weights | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model with its weights, and what transformers says of their loading."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
-    if device.type == "cpu":
-        return _from_folder(folder, how)
-    how["device_map"] = device
-    weights = weights_on(folder, config, device)
+    weights = mapped
+    if device.type != "cpu":
+        how["device_map"] = device
+        weights = weights_on(folder, config, device)
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -94,6 +97,7 @@ def _loaded(
     loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
         None, state_dict=weights, generation_config=answers, **how
     )
+    loaded[0].config.name_or_path = str(folder)
     return loaded
 
 

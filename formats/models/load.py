@@ -116,9 +116,9 @@ def load_model(
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
+        mapped = _mapped(folder, config, target) if ranks == 1 else None
         tokenizer = _tokenizer(folder, name)
-        model = causal_model(folder, name, config, target, chosen, ranks)
-    return LoadedModel(model, tokenizer, name, revision)
+        return LoadedModel(causal_model(folder, name, config, target, chosen, ranks, mapped), tokenizer, name, revision)
 
 
 def load_tokenizer(name: str) -> "Tokenizer":
@@ -138,6 +138,13 @@ def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype
         return torch.float32
     own = config.dtype or config.get_text_config().dtype
     return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _mapped(folder: Path, config: "PreTrainedConfig", device: torch.device) -> dict[str, torch.Tensor] | None:
+    """The weights for a CPU, whose pages are mapped while the tokenizer is loaded."""
+    from sparsekv.formats.models.weights import mapped_weights
+
+    return mapped_weights(folder, config) if device.type == "cpu" else None
 
 
 def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrainedConfig":

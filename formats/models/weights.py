@@ -1,14 +1,17 @@
-"""Reads a checkpoint's weights to a GPU, where transformers would copy them from a memory mapping, tensor by tensor."""
+"""Reads a checkpoint's weights to a GPU, where transformers would copy them from a memory mapping, tensor by tensor, or
+maps them for a CPU before transformers would."""
 
 import json
 import os
 from pathlib import Path
+from threading import Thread
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from sparsekv.formats.device_read import device_reader
+from sparsekv.formats.pages import map_pages
 
 INDEX = "model.safetensors.index.json"
 
@@ -26,9 +29,8 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
         OSError: a file is missing, ends early or cannot be read.
         SafetensorError: a file is no safetensors file.
     """
-    special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
-    files = _files(folder)
-    if device.type != "cuda" or any(special) or (folder / "adapter_config.json").exists() or not files:
+    files = _plain_files(folder, config) if device.type == "cuda" else []
+    if not files:
         return None
     found: dict[str, torch.Tensor] = {}
     for file in files:
@@ -40,6 +42,33 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
         finally:
             os.close(descriptor)
     return found
+
+
+def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor] | None:
+    """All tensors of a checkpoint, by the names that it gives them, as views of its files' mappings.
+
+    A thread maps their pages, beside whatever comes before the model is made of them: whoever reads the weights first,
+    the fingerprint or a step, finds them there.
+
+    Returns:
+        None where transformers reads them otherwise than file by file, and where they cannot be read: transformers then
+        tells why.
+    """
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in _plain_files(folder, config):
+            with safe_open(file, framework="pt") as mapped:
+                found |= {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 (it is no mapping)
+        Thread(target=map_pages, args=[list(found.values())], name="mapping-weights", daemon=True).start()
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError):
+        return None
+    return found or None
+
+
+def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
+    """The checkpoint's files; nothing where transformers does not read them file by file and as they are."""
+    special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
+    return [] if any(special) or (folder / "adapter_config.json").exists() else _files(folder)
 
 
 def _files(folder: Path) -> list[Path]:

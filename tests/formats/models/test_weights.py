@@ -1,33 +1,32 @@
-"""Weights that are read to a GPU make the model that transformers makes of the same folder."""
+"""Weights that are read to a GPU, or mapped for a CPU, make the model that transformers makes of the same folder."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import save_tiny
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from support.tiny_models import FAMILIES, save_tiny
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.load import load_model
-from sparsekv.formats.models.weights import weights_on
+from sparsekv.formats.models.weights import mapped_weights, weights_on
 
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_model_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: str) -> None:
-    folder = save_tiny(tmp_path / "model", family)
+def _saved(folder: Path, family: str, shards: bool) -> Path:
+    """A tiny model in a folder, its weights in one file or in several."""
+    save_tiny(folder, family)
     GenerationConfig(eos_token_id=[3, 5]).save_pretrained(folder)
     if shards:
         AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
         (folder / "model.safetensors").unlink(missing_ok=True)
-    assert weights_on(folder, AutoConfig.from_pretrained(folder), GPU) is not None
-    ours = load_model(str(folder), device="cuda", dtype=dtype).model
-    plain = AutoModelForCausalLM.from_pretrained(folder, device_map=GPU, dtype=ours.dtype)
+    return folder
+
+
+def _assert_same(ours: PreTrainedModel, plain: PreTrainedModel) -> None:
     assert type(ours) is type(plain)
+    assert ours.config.to_dict() == plain.config.to_dict()
     assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
     expected = plain.state_dict()
     assert ours.state_dict().keys() == expected.keys()
@@ -36,6 +35,17 @@ def test_a_model_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: s
         assert torch.equal(weight, expected[name]), name
     for name, buffer in ours.named_buffers():
         assert torch.equal(buffer, dict(plain.named_buffers())[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_model_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: str) -> None:
+    folder = _saved(tmp_path / "model", family, shards)
+    assert weights_on(folder, AutoConfig.from_pretrained(folder), GPU) is not None
+    ours = load_model(str(folder), device="cuda", dtype=dtype).model
+    _assert_same(ours, AutoModelForCausalLM.from_pretrained(folder, device_map=GPU, dtype=ours.dtype))
 
 
 @pytest.mark.gpu
@@ -48,6 +58,23 @@ def test_a_shard_that_is_missing_or_cut_is_named_as_one_line(tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
-def test_without_a_gpu_transformers_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_model_of_mapped_weights_is_the_same(tmp_path: Path, family: str, shards: bool, dtype: str) -> None:
+    folder = _saved(tmp_path / "model", family, shards)
+    assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is not None
+    ours = load_model(str(folder), device="cpu", dtype=dtype).model
+    _assert_same(ours, AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype))
+
+
+@pytest.mark.parametrize("beside", ["adapter_config.json", "model.safetensors"])
+def test_weights_that_are_not_plain_files_are_left_to_transformers(tmp_path: Path, beside: str) -> None:
+    folder = save_tiny(tmp_path / "model")
+    (folder / beside).write_text("{}")
+    assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is None
+
+
+def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     assert weights_on(folder, AutoConfig.from_pretrained(folder), torch.device("cpu")) is None
