@@ -106,7 +106,8 @@ def trace(
     if setting.residual:
         residual_source(artifact)
     question = read_question(prompt, prompt_file)
-    early = EarlyReading(artifact, device, files_read(artifact, setting.name, setting.method), hold=True)
+    read = files_read(artifact, setting.name, setting.method)
+    early = EarlyReading(artifact, device, read, hold=True, method=setting.name)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids

@@ -5,6 +5,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import Self
 
+import torch
+
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.pages import map_pages
@@ -13,7 +15,8 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 
 
 class EarlyReading:
-    """The sums of an index's files, and its keys and values: a thread checks the ones and maps the others' pages.
+    """The sums of an index's files, its keys and values, and a method's tensors: a thread checks the sums, maps the
+    rows' pages, and checks the tensors' values.
 
     What cannot be read is left for whoever needs it to read, and to tell why it cannot. For a GPU the thread only
     checks sums, and only from `begin_loading` on: threads that read and the one that imports would take turns, and the
@@ -22,18 +25,23 @@ class EarlyReading:
     Args:
         device: as `choose_device` takes it.
         files: files of the index whose sums are checked.
-        hold: map the rows of all layers but those with a window.
+        hold: map the rows of all layers but those with a window, and check the values of the method's tensors.
+        method: what the index will be asked by; nothing is checked of one that has no tensors in it.
     """
 
-    def __init__(self, artifact: Artifact, device: str, files: Sequence[str] = (), *, hold: bool = False):
+    def __init__(
+        self, artifact: Artifact, device: str, files: Sequence[str] = (), *, hold: bool = False, method: str = ""
+    ):
         self.rows: dict[int, LayerRows] = {}
-        """The layers' rows whose pages are being mapped."""
+        """The layers' rows whose pages are being mapped, which hold the method's tensors once these are checked."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
         if self._later:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        self._begin(_read, artifact, files, list(self.rows.values()))
+        rows, checked = list(self.rows.values()), method if method in artifact.manifest.methods else None
+        # Asked here, so that this thread has its number before the other sets its own.
+        self._begin(_read, artifact, files, rows, checked, torch.get_num_threads())
 
     def begin_loading(self) -> Self:
         """To be called once all is imported, before the model is loaded."""
@@ -60,9 +68,22 @@ def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> None:
             artifact.check_sums([file])
 
 
-def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows]) -> None:
+def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows], method: str | None, threads: int) -> None:
     # RuntimeError: a program that ends meanwhile starts no more threads.
     with suppress(SparsekvError, OSError, RuntimeError):
         artifact.check_sums(files)
         for layer in rows:
             map_pages(layer.stored.tensors.values())
+        if method is not None:
+            _check_method(rows, method, threads)
+
+
+def _check_method(rows: list[LayerRows], method: str, threads: int) -> None:
+    # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
+    # imports has. The number is each thread's own once it was asked for it; others get what was set last.
+    torch.set_num_threads(1)
+    try:
+        for layer in rows:
+            layer.check_method(method)
+    finally:
+        torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
-from sparsekv.formats.values import check_values
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
@@ -47,9 +46,8 @@ def stored_context(
     artifact, layer = rows.artifact, rows.layer
     manifest = artifact.manifest
     record = manifest.methods.get(name) if methods()[name].needs_index else None
-    stored = {} if record is None else artifact.method_tensors(name, layer, device)
+    stored = {} if record is None else rows.method_tensors(name, device)
     tensors = dict(stored)
-    check_values(tensors, manifest.split, f"layer {layer} of {name} of {artifact.folder}")
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.sealing import Tensors, change_tensors
 from support.small_index import build_small, small_plan
 from support.tiny_models import save_tiny
 
@@ -15,11 +16,13 @@ from sparsekv.formats.errors import ArtifactError, SparsekvError
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
+from sparsekv.runtime.cache import layer_rows
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.budget import Budget
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -79,11 +82,47 @@ def test_sums_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) 
     assert files_read(artifact, "quest", Quest()) == [one for one in files if one.startswith("queries")]
     assert files_read(artifact, "dense", None) == []
     EarlyReading(artifact, "cpu", files)
+    _wait_for_reading()
+    monkeypatch.setattr(artifact, "_check_sum", pytest.fail)
+    artifact.check_sums(files)
+
+
+def _wait_for_reading() -> None:
     for thread in threading.enumerate():
         if thread.name == "early-reading":
             thread.join()
-    monkeypatch.setattr(artifact, "_check_sum", pytest.fail)
-    artifact.check_sums(files)
+
+
+def _early(stored: Stored) -> EarlyReading:
+    """What is read early of an index that squeezed will answer from, once all of it is read."""
+    artifact = stored.artifact
+    early = EarlyReading(artifact, "cpu", files_read(artifact, "squeezed", Squeezed()), hold=True, method="squeezed")
+    _wait_for_reading()
+    return early
+
+
+def test_values_of_a_methods_tensors_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, early = torch.get_num_threads(), _early(stored)
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(layer_rows, "check_values", pytest.fail)
+    opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
+    opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+
+
+@pytest.mark.parametrize("name", ["token_order", "level0.centroids"])
+def test_a_bad_tensor_that_was_met_early_is_refused_in_the_same_words(stored: Stored, name: str) -> None:
+    def spoil(tensors: Tensors) -> Tensors:
+        tensors[name][0, 0] = 10**6 if name == "token_order" else torch.nan
+        return tensors
+
+    change_tensors(stored.index, layer_file("squeezed", 1), spoil)
+    refusals = []
+    for early in (None, _early(stored)):
+        opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
+        with pytest.raises(ArtifactError, match=f"{name} in layer 1 of squeezed .* no build of ours writes") as refusal:
+            opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
 
 
 ENDING = """
