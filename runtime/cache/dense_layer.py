@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
+from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
@@ -52,8 +52,8 @@ class DenseLayer(StoredLayer):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if self.slot is not None:
             return self._decode_at(self.slot, call)
-        if call.query.is_cuda and call.query.shape[1] == 1:
-            return self._decode(call)
+        if call.query.shape[1] == 1:
+            return self._decode(call) if call.query.is_cuda else self._attend_once(call)
         return self.attend_before(call, self.exact_rows())
 
     def attend_before(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -72,6 +72,16 @@ class DenseLayer(StoredLayer):
         sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
         grouped = call.query.unflatten(0, (Hk, -1))
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
+        """One query's attention on a CPU: it sees the last rows or all, so that none are masked."""
+        first, (keys, values) = self._first_seen(call), self.exact_rows()
+        seen, new = min(first, self.stored) - self.out_of_sight, max(0, first - self.stored)
+        stored_keys, stored_values = self.stored_rows()
+        rows = [(stored_keys[:, seen:], stored_values[:, seen:]), (keys[:, new:], values[:, new:])]
+        sinks = None if call.sink_logits is None else call.sink_logits.view(len(keys), -1)
+        query = call.query[:, 0].unflatten(0, (len(keys), -1))
+        return attend_once(query, rows, (), call.softmax_scale, call.softcap, sinks).flatten(0, 1)[:, None]
 
     def _first_seen(self, call: AttentionCall) -> int:
         """Position of the first token that the first query sees."""
