@@ -1,8 +1,8 @@
 """`decode_attention` in Triton: flash-decoding over chosen rows, exact rows and centroids.
 
 One kernel computes partial softmaxes, each program over an equal share of a head's centroids, exact rows and chosen
-rows; another merges them. Rows are read from a list of indices, with tiles prefetched; for runs another launch writes
-that list first.
+rows; another merges them. Logits are in units of log 2. Rows are read from a list of indices, with tiles prefetched;
+for runs another launch writes that list first.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,33 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.types import RowScales, RunRows, ScoredCentroids
+from sparsekv.kernels.attention.rows_in_8_bits_triton import (
+    add_in_pairs,
+    block_of,
+    from_pairs,
+    in_pairs,
+    in_words,
+    load_pairs,
+    products_in_pairs,
+    scaled_queries,
+    scales_of,
+)
+from sparsekv.kernels.attention.running_softmax_triton import (
+    add_tile,
+    merge,
+    store_partial,
+    tile_logits,
+    tile_weights,
+)
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
-    LARGEST_HALF,
+    LOG2_E,
     aligned,
     capped,
-    channel_scaled,
     dot,
-    floats_of,
     group_rows,
-    power_of_two,
     share,
     tile_rows,
     wait_for_previous_kernel,
@@ -34,12 +49,14 @@ from sparsekv.kernels.common.tiles_triton import (
 @dataclass(frozen=True)
 class Form:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages. A program of one warp never waits for another, which converting numbers makes others do."""
+    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's."""
 
     tile_bytes: int
     stages: int
     programs: int
     warps: int
+    plain_fifths: int
+    listed_fifths: int
 
     @property
     def most_registers(self) -> int:
@@ -47,41 +64,17 @@ class Form:
         return min(255, 65_536 // (self.programs * self.warps * 32))
 
 
-IN_HALF_PRECISION = Form(16_384, 2, 4, 4)
-FEW_IN_8_BITS, MANY_IN_8_BITS, MANY = Form(8_192, 2, 4, 4), Form(4_096, 1, 8, 1), 2048  # rows of an SM
+# Costs are measured: of a centroid no key is read, and plain ones lie one after another.
+IN_HALF_PRECISION = Form(16_384, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
+# A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
+# stages; a program of one warp never waits for another.
+IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
-STAND_STAGES = 3
-# Measured cost of a centroid, in fifths of a chosen row's: no key is read, and plain ones lie one after another.
-STAND_FIFTHS, LISTED_FIFTHS = 2, 5
+STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
 # This share of the chosen rows goes, a tile at a time, to programs that finish early, if each has at least LEAST_TILES:
 # equal shares do not finish at the same time.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
-
-
-@triton.jit
-def _weights(peak, logits):
-    """The highest logits so far, the weights of one tile, and the factor of what came before it."""
-    highest = tl.maximum(peak, tl.max(logits, 1))
-    # The first tile may be masked out completely.
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    return highest, tl.exp(logits - safe[:, None]), tl.exp(peak - safe)
-
-
-@triton.jit
-def _add(peak, total, output, logits, values):
-    """Add one tile to a running softmax."""
-    peak, weights, shrink = _weights(peak, logits)
-    total = total * shrink + tl.sum(weights, 1)
-    return peak, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
-
-
-@triton.jit
-def _add_scaled(peak, total, output, logits, values, scales):
-    """Add one tile of values that are multiplied by a scale each."""
-    peak, weights, shrink = _weights(peak, logits)
-    total = total * shrink + tl.sum(weights, 1)
-    return peak, total, output * shrink[:, None] + dot((weights * scales[None, :]).to(values.dtype), values)
 
 
 @triton.jit
@@ -98,16 +91,16 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
-    query, keys, values, key_scales, value_scales, channel_scales, channel_offsets, units, rows, rows_used,
+    query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
     exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values,
     listed_logits, listed_counts, listed_values, listed_rows, listed_used, queue, peaks, totals, outputs,
     head_stride, row_stride, scales_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
     listed_stride, listed_values_stride, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAND_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr, STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr,
-    QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr, USED: tl.constexpr, COUNTED: tl.constexpr,
-    ROWS_USED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    STAND_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
+    STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr,
+    USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -116,7 +109,7 @@ def _partial_kernel(
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    output = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    output, scale = tl.zeros([GROUP, BLOCK_D], tl.float32), softmax_scale * LOG2_E
     # The head's work as one sequence, in units of a row's cost: centroids, listed centroids, exact rows, chosen rows.
     if ROWS_USED:
         chosen_rows = tl.minimum(tl.load(rows_used + head * rows_used_stride), chosen_rows)
@@ -138,8 +131,8 @@ def _partial_kernel(
         mask = (inside & (c < stand_rows))[:, None] & in_row
         v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
         count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
-        logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
-        peak, total, output = _add(peak, total, output, logits, v)
+        logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+        peak, total, output = add_tile(peak, total, output, logits, v)
 
     if LISTED:
         first, last = first - stands, last - stands
@@ -154,85 +147,65 @@ def _partial_kernel(
             # A cluster whose rows are all attended has nothing left to represent.
             mask = (count > -float("inf"))[:, None] & in_row
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
-            logits = tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count
-            peak, total, output = _add(peak, total, output, logits, v)
+            logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            peak, total, output = add_tile(peak, total, output, logits, v)
         stands = lists
     exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
     stop = tl.minimum(last - stands, exact_rows)
-    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=ROW_STAGES):
+    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=EXACT_STAGES):
         inside = at + t < stop
         mask = inside[:, None] & in_row
         k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
         v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-        peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+        bias = tl.where(inside, 0.0, -float("inf"))
+        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+        peak, total, output = add_tile(peak, total, output, logits, v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
     if SCALED:
         EXACT: tl.constexpr = q.dtype == tl.float32
         channels, offsets = channel_scales + head * D, channel_offsets + head * D
-        q, largest, offset = channel_scaled(q, channels, offsets, d, in_row, softmax_scale)
-        key_scales, value_scales = key_scales + head * scales_stride, value_scales + head * scales_stride
+        q_first, q_second, shift, of_queries, offset = scaled_queries(
+            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, GROUP, BLOCK_D
+        )
+        row_scales += head * scales_stride
         # Values are added up in a head's unit.
         unit = tl.load(units + head)
-        output = output / unit
+        first_output, second_output = in_pairs(output / unit, GROUP, BLOCK_D)
+        d = tl.arange(0, BLOCK_D // 2)
+        in_row = d < D // 2
     begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
     while begin < chosen_rows:
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             inside = at + t < stop
             row = tl.load(rows + at + t, mask=inside, other=0)
-            mask = inside[:, None] & in_row
             place = row[:, None] * row_stride + d
-            k = tl.load(keys + place, mask=mask, other=0)
-            v = tl.load(values + place, mask=mask, other=0)
             if SCALED:
-                of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
-                of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
-                of_values = tl.minimum(of_values, LARGEST_HALF)
-                products = dot(q, tl.trans(floats_of(k, EXACT))) * of_keys[None, :]
-                logits = capped(products * largest[:, None] + offset[:, None], softcap, CAPPED)
-                logits = tl.where(inside, logits, -float("inf"))
-                peak, total, output = _add_scaled(peak, total, output, logits, floats_of(v, EXACT), of_values)
+                # Places past the end are those of the first row: its numbers are finite, and their weights zero.
+                k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
+                of_keys, of_values = scales_of(tl.load(row_scales + row), of_queries, unit)
+                logits = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
+                if CAPPED:
+                    logits = capped(logits, softcap, CAPPED) * LOG2_E
+                peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
+                total = total * shrink + tl.sum(weights, 1)
+                weights = weights * of_values[None, :]
+                first_output, second_output = add_in_pairs(first_output, second_output, shrink, weights, v, EXACT)
             else:
-                logits = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
-                peak, total, output = _add(peak, total, output, tl.where(inside, logits, -float("inf")), v)
+                mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
+                k = tl.load(keys + place, mask=mask, other=0.0)
+                v = tl.load(values + place, mask=mask, other=0.0)
+                logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
+                peak, total, output = add_tile(peak, total, output, logits, v)
         begin = chosen_rows
         if QUEUED_PERCENT:
             begin += tl.atomic_add(queue + head, TILE, sem="relaxed") - queued
         stop = tl.minimum(begin + TILE, chosen_rows)
     if SCALED:
-        output = output * unit
-
-    place = (head * tl.num_programs(0) + split) * G + g
-    tl.store(peaks + place, peak, mask=of_group)
-    tl.store(totals + place, total, mask=of_group)
-    tl.store(outputs + place[:, None] * D + d, output, mask=of_group[:, None] & in_row)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    peaks, totals, outputs, sink_logits, merged, splits,
-    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous_kernel(EARLY)
-    g, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)
-    place = (head * splits + split) * G + g
-    part_peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
-    part_total = tl.load(totals + place, mask=split < splits, other=0.0)
-    part = tl.load(outputs + place[:, None] * D + d, mask=(split < splits)[:, None] & (d < D), other=0.0)
-    peak = tl.max(part_peak, 0)
-    if HAS_SINKS:
-        sink = tl.load(sink_logits + head * G + g).to(tl.float32)
-        peak = tl.maximum(peak, sink)
-    weights = tl.exp(part_peak - peak)
-    total = tl.sum(part_total * weights, 0)
-    if HAS_SINKS:
-        total += tl.exp(sink - peak)
-    output = tl.sum(part * weights[:, None], 0) / total
-    tl.store(merged + (head * G + g) * D + d, output, mask=d < D)
+        output = from_pairs(first_output, second_output, GROUP, BLOCK_D) * unit
+        d = tl.arange(0, BLOCK_D)
+    store_partial(peaks, totals, outputs, split, tl.num_programs(0), head, g, G, d, peak, total, output, D)
 
 
 def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -265,11 +238,6 @@ def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     )
 
 
-def _form_of_8_bits(rows: int) -> Form:
-    """The faster form where an SM has so many rows to attend to."""
-    return FEW_IN_8_BITS if rows < MANY else MANY_IN_8_BITS
-
-
 def decode_attention_triton(
     query: torch.Tensor,
     runs: RunRows,
@@ -290,8 +258,8 @@ def decode_attention_triton(
     logits, log_counts, values, _ = _tensors(plain, query)
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
-    units = (C * STAND_FIFTHS + S * LISTED_FIFTHS) // 5 + E + runs.capacity
-    form = IN_HALF_PRECISION if runs.scales is None else _form_of_8_bits(H * units // count_sms(query.device))
+    form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
+    units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
@@ -302,33 +270,30 @@ def decode_attention_triton(
             runs.ends[:, -1],
         )
         list_rows(runs.starts, runs.ends, rows, runs.capacity)
-    scales = runs.scales or RowScales(*[query] * 5)
+    keys, stored, scales = in_words(runs)
     peaks, totals = torch.empty(2, H, programs, G, device=query.device)
     outputs = torch.empty(H, programs, G, D, device=query.device)
-    merged = torch.empty(H, G, D, dtype=query.dtype, device=query.device)
+    merged = torch.empty(H, G, 1, D, dtype=query.dtype, device=query.device)
     _partial_kernel[(programs, H)](
-        query, runs.keys, runs.values, scales.keys, scales.values, scales.channels, scales.offsets, scales.units,
+        query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
         rows, query if used_rows is None else used_rows, *exact,
         query if exact_count is None else exact_count,
         logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
         query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
-        *runs.keys.stride()[:2], scales.keys.stride(0), runs.capacity, rows.stride(0),
+        *keys.stride()[:2], scales.rows.stride(0), runs.capacity, rows.stride(0),
         0 if used_rows is None else used_rows.stride(0),
         E, exact[0].stride(0),
         C, logits.stride(1), log_counts.stride(0), values.stride(0),
         S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
         0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D), TILE=tile,
-        STAND_STAGES=STAND_STAGES, ROW_STAGES=form.stages, STAND_FIFTHS=STAND_FIFTHS, LISTED_FIFTHS=LISTED_FIFTHS,
+        G=G, GROUP=group_rows(G), D=D, BLOCK_D=block_of(runs), TILE=tile,
+        STAND_STAGES=STAND_STAGES, EXACT_STAGES=EXACT_STAGES, ROW_STAGES=form.stages,
+        STAND_FIFTHS=form.plain_fifths, LISTED_FIFTHS=form.listed_fifths,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
-    _merge_kernel[(triton.cdiv(D, MERGED_COLUMNS), G, H)](
-        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, programs,
-        HAS_SINKS=sink_logits is not None, G=G, D=D, SPLITS=power_of_two(programs), COLUMNS=MERGED_COLUMNS, num_warps=4,
-        **early,
-    )  # fmt: skip
-    return merged
+    merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
+    return merged[:, :, 0]

@@ -1,10 +1,12 @@
-"""A softmax that runs over tiles of rows, with logits in units of log 2: a power of two takes one instruction less than
-one of e."""
+"""A softmax that runs over tiles of rows, and the merging of several; with logits in units of log 2: a power of two
+takes one instruction less than one of e."""
 
+import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot
+from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, power_of_2, power_of_two, wait_for_previous_kernel
 
 
 @triton.jit
@@ -13,7 +15,7 @@ def tile_weights(peak, logits):
     highest = tl.maximum(peak, tl.max(logits, 1))
     # The tiles so far may be masked out completely.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
-    return highest, tl.exp2(logits - safe[:, None]), tl.exp2(peak - safe)
+    return highest, power_of_2(logits - safe[:, None]), power_of_2(peak - safe)
 
 
 @triton.jit
@@ -22,14 +24,6 @@ def add_tile(peak, total, output, logits, values):
     peak, weights, shrink = tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     return peak, total, output * shrink[:, None] + dot(weights.to(values.dtype), values)
-
-
-@triton.jit
-def add_scaled_tile(peak, total, output, logits, values, scales):
-    """Add one tile of values that are multiplied by a scale each."""
-    peak, weights, shrink = tile_weights(peak, logits)
-    total = total * shrink + tl.sum(weights, 1)
-    return peak, total, output * shrink[:, None] + dot((weights * scales[None, :]).to(values.dtype), values)
 
 
 @triton.jit
@@ -47,3 +41,52 @@ def tile_logits(products, bias, scale, softmax_scale, softcap, CAPPED: tl.conste
     if CAPPED:
         return capped(products * softmax_scale, softcap, CAPPED) * LOG2_E + bias
     return products * scale + bias
+
+
+@triton.jit(do_not_specialize=["R", "parts"])
+def _merge_kernel(
+    peaks, totals, outputs, sink_logits, merged, R, parts, out_head, out_group, out_token,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous_kernel(EARLY)
+    r, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    d, part = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
+    place = (head * parts + part) * R + r
+    part_peak = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
+    part_total = tl.load(totals + place, mask=part < parts, other=0.0)
+    each = tl.load(outputs + place[:, None] * D + d, mask=(part < parts)[:, None] & (d < D), other=0.0)
+    peak = tl.max(part_peak, 0)
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head * G + r % G).to(tl.float32) * LOG2_E
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp2(part_peak - peak)
+    total = tl.sum(part_total * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - peak)
+    output = tl.sum(each * weights[:, None], 0) / total
+    tl.store(merged + head * out_head + (r % G) * out_group + (r // G) * out_token + d, output, mask=d < D)
+
+
+def merge(
+    peaks: torch.Tensor,
+    totals: torch.Tensor,
+    outputs: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+    merged: torch.Tensor,
+    columns: int,
+) -> None:
+    """Write the softmax of parts into `merged` [H, G, B, D], each program so many of its columns.
+
+    Args:
+        peaks, totals: [H, parts, B G] float32, as `store_partial` writes them, contiguous.
+        outputs: [H, parts, B G, D] float32, likewise.
+        sink_logits: [H, G] of tokens without a value.
+    """
+    H, parts, R, D = outputs.shape
+    # Only the first axis of a grid may be longer than 65,535.
+    _merge_kernel[(R, triton.cdiv(D, columns), H)](
+        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,
+        *merged.stride()[:3], HAS_SINKS=sink_logits is not None, G=merged.shape[1], D=D, PARTS=power_of_two(parts),
+        COLUMNS=columns, num_warps=4, **dependent_launch(outputs.device),
+    )  # fmt: skip

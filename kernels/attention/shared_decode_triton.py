@@ -10,17 +10,25 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.running_softmax_triton import add_scaled_tile, add_tile, store_partial, tile_logits
+from sparsekv.kernels.attention.rows_in_8_bits_triton import (
+    add_in_pairs,
+    block_of,
+    from_pairs,
+    in_pairs,
+    in_words,
+    load_pairs,
+    products_in_pairs,
+    scaled_queries,
+    scales_of,
+)
+from sparsekv.kernels.attention.running_softmax_triton import add_tile, merge, store_partial, tile_logits, tile_weights
 from sparsekv.kernels.attention.shared_attention import OwnRows
-from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows
+from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
-    LARGEST_HALF,
     LOG2_E,
     capped,
-    channel_scaled,
     dot,
-    floats_of,
     group_rows,
     power_of_two,
     share,
@@ -29,21 +37,22 @@ from sparsekv.kernels.common.tiles_triton import (
 )
 
 MOST_ROWS, QUERY_NUMBERS = 64, 8192  # of a program: of its queries, whose outputs are in registers
-TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 3, 4, 2
-# Rows in 8 bits go through registers, which a stage in shared memory only delays.
-STAGES_OF_8_BITS, PROGRAMS_OF_FEW, FEW = 1, 3, 2048  # rows of an SM
+TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
+# Of pipelines. A tile of chosen rows, whose index has to be there first, is asked for two turns ahead with five.
+STAGES, ROW_STAGES = 3, 5
 OWN_TILE, MERGED_COLUMNS = 32, 128
 
 
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["R", "exact_rows", "capacity", "centroids"])
 def _shared_kernel(
-    query, keys, values, key_scales, value_scales, channel_scales, channel_offsets, units, rows, rows_used,
+    query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
     exact_keys, exact_values, stand_keys, stand_counts, stand_values, peaks, totals, outputs,
     R, q_head, q_group, q_token, head_stride, row_stride, scales_stride, rows_stride, capacity,
     exact_rows, exact_stride, centroids, counts_stride, stand_keys_stride, stand_values_stride, softmax_scale, softcap,
     CAPPED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some queries over one of equal shares of a head's centroids, exact rows and chosen rows."""
     wait_for_previous_kernel(EARLY)
@@ -92,29 +101,39 @@ def _shared_kernel(
     if SCALED:
         EXACT: tl.constexpr = q.dtype == tl.float32
         channels, offsets = channel_scales + head * D, channel_offsets + head * D
-        q, largest, offset = channel_scaled(q, channels, offsets, d, in_row, softmax_scale)
-        key_scales, value_scales = key_scales + head * scales_stride, value_scales + head * scales_stride
+        q_first, q_second, shift, of_queries, offset = scaled_queries(
+            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, ROWS, BLOCK_D
+        )
+        row_scales += head * scales_stride
         # Values are added up in a head's unit.
         unit = tl.load(units + head)
-        output = output / unit
-    for at in tl.range(tl.maximum(first, 0), last, TILE, num_stages=STAGES):
+        first_output, second_output = in_pairs(output / unit, ROWS, BLOCK_D)
+        d = tl.arange(0, BLOCK_D // 2)
+        in_row = d < D // 2
+    for at in tl.range(tl.maximum(first, 0), last, TILE, num_stages=ROW_STAGES):
         inside = at + t < last
         row = tl.load(rows + at + t, mask=inside, other=0)
-        mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
-        k = tl.load(keys + row[:, None] * row_stride + d, mask=mask, other=0)
-        v = tl.load(values + row[:, None] * row_stride + d, mask=mask, other=0)
+        stored = row[:, None] * row_stride + d
         if SCALED:
-            of_keys = tl.load(key_scales + row, mask=inside, other=0.0).to(tl.float32)
-            of_values = tl.load(value_scales + row, mask=inside, other=0.0).to(tl.float32) / unit
-            of_values = tl.minimum(of_values, LARGEST_HALF)
-            products = dot(q, tl.trans(floats_of(k, EXACT))) * largest[:, None] * of_keys[None, :] + offset[:, None]
-            logits = capped(products, softcap, CAPPED) * LOG2_E + bias
-            peak, total, output = add_scaled_tile(peak, total, output, logits, floats_of(v, EXACT), of_values)
+            # Places past the end are those of the first row: its numbers are finite, and their weights zero.
+            k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
+            of_keys, of_values = scales_of(tl.load(row_scales + row), of_queries, unit)
+            logits = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
+            if CAPPED:
+                logits = capped(logits, softcap, CAPPED) * LOG2_E
+            peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
+            total = total * shrink + tl.sum(weights, 1)
+            weights = weights * of_values[None, :]
+            first_output, second_output = add_in_pairs(first_output, second_output, shrink, weights, v, EXACT)
         else:
+            mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
+            k = tl.load(keys + stored, mask=mask, other=0)
+            v = tl.load(values + stored, mask=mask, other=0)
             logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
             peak, total, output = add_tile(peak, total, output, logits, v)
     if SCALED:
-        output = output * unit
+        output = from_pairs(first_output, second_output, ROWS, BLOCK_D) * unit
+        d = tl.arange(0, BLOCK_D)
     store_partial(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
 
@@ -157,31 +176,6 @@ def _own_kernel(
     store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
-@triton.jit(do_not_specialize=["R", "parts"])
-def _merge_kernel(
-    peaks, totals, outputs, sink_logits, merged, R, parts, out_head, out_group, out_token,
-    HAS_SINKS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous_kernel(EARLY)
-    r, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    d, part = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PARTS)
-    place = (head * parts + part) * R + r
-    part_peak = tl.load(peaks + place, mask=part < parts, other=-float("inf"))
-    part_total = tl.load(totals + place, mask=part < parts, other=0.0)
-    each = tl.load(outputs + place[:, None] * D + d, mask=(part < parts)[:, None] & (d < D), other=0.0)
-    peak = tl.max(part_peak, 0)
-    if HAS_SINKS:
-        sink = tl.load(sink_logits + head * G + r % G).to(tl.float32) * LOG2_E
-        peak = tl.maximum(peak, sink)
-    weights = tl.exp2(part_peak - peak)
-    total = tl.sum(part_total * weights, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - peak)
-    output = tl.sum(each * weights[:, None], 0) / total
-    tl.store(merged + head * out_head + (r % G) * out_group + (r // G) * out_token + d, output, mask=d < D)
-
-
 def _no_centroids(query: torch.Tensor) -> Centroids:
     """None, of no rows that anything reads."""
     nothing = query.new_empty(len(query), 0, query.shape[3])
@@ -210,41 +204,35 @@ def shared_decode_triton(
         assert keys.stride() == values.stride() or len(keys) == 1
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query = query if query.stride(3) == 1 else query.contiguous()
-    R, E, BLOCK_D = B * G, exact[0].shape[1], power_of_two(D)
+    R, E, BLOCK_D = B * G, exact[0].shape[1], block_of(runs)
     stands = stand_ins[0] if stand_ins else _no_centroids(query)
     centroids, stood = _adjacent(stands.keys), _adjacent(stands.values)
     C = centroids.shape[1]
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
-    rows, in_8_bits = C + E + runs.capacity, runs.scales is not None
-    few = in_8_bits and H * blocks * rows < FEW * count_sms(device)
-    at_once = (PROGRAMS_OF_FEW if few else PROGRAMS_PER_SM) * count_sms(device)
-    parts = 1 + num_splits(H * blocks, rows, at_once, grain=10)
-    scales = runs.scales or RowScales(*[query] * 5)
+    rows = C + E + runs.capacity
+    parts = 1 + num_splits(H * blocks, rows, PROGRAMS_PER_SM * count_sms(device), grain=10)
+    keys, stored, scales = in_words(runs)
     peaks, totals = torch.empty(2, H, parts, R, device=device)
     outputs = torch.empty(H, parts, R, D, device=device)
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
     same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
     _shared_kernel[(parts - 1, H, blocks)](
-        query, runs.keys, runs.values, scales.keys, scales.values, scales.channels, scales.offsets, scales.units,
+        query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
         runs.starts, query if runs.used is None else runs.used, *exact,
         centroids, stands.log_counts, stood, peaks, totals, outputs,
-        R, *strides, *runs.keys.stride()[:2], scales.keys.stride(0), runs.starts.stride(0), runs.capacity,
+        R, *strides, *keys.stride()[:2], scales.rows.stride(0), runs.starts.stride(0), runs.capacity,
         E, exact[0].stride(0),
         C, stands.log_counts.stride(0), centroids.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
-        ROWS_USED=runs.used is not None, SCALED=in_8_bits,
-        ROWS=rows_of_tile, TILE=tile, STAGES=STAGES_OF_8_BITS if in_8_bits else STAGES, num_warps=WARPS, **same,
+        ROWS_USED=runs.used is not None, SCALED=runs.scales is not None,
+        ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, ROW_STAGES=ROW_STAGES,
+        num_warps=WARPS, **same,
     )  # fmt: skip
     _own_kernel[(B, H)](
         query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
         R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
         GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
     )  # fmt: skip
-    # Only the first axis of a grid may be longer than 65,535.
-    _merge_kernel[(R, triton.cdiv(D, MERGED_COLUMNS), H)](
-        peaks, totals, outputs, peaks if sink_logits is None else sink_logits.contiguous(), merged, R, parts,
-        *merged.stride()[:3], HAS_SINKS=sink_logits is not None, G=G, D=D, PARTS=power_of_two(parts),
-        COLUMNS=MERGED_COLUMNS, num_warps=4, **early,
-    )  # fmt: skip
+    merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
     return merged

@@ -12,12 +12,12 @@ class RowScales:
     """What numbers of keys and values in 8 bits mean: a key is its number times its row's scale times its channel's,
     plus the channel's offset; a value is its number times its row's scale.
 
-    keys, values [H, M]: of rows, with the same strides; channels, offsets [H, D]. A head's are contiguous. `units` [H]
-    float32 are about as large as a head's scales of values, so that float16 holds these over them, up to 65,504.
+    rows [H, M, 2] bfloat16: of rows' keys and of their values, side by side, as a kernel can read four bytes ahead and
+    not two; channels, offsets [H, D]. A head's are contiguous. `units` [H] float32 are about as large as a head's
+    scales of values, so that float16 holds these over them, up to 65,504.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    rows: torch.Tensor
     channels: torch.Tensor
     offsets: torch.Tensor
     units: torch.Tensor
@@ -48,9 +48,8 @@ class RunRows:
         keys, values = self.keys.gather(1, places), self.values.gather(1, places)
         if self.scales is None:
             return keys, values
-        of_keys, of_values = (
-            one.gather(1, rows)[..., None].to(dtype) for one in (self.scales.keys, self.scales.values)
-        )
+        of_rows = self.scales.rows.gather(1, rows[..., None].expand(-1, -1, 2)).to(dtype)
+        of_keys, of_values = of_rows.split(1, 2)
         channels, offsets = (one[:, None].to(dtype) for one in (self.scales.channels, self.scales.offsets))
         return keys.to(dtype) * of_keys * channels + offsets, values.to(dtype) * of_values
 

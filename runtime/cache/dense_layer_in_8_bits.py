@@ -10,7 +10,7 @@ from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.dense_layer import DenseLayer, attend_to
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.cache.rows_in_8_bits import placed, units_of
+from sparsekv.runtime.cache.rows_in_8_bits import placed, side_by_side, units_of
 from sparsekv.runtime.cache.stored_layer import Slot
 
 
@@ -34,7 +34,7 @@ class DenseLayerIn8Bits(DenseLayer):
 
     @cached_property
     def _runs(self) -> RunRows:
-        rows = placed(self._tensors, units_of(self._tensors))
+        rows = placed(side_by_side(self._tensors), self._tensors, units_of(self._tensors["value_scales"]))
         every = torch.arange(self.stored, dtype=torch.int32, device=self._nothing.device)
         every = every.expand(len(self._nothing), -1)
         return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from sparsekv.formats.context_rows import context_rows
-from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
+from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, SCALES, quantise
 from sparsekv.kernels.attention.types import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
 from sparsekv.runtime.cache.kv_store import EVERY, MiddleRows, Pair, PlacedRows, lay_out
@@ -25,9 +25,9 @@ class RowsIn8Bits(MiddleRows):
     """
 
     def __init__(self, stored: Mapping[str, torch.Tensor], order: torch.Tensor | None, dtype: torch.dtype):
-        self.rows = {name: GrowingRows(lay_out(stored[name], order)) for name in OF_TOKENS}
+        self.rows = {name: GrowingRows(lay_out(rows, order)) for name, rows in side_by_side(stored).items()}
         self.channels = {name: stored[name] for name in OF_CHANNELS}
-        self.units, self.dtype, self.reachable = units_of(stored), dtype, True
+        self.units, self.dtype, self.reachable = units_of(stored["value_scales"]), dtype, True
 
     @property
     def used(self) -> int:  # type: ignore[override]
@@ -35,25 +35,26 @@ class RowsIn8Bits(MiddleRows):
 
     @property
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: rows.buffer for name, rows in self.rows.items()} | self.channels
+        keys, values, scales = (self.rows[name].buffer for name in ("keys", "values", "scales"))
+        return {"keys": keys, "values": values, **dict(zip(SCALES, scales.unbind(2), strict=False)), **self.channels}
 
     def gather(self, rows: torch.Tensor) -> Pair:
         return context_rows(self._buffers, self.dtype).gather(rows)
 
     def in_place(self) -> PlacedRows:
-        return placed(self._buffers, self.units)
+        return placed({name: rows.buffer for name, rows in self.rows.items()}, self.channels, self.units)
 
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
         of_heads = {name: rows[heads] for name, rows in self._buffers.items()}
         return context_rows(of_heads, self.dtype).part(slice(start, self.used))
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
-        added = None if new is None else quantise(*new, like=self.channels)
+        added = None if new is None else side_by_side(quantise(*new, like=self.channels))
         for name, rows in self.rows.items():
             old = rows.rows[:, start:]
             among = old if added is None else torch.cat([old, added[name].to(old)], 1)
             rows.write(start, lay_out(among, order.to(old.device)))
-        self.units = units_of({name: rows.rows for name, rows in self.rows.items()})
+        self.units = units_of(self.rows["scales"].rows[..., 1])
 
 
 def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, torch.Tensor]:
@@ -61,14 +62,19 @@ def of_tokens(stored: Mapping[str, torch.Tensor], tokens: slice) -> dict[str, to
     return {name: stored[name][:, tokens] for name in OF_TOKENS} | {name: stored[name] for name in OF_CHANNELS}
 
 
-def units_of(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """keys, values [Hk, N, D], and scales [Hk, N, 2] of both, a copy: what has something of each token."""
+    scales = torch.stack([stored["key_scales"], stored["value_scales"]], 2)
+    return {"keys": stored["keys"], "values": stored["values"], "scales": scales}
+
+
+def units_of(value_scales: torch.Tensor) -> torch.Tensor:
     """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
     # So that what is over it stays a number: values beside that are not in 8 bits.
-    return stored["value_scales"].float().abs().mean(1).clamp(min=LEAST_UNIT)
+    return value_scales.float().abs().mean(1).clamp(min=LEAST_UNIT)
 
 
-def placed(stored: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
-    """The tensors of a context's file in 8 bits, as kernels take them, with their `units_of`."""
-    of_rows = stored["key_scales"], stored["value_scales"]
-    scales = RowScales(*of_rows, stored["channel_scales"], stored["channel_offsets"], units)
-    return PlacedRows(stored["keys"], stored["values"], scales)
+def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:
+    """Rows that are `side_by_side`, as kernels take them, with their `units_of`."""
+    scales = RowScales(rows["scales"], channels["channel_scales"], channels["channel_offsets"], units)
+    return PlacedRows(rows["keys"], rows["values"], scales)

@@ -29,7 +29,7 @@ def eight_bits(seed: int, H: int, M: int, D: int) -> EightBits:
     offsets = normal(seed + 3, H, D).bfloat16()
     of_values = normal(seed + 4, H, M).exp().bfloat16() / 100
     restored = keys.double() * sizes.double()[..., None] * channels.double()[:, None] + offsets.double()[:, None]
-    scales = RowScales(sizes, of_values, channels, offsets, of_values.float().mean(1))
+    scales = RowScales(torch.stack([sizes, of_values], -1), channels, offsets, of_values.float().mean(1))
     return EightBits(keys, values, scales, restored, values * of_values.double()[..., None])
 
 
