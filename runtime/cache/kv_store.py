@@ -106,7 +106,8 @@ class MemoryRows(MiddleRows):
         return None if self.pinned else PlacedRows(self.keys.buffer, self.values.buffer)
 
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
-        return self.keys.rows[heads, start:].to(self.device), self.values.rows[heads, start:].to(self.device)
+        some = heads if isinstance(heads, slice) else heads.to(self.heads.device)
+        return self.keys.rows[some, start:].to(self.device), self.values.rows[some, start:].to(self.device)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         for number, rows in enumerate((self.keys, self.values)):
