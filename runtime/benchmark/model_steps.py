@@ -15,6 +15,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.decoding.step import captured_step
 
@@ -74,7 +75,7 @@ class BatchSteps(ModelSteps):
 
     @contextmanager
     def routed(self) -> Iterator[None]:
-        with route_attention(self.model, self.cache.attend):
+        with route_attention(self.model, self.cache.attend), all_cores(self.model):
             if self.step is not None:
                 self.step.begin(self.steps)
             try:
@@ -107,8 +108,10 @@ class QuestionSteps(ModelSteps):
         self.model, self.cache, self.slots, self.fed = model, PackedCache(layers, packed), list(range(questions)), 0
         self.step = SharedStep(model, self.cache, tokens, questions, capture=model.device.type == "cuda")
 
-    def routed(self) -> AbstractContextManager[None]:
-        return route_attention(self.model, self.cache.attend)
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        with route_attention(self.model, self.cache.attend), all_cores(self.model):
+            yield
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         self.fed += 1

@@ -21,6 +21,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room, ending_tokens, finish_reason
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -100,7 +101,7 @@ class Batch:
     def one_step(self) -> None:
         """A step of as many sequences as there is room for, with nothing asked: what it compiles and captures stays."""
         last = int(self.index.input_ids[-1])
-        with route_attention(self.index.model, self.packed.attend):
+        with route_attention(self.index.model, self.packed.attend), all_cores(self.index.model):
             self.shared([last] * self.slots, list(range(self.slots)), [0] * self.slots)
 
     @torch.inference_mode()
@@ -146,11 +147,12 @@ class Batch:
         self.read = None
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
-        if all(len(tokens) == 1 for tokens in fed):
-            used = [self.active[slot].used for slot in slots]
-            logits = self.shared([tokens[0] for tokens in fed], slots, used)
-        else:
-            logits = self._begin(slots, fed)
+        with all_cores(self.index.model):
+            if all(len(tokens) == 1 for tokens in fed):
+                used = [self.active[slot].used for slot in slots]
+                logits = self.shared([tokens[0] for tokens in fed], slots, used)
+            else:
+                logits = self._begin(slots, fed)
         return list(zip(slots, self._choose(logits, slots), strict=True))
 
     def _begin(self, slots: list[int], fed: list[list[int]]) -> torch.Tensor:

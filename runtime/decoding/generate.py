@@ -22,6 +22,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.step import captured_step
@@ -150,7 +151,7 @@ def answer_after(
     torch.manual_seed(sampling.seed)
     cache.start_counting()
     start = time.perf_counter()
-    with route_attention(index.model, cache.attend):
+    with route_attention(index.model, cache.attend), all_cores(index.model):
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -9,7 +9,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.one_row_linear import OneRowLinear
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
 # Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -32,7 +32,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: 
         IdentityError: they differ beyond rounding, so the index was built with another model.
     """
     probe = artifact.manifest.probe
-    with route_attention(model, cache.attend), OneRowLinear():
+    with route_attention(model, cache.attend), all_cores(model):
         ids = torch.tensor([[last]], device=model.device)
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
     stored = torch.tensor(probe.logits)

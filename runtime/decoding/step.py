@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.graphs import ModelGraph, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
 ROOM = 1024  # rows reserved for new tokens; when they are used up, buffers grow and the step is captured again
 
@@ -98,7 +99,7 @@ def one_step(model: PreTrainedModel, cache: IndexCache, token: torch.Tensor) -> 
     """Decode one token [1] over the stored context and forget it: what a first step compiles and captures stays."""
     cache.rewind()
     step = captured_step(model, cache)
-    with route_attention(model, cache.attend), torch.inference_mode():
+    with route_attention(model, cache.attend), all_cores(model), torch.inference_mode():
         if step is None:
             model(input_ids=token[None].to(model.device), past_key_values=cache, use_cache=True)
         else:

@@ -19,6 +19,7 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.generate import (
     Answer,
     Sampling,
@@ -148,7 +149,7 @@ class Talk:
         """Prefill token ids [T], which attend as a question's do: each piece selects for itself."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
-        with route_attention(model, cache.attend):
+        with route_attention(model, cache.attend), all_cores(model):
             model(
                 input_ids=ids[None].to(model.device),
                 position_ids=positions,

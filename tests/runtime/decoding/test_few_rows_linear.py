@@ -1,4 +1,4 @@
-"""One token's products on all cores are those of torch, and a model's logits with them its own."""
+"""Few tokens' products on all cores are those of torch, and a model's logits with them its own."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from support.small_index import plain_logits, random_ids
 from support.tiny_models import FAMILIES
 from torch.nn.functional import linear
 
-from sparsekv.runtime.decoding import one_row_linear
-from sparsekv.runtime.decoding.one_row_linear import OneRowLinear
+from sparsekv.runtime.decoding import few_rows_linear
+from sparsekv.runtime.decoding.compiled import compile_layers
+from sparsekv.runtime.decoding.few_rows_linear import FewRowsLinear, all_cores
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(48,), (1, 48), (1, 1, 48), (2, 3, 48)])
+@pytest.mark.parametrize("shape", [(48,), (1, 48), (1, 1, 48), (2, 2, 48), (1, 5, 48), (0, 48)])
 @pytest.mark.parametrize("outputs", [4096, 4095])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_the_same(outputs: int, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
@@ -27,7 +28,7 @@ def test_a_product_is_the_same(outputs: int, shape: tuple[int, ...], bias: bool,
     added = torch.randn(outputs, generator=draw).to(dtype) if bias else None
     rows = torch.randn(shape, generator=draw).to(dtype)
     expected = linear(rows, weight, added)
-    with OneRowLinear():
+    with FewRowsLinear():
         found = linear(rows, weight, added)
         transposed = linear(rows, weight.t().contiguous().t(), added)
     assert found.dtype == dtype
@@ -36,10 +37,22 @@ def test_a_product_is_the_same(outputs: int, shape: tuple[int, ...], bias: bool,
         assert_close(product.float(), expected.float(), 1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt-oss"])
-def test_a_models_logits_are_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_row_linear, "WORTH_IT", 1)
-    model, token = FAMILIES[family]().eval(), random_ids(1)
+def test_a_models_logits_are_the_same(family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows_linear, "WORTH_IT", 1)
+    model, token = FAMILIES[family]().eval(), random_ids(tokens)
     expected = plain_logits(model, token)
-    with OneRowLinear():
+    with FewRowsLinear():
         assert_close(plain_logits(model, token), expected, 1e-4)
+
+
+def test_it_is_for_a_cpu_and_ends_with_its_context() -> None:
+    model, row, weight = FAMILIES["llama"]().eval(), torch.ones(1, 48), torch.ones(4096, 48)
+    with all_cores(model) as mode:
+        assert isinstance(mode, FewRowsLinear)
+        within = linear(row, weight, None)
+    assert torch.equal(within, linear(row, weight))
+    assert not isinstance(all_cores(FAMILIES["llama"]().to("meta")), FewRowsLinear)
+    compile_layers(model, backend="eager").remove()
+    assert not isinstance(all_cores(model), FewRowsLinear)

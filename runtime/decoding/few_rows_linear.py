@@ -1,0 +1,64 @@
+"""A model's linear layers for few tokens on a CPU: by all of its cores, where torch takes one."""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from sparsekv.runtime.decoding.compiled import is_compiled
+
+WORTH_IT = 1 << 16
+"""Weights of a layer from which on a second core saves more than it takes to hand work to it."""
+
+FEW = 4
+"""Rows up to which it makes a step faster: one by half or more, four by a tenth, eight not at all."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What weights are that lie in memory as they say: others may be quantised, or shared among ranks."""
+
+
+class FewRowsLinear(TorchFunctionMode):
+    """Within it, a float32 layer's product with few rows is split among torch's threads, by the layer's outputs.
+
+    For few rows MKL multiplies on one core, which cannot read memory as fast as all of them: of two, a third as fast.
+    All else is computed as without it.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and not kwargs and len(args) == 3 and (parts := _parts(args[0], args[1])) > 1:
+            return _in_parts(*args, parts)
+        return func(*args, **(kwargs or {}))
+
+
+def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """The context for a model's steps; nothing on a GPU, or where torch's compiler has them. Not to be held while a
+    generator waits: it is the thread's."""
+    return FewRowsLinear() if model.device.type == "cpu" and not is_compiled(model) else nullcontext()
+
+
+def _parts(rows: torch.Tensor, weight: torch.Tensor) -> int:
+    """Into how many equal parts the outputs are split; 1 for what is left to torch."""
+    if type(weight) not in PLAIN or weight.numel() < WORTH_IT or weight.dim() != 2:
+        return 1
+    few = 0 < rows.numel() <= FEW * weight.shape[1]
+    fits = rows.dtype == weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+    return math.gcd(len(weight), torch.get_num_threads()) if few and fits else 1
+
+
+def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
+    # As transposed rows: with other strides, which mean the same, MKL takes four times as long.
+    columns = rows.reshape(-1, weight.shape[1]).t().expand(parts, -1, -1)
+    product = torch.bmm(weight.view(parts, -1, weight.shape[1]), columns).view(len(weight), -1)
+    outputs = product.t().reshape(*rows.shape[:-1], -1)
+    return outputs if bias is None else outputs + bias
