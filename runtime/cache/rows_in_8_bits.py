@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from sparsekv.formats.context_rows import context_rows
-from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, SCALES, quantise
+from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
 from sparsekv.kernels.attention.types import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
 from sparsekv.runtime.cache.kv_store import EVERY, MiddleRows, Pair, PlacedRows, lay_out
@@ -36,7 +36,8 @@ class RowsIn8Bits(MiddleRows):
     @property
     def _buffers(self) -> dict[str, torch.Tensor]:
         keys, values, scales = (self.rows[name].buffer for name in ("keys", "values", "scales"))
-        return {"keys": keys, "values": values, **dict(zip(SCALES, scales.unbind(2), strict=False)), **self.channels}
+        named = {"keys": keys, "values": values, "key_scales": scales[..., 0], "value_scales": scales[..., 1]}
+        return named | self.channels
 
     def gather(self, rows: torch.Tensor) -> Pair:
         return context_rows(self._buffers, self.dtype).gather(rows)
