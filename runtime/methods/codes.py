@@ -86,7 +86,9 @@ class CodesSelector(Selector):
 
     def __init__(self, context: MiddleContext, method: Codes):
         tensors = context.tensors
-        self.keys, self.facts, self.method = context.keys, context.facts, method
+        self.facts, self.method = context.facts, method
+        # Only read where they are looked at: of an index in 8 bits they would be restored, and kept.
+        self.keys = context.keys if method.rerank > 1 else None
         self.estimates = CodeEstimates(tensors, context.facts)
         self.codes, self.order = tensors["codes"], tensors["token_order"].long()
         self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
@@ -94,7 +96,7 @@ class CodesSelector(Selector):
         self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
         self.masses = self.counts.log() + self.bias
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
-        self.row_bytes = self.keys.shape[2] * self.keys.element_size()
+        self.row_bytes = self.clusters.keys.shape[2] * self.clusters.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
         self.context = context
         self.by_kernels = method.scan == 1 and CodeScan.serves(tensors)
@@ -143,7 +145,7 @@ class CodesSelector(Selector):
             found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
             scores = _probability(self.estimates.of(query, found), beside, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
-        if candidates > tokens:
+        if self.keys is not None and candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
         return Selection(

@@ -39,18 +39,19 @@ class CodeScan:
         return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 
     def choose(
-        self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor, tokens: int, candidates: int
+        self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int
     ) -> tuple[torch.Tensor, ScoredCentroids]:
         """The best tokens [Hk, K] int32, in order of position, and what stands for all others.
 
         Args:
-            query: [Hk, G, D]; keys: [Hk, M, D] of the middle.
+            query: [Hk, G, D]
+            keys: [Hk, M, D] of the middle; None: the candidates are those that are chosen.
             tokens: K; candidates: at least as many, of which the best by exact logits are chosen.
         """
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
         found = rank_codes(query, self.codes, self.clusters, exact, candidates, scale, softcap)
         groups = KeyGroups(self.labels, found.taken)
-        if candidates == tokens:
+        if keys is None or candidates == tokens:
             chosen = top_ranked(found.ranks, tokens, groups=groups)
         else:
             listed = top_ranked(found.ranks, candidates)

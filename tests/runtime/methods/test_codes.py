@@ -159,12 +159,23 @@ def test_a_logit_far_above_what_the_clusters_weigh_is_still_a_number() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clusters_codes_codebooks_and_keys_that_are_looked_at_again_are_read(dtype: torch.dtype) -> None:
     layer, context = _layer(0)
-    selector = Codes(scan=0.5, rerank=1.5).prepare(replace(context, load_keys=lambda: context.keys.to(dtype)))
+    rows = {name: context.tensors[name].to(dtype) for name in ("level0.centroids", "level0.value_centroids")}
+    stored = replace(context, load_keys=lambda: context.keys.to(dtype), tensors=context.tensors | rows)
+    selector = Codes(scan=0.5, rerank=1.5).prepare(stored)
     selection = selector.select(as_queries(layer.queries.to(dtype)), Budget(30))
     # 150 codes of 4 bytes, 256 centroids and 16 directions of 16 channels in float16, over a row; 30 clusters, twice.
     row = 16 * (4 if dtype == torch.float32 else 2)
     assert selection.cost.index_rows == pytest.approx((150 * 4 + 272 * 16 * 2) / row + 60 + 15)
     assert int(selection.rows.lengths.sum(-1).min()) == int(selection.rows.lengths.sum(-1).max()) == 30
+
+
+@pytest.mark.parametrize("scan", [0.5, 1.0])
+def test_keys_are_read_only_to_be_looked_at_again(scan: float) -> None:
+    layer, context = _layer(0)
+    without = replace(context, load_keys=lambda: pytest.fail("the keys were read"))
+    chosen = Codes(scan=scan).prepare(without).select(as_queries(layer.queries), Budget(30))
+    expected = Codes(scan=scan).prepare(context).select(as_queries(layer.queries), Budget(30))
+    assert torch.equal(chosen.rows.starts, expected.rows.starts)
 
 
 @pytest.mark.parametrize("rerank", [0.9, float("inf"), float("nan")])
