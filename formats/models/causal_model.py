@@ -1,6 +1,7 @@
 """Makes a causal language model from its config and the weights in its folder."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -92,8 +93,9 @@ def _loaded(
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    own = folder / "generation_config.json"
-    answers = GenerationConfig.from_pretrained(folder) if own.is_file() else None
+    answers = None
+    with suppress(OSError):  # without one that can be read transformers takes the model's own
+        answers = GenerationConfig.from_pretrained(folder)
     loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
         None, state_dict=weights, generation_config=answers, **how
     )

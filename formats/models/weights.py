@@ -60,7 +60,7 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
             with safe_open(file, framework="pt") as mapped:
                 found |= {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 (it is no mapping)
         Thread(target=map_pages, args=[list(found.values())], name="mapping-weights", daemon=True).start()
-    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError):
+    except (OSError, TypeError, ValueError, RuntimeError, MemoryError, SafetensorError):
         return None
     return found or None
 
@@ -68,7 +68,9 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
 def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
     """The checkpoint's files; nothing where transformers does not read them file by file and as they are."""
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
-    return [] if any(special) or (folder / "adapter_config.json").exists() else _files(folder)
+    # Of a config for pictures too, transformers makes the language model of a part.
+    special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
+    return [] if any(special) else _files(folder)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -167,7 +167,7 @@ def _partial_kernel(
         EXACT: tl.constexpr = q.dtype == tl.float32
         channels, offsets = channel_scales + head * D, channel_offsets + head * D
         q_first, q_second, shift, of_queries, offset = scaled_queries(
-            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, GROUP, BLOCK_D
+            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, False, GROUP, BLOCK_D
         )
         row_scales += head * scales_stride
         # Values are added up in a head's unit.

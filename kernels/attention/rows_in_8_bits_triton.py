@@ -65,17 +65,25 @@ def from_pairs(first, second, R: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def scaled_queries(q, channels, offsets, d, in_row, scale, R: tl.constexpr, BLOCK_D: tl.constexpr):
+def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
     """Queries [R, D] times the scales of the keys' channels, over the largest of these numbers, so that float16 holds
-    them, in pairs; what SHIFT adds to their products [R]; the largest number; and the queries' products [R] with the
-    channels' offsets. The last two are times the scale of logits."""
+    them, in pairs; what SHIFT adds to their products [R]; the largest number, of EACH query [R] or of all; and the
+    queries' products [R] with the channels' offsets. The last two are times the scale of logits.
+
+    One number for all saves a multiplication of each logit, and is for queries of one token.
+    """
     EXACT: tl.constexpr = q.dtype == tl.float32
     exact = q.to(tl.float32)
     scaled = exact * tl.load(channels + d, mask=in_row, other=0.0).to(tl.float32)[None, :]
     products = tl.sum(exact * tl.load(offsets + d, mask=in_row, other=0.0).to(tl.float32)[None, :], 1)
-    largest = tl.max(tl.max(tl.abs(scaled), 1), 0)
-    largest = tl.where(largest == 0.0, 1.0, largest)
-    scaled = scaled / largest
+    of_each = tl.max(tl.abs(scaled), 1)
+    if EACH:
+        largest = tl.where(of_each == 0.0, 1.0, of_each)
+        scaled = scaled / largest[:, None]
+    else:
+        most = tl.max(of_each, 0)
+        largest = tl.where(most == 0.0, 1.0, most)
+        scaled = scaled / largest
     shift = tl.zeros([R], tl.float32)
     if not EXACT:
         scaled = scaled.to(tl.float16)
@@ -127,7 +135,8 @@ def block_of(runs: RunRows) -> int:
 
 def in_words(runs: RunRows) -> tuple[torch.Tensor, torch.Tensor, RowScales]:
     """Keys and values as kernels take them: numbers in 8 bits [H, M, D / 2] int16, and their rows' scales [H, M] int32
-    of both. What is not in 8 bits as it is, with scales that are never read."""
+    of both; D is even, as it is of every model with RoPE. What is not in 8 bits as it is, with scales that are never
+    read."""
     if runs.scales is None:
         return runs.keys, runs.values, RowScales(*[runs.keys] * 4)
     scales = replace(runs.scales, rows=runs.scales.rows.view(torch.int32)[..., 0])

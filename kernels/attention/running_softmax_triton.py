@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, power_of_2, power_of_two, wait_for_previous_kernel
+from sparsekv.kernels.common.tiles_triton import (
+    LOG2_E,
+    capped,
+    dot,
+    exp2_flushed,
+    power_of_two,
+    wait_for_previous_kernel,
+)
 
 
 @triton.jit
@@ -15,7 +22,7 @@ def tile_weights(peak, logits):
     highest = tl.maximum(peak, tl.max(logits, 1))
     # The tiles so far may be masked out completely.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
-    return highest, power_of_2(logits - safe[:, None]), power_of_2(peak - safe)
+    return highest, exp2_flushed(logits - safe[:, None]), exp2_flushed(peak - safe)
 
 
 @triton.jit

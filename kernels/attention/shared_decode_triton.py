@@ -102,7 +102,7 @@ def _shared_kernel(
         EXACT: tl.constexpr = q.dtype == tl.float32
         channels, offsets = channel_scales + head * D, channel_offsets + head * D
         q_first, q_second, shift, of_queries, offset = scaled_queries(
-            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, ROWS, BLOCK_D
+            q, channels, offsets, d, in_row, softmax_scale if CAPPED else scale, True, ROWS, BLOCK_D
         )
         row_scales += head * scales_stride
         # Values are added up in a head's unit.
@@ -117,8 +117,9 @@ def _shared_kernel(
         if SCALED:
             # Places past the end are those of the first row: its numbers are finite, and their weights zero.
             k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
-            of_keys, of_values = scales_of(tl.load(row_scales + row), of_queries, unit)
-            logits = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
+            of_keys, of_values = scales_of(tl.load(row_scales + row), 1.0, unit)
+            products = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :]
+            logits = products * of_queries[:, None] + offset[:, None]
             if CAPPED:
                 logits = capped(logits, softcap, CAPPED) * LOG2_E
             peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))

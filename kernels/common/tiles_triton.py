@@ -77,7 +77,7 @@ def capped(logits, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def power_of_2(exponents):
+def exp2_flushed(exponents):
     """2 to the power of float32 exponents. Results below 2^-126 are 0, which saves the three instructions of four that
     look for them."""
     if WIDEN:

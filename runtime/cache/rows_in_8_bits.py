@@ -72,7 +72,7 @@ def side_by_side(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def units_of(value_scales: torch.Tensor) -> torch.Tensor:
     """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
     # So that what is over it stays a number: values beside that are not in 8 bits.
-    return value_scales.float().abs().mean(1).clamp(min=LEAST_UNIT)
+    return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # of no rows the mean is no number
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:

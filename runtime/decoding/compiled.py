@@ -85,6 +85,7 @@ def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens:
         raise
     except RuntimeError as error:
         hook.remove()
+        _COMPILED.discard(model)
         torch.compiler.set_stance("force_eager")
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SparsekvError(f"the model's layers cannot be compiled here: {reason}; use --compile off") from error

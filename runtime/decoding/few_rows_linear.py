@@ -1,6 +1,5 @@
 """A model's linear layers for few tokens on a CPU: by all of its cores, where torch takes one."""
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,7 +35,7 @@ class FewRowsLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not kwargs and len(args) == 3 and (parts := _parts(args[0], args[1])) > 1:
+        if func is linear and not kwargs and len(args) == 3 and (parts := _parts(*args)) > 1:
             return _in_parts(*args, parts)
         return func(*args, **(kwargs or {}))
 
@@ -47,13 +46,15 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
     return FewRowsLinear() if model.device.type == "cpu" and not is_compiled(model) else nullcontext()
 
 
-def _parts(rows: torch.Tensor, weight: torch.Tensor) -> int:
+def _parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
     """Into how many equal parts the outputs are split; 1 for what is left to torch."""
     if type(weight) not in PLAIN or weight.numel() < WORTH_IT or weight.dim() != 2:
         return 1
-    few = 0 < rows.numel() <= FEW * weight.shape[1]
-    fits = rows.dtype == weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
-    return math.gcd(len(weight), torch.get_num_threads()) if few and fits else 1
+    few = rows.shape[-1:] == weight.shape[1:] and 0 < rows.numel() <= FEW * weight.shape[1]
+    fits = weight.device.type == "cpu" and weight.is_contiguous()
+    if not few or not fits or any(one is not None and one.dtype != torch.float32 for one in (rows, weight, bias)):
+        return 1
+    return max(parts for parts in range(1, torch.get_num_threads() + 1) if len(weight) % parts == 0)
 
 
 def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.open import OpenIndex
 
 DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits are [256, vocabulary]
@@ -53,7 +54,7 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
     prompt = index.dense_cache(after - 1)
     with route_attention(index.model, prompt.attend):
         found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
-    with route_attention(index.model, cache.attend):
+    with route_attention(index.model, cache.attend), all_cores(index.model):
         starts = range(0, len(ids) - 1, step)
         found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
     return torch.cat(found)

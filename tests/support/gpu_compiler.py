@@ -1,22 +1,21 @@
-"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the two kernels of attention.
+"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
 
 import sys
 from collections.abc import Callable
-from itertools import product
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels.attention import decode_attention_triton, shared_decode_triton
+from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
 from sparsekv.kernels.attention.shared_attention import OwnRows
-from sparsekv.kernels.attention.types import RowScales, RunRows
+from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows, ScoredCentroids
 
 TARGET, SHARED_MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # of an H100 or H200
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int16: "*i16"}
@@ -60,33 +59,48 @@ def some_runs(D: int, dtype: torch.dtype, *, in_8_bits: bool) -> RunRows:
     return RunRows(keys, keys, rows, None, M, None, queue, meant)
 
 
-def launch(D: int, dtype: torch.dtype, runs: RunRows) -> None:
-    """A step of one sequence, and one of several that share the rows."""
-    exact = torch.zeros(H, 70, D, dtype=dtype)
-    query = torch.zeros(H, G, D, dtype=dtype)
-    decode_attention_triton.decode_attention_triton(query, runs, (exact, exact), (), 0.1)
+def some_centroids(D: int, dtype: torch.dtype, *, listed: bool) -> ScoredCentroids:
+    """Centroids of 48 clusters, all of them or those that are listed."""
+    logits, counts, values = torch.zeros(H, G, 48), torch.zeros(H, 48), torch.zeros(H, 48, D, dtype=dtype)
+    used = torch.zeros(H, dtype=torch.int32)
+    return ScoredCentroids(logits, counts, values, torch.zeros(H, 48, dtype=torch.int32) if listed else None, used)
+
+
+def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
+    """A step of one sequence, and one of several that share the rows; with `more` also centroids, a cap and sinks."""
+    runs, exact = some_runs(D, dtype, in_8_bits=in_8_bits), torch.zeros(H, 70, D, dtype=dtype)
+    query, sinks = torch.zeros(H, G, D, dtype=dtype), torch.zeros(H, G) if more else None
+    cap, count = (3.0, torch.zeros(1, dtype=torch.int32)) if more else (None, None)
+    stands = [some_centroids(D, dtype, listed=listed) for listed in (False, True)] if more else []
+    decode_attention_triton.decode_attention_triton(query, runs, (exact, exact), stands, 0.1, cap, sinks, count)
     kept, numbers = torch.zeros(B, H, 70, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
     own, together = OwnRows(kept, kept, numbers, numbers, numbers), torch.zeros(H, G, B, D, dtype=dtype)
-    shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), (), own, 0.1)
+    centroids = [Centroids(exact, exact, torch.zeros(H, 70))] if more else []
+    shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
 
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared = (
-        Compiler(one) for one in (decode_attention_triton._partial_kernel, shared_decode_triton._shared_kernel)
-    )
-    nothing = MagicMock()
+    partial, shared, own, merging = kernels = [
+        Compiler(decode_attention_triton._partial_kernel),
+        Compiler(shared_decode_triton._shared_kernel),
+        Compiler(shared_decode_triton._own_kernel),
+        Compiler(running_softmax_triton._merge_kernel),
+    ]
+    multiprocessors = {"count_sms": lambda _: 132}
     with (
-        patch.multiple(decode_attention_triton, _partial_kernel=partial, merge=nothing, count_sms=lambda _: 132),
-        patch.multiple(shared_decode_triton, _shared_kernel=shared, merge=nothing, count_sms=lambda _: 132),
-        patch.object(shared_decode_triton, "_own_kernel", nothing),
+        patch.multiple(decode_attention_triton, _partial_kernel=partial, **multiprocessors),
+        patch.multiple(shared_decode_triton, _shared_kernel=shared, _own_kernel=own, **multiprocessors),
+        patch.object(running_softmax_triton, "_merge_kernel", merging),
     ):
-        for (D, dtype), in_8_bits in product(((16, torch.float32), (128, torch.bfloat16)), (False, True)):
-            launch(D, dtype, some_runs(D, dtype, in_8_bits=in_8_bits))
-    for one in partial.compiled + shared.compiled:
+        launch(16, torch.float32, in_8_bits=True, more=False)
+        launch(128, torch.bfloat16, in_8_bits=False, more=True)
+        launch(96, torch.float16, in_8_bits=True, more=True)
+    compiled = [one for kernel in kernels for one in kernel.compiled]
+    for one in compiled:
         if one.metadata.shared > SHARED_MEMORY:
             sys.exit(f"{one.metadata.name} takes {one.metadata.shared:,} bytes of shared memory")
-    print(len(partial.compiled) + len(shared.compiled))
+    print(len(compiled))
 
 
 if __name__ == "__main__":

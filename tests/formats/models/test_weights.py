@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny_models import FAMILIES, save_tiny
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.load import load_model
@@ -73,6 +80,31 @@ def test_weights_that_are_not_plain_files_are_left_to_transformers(tmp_path: Pat
     folder = save_tiny(tmp_path / "model")
     (folder / beside).write_text("{}")
     assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is None
+
+
+def test_a_model_for_pictures_too_is_left_to_transformers(tmp_path: Path) -> None:
+    """Its config is one of parts, of which transformers takes the language model's."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"intermediate_size_mlp": 48, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 260}
+    text |= {"num_local_experts": 2, "layer_types": ["full_attention"] * 2, "pad_token_id": 1}
+    vision = sizes | {"num_hidden_layers": 1, "vision_output_dim": 32, "image_size": 28, "patch_size": 14}
+    vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    folder = save_tiny(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    whole = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
+    whole.save_pretrained(folder)
+    assert mapped_weights(folder, AutoConfig.from_pretrained(folder)) is None
+    ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
+    assert type(ours) is type(plain)
+    assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def test_settings_of_answers_that_cannot_be_read_are_the_models_own(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    (folder / "generation_config.json").write_text("{not json")
+    ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
+    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id
+    assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
 def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:

@@ -139,6 +139,19 @@ def test_rows_in_8_bits(
     assert_close(case.by_torch(), truth, tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # what becomes of an infinite one
+@pytest.mark.parametrize("loud", [1e8, torch.inf])
+def test_one_tokens_query_takes_nothing_from_anothers_over_rows_in_8_bits(loud: float) -> None:
+    case, rows = some_case(dtype=torch.bfloat16, used=(25, 0, M)), eight_bits(5, 2, M, 64)
+    scales = scales_on(rows.scales, DEVICE)
+    runs = replace(case.runs, keys=rows.keys.to(DEVICE), values=rows.values.to(DEVICE), scales=scales)
+    among_loud = case.query.clone()
+    among_loud[:, :, 1] *= loud
+    quiet, found = (replace(case, runs=runs, query=query).by_kernels() for query in (case.query, among_loud))
+    others = [0, 2, 3, 4]
+    assert torch.equal(found[:, :, others], quiet[:, :, others])
+
+
 def test_queries_that_do_not_fit_a_program_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     case = some_case(G=5, B=23)
     monkeypatch.setattr(module, "MOST_ROWS", 16)

@@ -47,6 +47,24 @@ def test_a_models_logits_are_the_same(family: str, tokens: int, monkeypatch: pyt
         assert_close(plain_logits(model, token), expected, 1e-4)
 
 
+@pytest.mark.parametrize(("rows", "bias"), [((2, 24), None), ((1, 48), torch.float64)])
+def test_what_torch_refuses_it_refuses(rows: tuple[int, int], bias: torch.dtype | None) -> None:
+    given = torch.ones(rows), torch.ones(4096, 48), None if bias is None else torch.ones(4096, dtype=bias)
+    with pytest.raises(RuntimeError):
+        linear(*given)
+    with pytest.raises(RuntimeError), FewRowsLinear():
+        linear(*given)
+
+
+def test_threads_that_do_not_divide_the_outputs_are_used_as_far_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(few_rows_linear, "_in_parts", lambda rows, weight, bias, number: parts.append(number))
+    with FewRowsLinear():
+        linear(torch.ones(1, 48), torch.ones(4096, 48), None)
+    assert parts == [4]
+
+
 def test_it_is_for_a_cpu_and_ends_with_its_context() -> None:
     model, row, weight = FAMILIES["llama"]().eval(), torch.ones(1, 48), torch.ones(4096, 48)
     with all_cores(model) as mode:
