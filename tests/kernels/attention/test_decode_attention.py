@@ -1,14 +1,13 @@
 """Attention of one decode step by kernels: against its definition in float64, and against plain torch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.eight_bits import eight_bits, scales_on
-from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, uneven_counts, with_room
+from support.attention_steps import TOLERANCES, Step, expected, some_step
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, with_room
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 
@@ -16,77 +15,9 @@ from sparsekv.kernels.attention.decode_attention import decode_attention_referen
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import num_splits
-from sparsekv.kernels.common.runs import fill_budget
 
 pytestmark = compiled_or_interpreted
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Inputs of a step: query [H, G, D], middle and exact rows, runs of the middle, and centroids (`stand_`)."""
-
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    exact_keys: torch.Tensor
-    exact_values: torch.Tensor
-    stand_logits: torch.Tensor
-    stand_counts: torch.Tensor
-    stand_values: torch.Tensor
-
-    def arguments(
-        self, stands: int
-    ) -> tuple[torch.Tensor, RunRows, tuple[torch.Tensor, torch.Tensor], list[ScoredCentroids]]:
-        ends = self.lengths.cumsum(-1, dtype=torch.int32)
-        capacity = int(ends[:, -1].max()) if ends.numel() else 0
-        runs = RunRows(self.keys, self.values, self.starts, ends, capacity)
-        each = self.stand_logits, self.stand_counts, self.stand_values
-        cut = [tensor.tensor_split(max(stands, 1), dim) for tensor, dim in zip(each, (2, 1, 1), strict=True)]
-        parts = [ScoredCentroids(*(part.contiguous() for part in three)) for three in zip(*cut, strict=True)]
-        return self.query, runs, (self.exact_keys, self.exact_values), parts[:stands]
-
-    def on(self, device: torch.device) -> "Step":
-        return Step(*(getattr(self, field.name).to(device) for field in fields(self)))
-
-
-def some_step(
-    seed: int = 0, *, H: int = 2, G: int = 3, D: int = 64, clusters: int = 40, budget: int = 90, exact: int = 70,
-    dtype: torch.dtype = torch.float32,
-) -> Step:  # fmt: skip
-    """A step whose runs are uneven clusters; in a random order, the first ones are taken up to the budget."""
-    counts = uneven_counts(seed, H, clusters)
-    M = int(counts.sum(1)[0])
-    rows = [normal(seed + n, H, size, D).to(dtype) for n, size in enumerate((G, M, M, exact, exact, clusters))]
-    order = torch.rand(H, clusters, generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    taken = fill_budget(counts.gather(-1, order).long(), budget)
-    lengths = torch.zeros_like(taken).scatter_(-1, order, taken)
-    starts = counts.long().cumsum(-1) - counts
-    logits, left = normal(seed + 9, H, G, clusters), (counts - lengths).float().log()
-    return Step(2 * rows[0], *rows[1:3], starts, lengths, *rows[3:5], logits, left, rows[5])
-
-
-def expected(step: Step, stands: bool, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Output [H, G, D] float64, computed one head after another."""
-    outputs = []
-    for h, query in enumerate(step.query.double()):
-        runs = zip(step.starts[h].tolist(), step.lengths[h].tolist(), strict=True)
-        rows = torch.tensor([row for start, length in runs for row in range(start, start + length)], dtype=torch.long)
-        keys = torch.cat([step.keys[h, rows], step.exact_keys[h]]).double()
-        values = torch.cat([step.values[h, rows], step.exact_values[h]]).double()
-        logits = query @ keys.T * scale
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        if stands:
-            logits = torch.cat([logits, step.stand_logits[h].double() + step.stand_counts[h].double()], -1)
-            values = torch.cat([values, step.stand_values[h].double()])
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[h].double()[:, None]], -1)
-            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-        outputs.append(logits.softmax(-1) @ values)
-    return torch.stack(outputs)
 
 
 def attended(
@@ -243,88 +174,6 @@ def test_exact_rows_that_are_counted_on_the_device(count: int) -> None:
     with poisoned_memory():
         assert_close(decode_attention_triton(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
     assert_close(decode_attention_reference(*arguments, 0.125, exact_count=number).cpu(), truth, 1e-5)
-
-
-def in_8_bits(step: Step, seed: int) -> tuple[Step, Callable[[RunRows], RunRows]]:
-    """A step whose middle's rows are what numbers in 8 bits mean, and what puts these into its runs."""
-    rows = eight_bits(seed, *step.keys.shape)
-
-    def put(runs: RunRows) -> RunRows:
-        keys, values = rows.keys.to(DEVICE), rows.values.to(DEVICE)
-        return replace(runs, keys=keys, values=values, scales=scales_on(rows.scales, DEVICE))
-
-    return replace(step, keys=rows.exact_keys, values=rows.exact_values), put
-
-
-@by_dtype
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
-    step, put = in_8_bits(some_step(D, D=D, dtype=dtype), D)
-    query, runs, exact, stand_ins = step.on(DEVICE).arguments(1)
-    truth = expected(step, True, D**-0.5, softcap, None)
-    with poisoned_memory():
-        output = decode_attention_triton(query, put(runs), exact, stand_ins, D**-0.5, softcap)
-    assert output.dtype == dtype
-    assert_close(output.cpu(), truth, tolerance)
-    plain = decode_attention_reference(query, put(runs), exact, stand_ins, D**-0.5, softcap)
-    assert_close(plain.cpu(), truth, tolerance)
-
-
-@pytest.mark.parametrize("G", range(1, 9))
-def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
-    step, put = in_8_bits(some_step(G, G=G, exact=0), G)
-    query, runs, exact, _ = step.on(DEVICE).arguments(0)
-    assert_close(
-        decode_attention_triton(query, put(runs), exact, (), 0.125).cpu(),
-        expected(step, False, 0.125, None, None),
-        1e-5,
-    )
-
-
-@by_dtype
-@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
-def test_single_rows_in_8_bits_and_a_queue(
-    used: tuple[int, int] | None, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.LEAST_TILES", 0)
-    step, put = in_8_bits(some_step(5, clusters=200, dtype=dtype), 5)
-    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
-    numbers = torch.tensor(used or (600, 600), dtype=torch.int32)
-    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * (torch.arange(600) < numbers[:, None]))
-    moved, queue = step.on(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    given_used = None if used is None else numbers.to(DEVICE)
-    runs = put(RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 600, given_used, queue))
-    with poisoned_memory():
-        output = decode_attention_triton(moved.query, runs, (moved.exact_keys, moved.exact_values), (), 0.125)
-    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
-
-
-@by_dtype
-def test_an_outlier_that_is_not_attended_to_takes_nothing_from_rows_in_8_bits(
-    dtype: torch.dtype, tolerance: float
-) -> None:
-    step = some_step(5, clusters=200, dtype=dtype)
-    rows, M = eight_bits(5, *step.keys.shape), step.keys.shape[1]
-    chosen = 1 + torch.rand(2, M - 1, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
-    rows.scales.rows[:, 0, 1] *= 1e4
-    scales = replace(rows.scales, units=rows.scales.rows[..., 1].float().mean(1))
-    single = replace(
-        step,
-        keys=rows.exact_keys,
-        values=rows.exact_values,
-        starts=chosen,
-        lengths=torch.ones_like(chosen),
-        exact_keys=step.exact_keys[:, :0],
-        exact_values=step.exact_values[:, :0],
-    )
-    runs = RunRows(rows.keys, rows.values, chosen, None, 600)
-    runs = replace(runs, keys=rows.keys.to(DEVICE), values=rows.values.to(DEVICE), starts=chosen.to(DEVICE))
-    exact = single.exact_keys.to(DEVICE), single.exact_values.to(DEVICE)
-    output = decode_attention_triton(
-        step.query.to(DEVICE), replace(runs, scales=scales_on(scales, DEVICE)), exact, (), 0.125
-    )
-    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
 
 
 @given(st.integers(1, 3000), st.integers(1, 10**6), st.integers(1, 1000))

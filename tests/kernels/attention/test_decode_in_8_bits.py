@@ -1,0 +1,100 @@
+"""Attention of one decode step over rows in 8 bits, against its definition over what they mean."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention_steps import TOLERANCES, Step, expected, some_step
+from support.eight_bits import eight_bits, scales_on
+from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
+from support.reference import assert_close
+
+from sparsekv.kernels.attention.decode_attention import decode_attention_reference
+from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.attention.types import RunRows
+
+pytestmark = compiled_or_interpreted
+by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
+
+
+def in_8_bits(step: Step, seed: int) -> tuple[Step, Callable[[RunRows], RunRows]]:
+    """A step whose middle's rows are what numbers in 8 bits mean, and what puts these into its runs."""
+    rows = eight_bits(seed, *step.keys.shape)
+
+    def put(runs: RunRows) -> RunRows:
+        keys, values = rows.keys.to(DEVICE), rows.values.to(DEVICE)
+        return replace(runs, keys=keys, values=values, scales=scales_on(rows.scales, DEVICE))
+
+    return replace(step, keys=rows.exact_keys, values=rows.exact_values), put
+
+
+@by_dtype
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, tolerance: float) -> None:
+    step, put = in_8_bits(some_step(D, D=D, dtype=dtype), D)
+    query, runs, exact, stand_ins = step.on(DEVICE).arguments(1)
+    truth = expected(step, True, D**-0.5, softcap, None)
+    with poisoned_memory():
+        output = decode_attention_triton(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+    assert output.dtype == dtype
+    assert_close(output.cpu(), truth, tolerance)
+    plain = decode_attention_reference(query, put(runs), exact, stand_ins, D**-0.5, softcap)
+    assert_close(plain.cpu(), truth, tolerance)
+
+
+@pytest.mark.parametrize("G", range(1, 9))
+def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
+    step, put = in_8_bits(some_step(G, G=G, exact=0), G)
+    query, runs, exact, _ = step.on(DEVICE).arguments(0)
+    assert_close(
+        decode_attention_triton(query, put(runs), exact, (), 0.125).cpu(),
+        expected(step, False, 0.125, None, None),
+        1e-5,
+    )
+
+
+@by_dtype
+@pytest.mark.parametrize("used", [None, (600, 41), (0, 3)])
+def test_single_rows_in_8_bits_and_a_queue(
+    used: tuple[int, int] | None, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.attention.decode_attention_triton.LEAST_TILES", 0)
+    step, put = in_8_bits(some_step(5, clusters=200, dtype=dtype), 5)
+    rows = torch.rand(2, step.keys.shape[1], generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    numbers = torch.tensor(used or (600, 600), dtype=torch.int32)
+    single = replace(step, starts=rows, lengths=torch.ones_like(rows) * (torch.arange(600) < numbers[:, None]))
+    moved, queue = step.on(DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    given_used = None if used is None else numbers.to(DEVICE)
+    runs = put(RunRows(moved.keys, moved.values, rows.to(DEVICE), None, 600, given_used, queue))
+    with poisoned_memory():
+        output = decode_attention_triton(moved.query, runs, (moved.exact_keys, moved.exact_values), (), 0.125)
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
+
+
+@by_dtype
+def test_an_outlier_that_is_not_attended_to_takes_nothing_from_rows_in_8_bits(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    step = some_step(5, clusters=200, dtype=dtype)
+    rows, M = eight_bits(5, *step.keys.shape), step.keys.shape[1]
+    chosen = 1 + torch.rand(2, M - 1, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :600]
+    rows.scales.rows[:, 0, 1] *= 1e4
+    scales = replace(rows.scales, units=rows.scales.rows[..., 1].float().mean(1))
+    single = replace(
+        step,
+        keys=rows.exact_keys,
+        values=rows.exact_values,
+        starts=chosen,
+        lengths=torch.ones_like(chosen),
+        exact_keys=step.exact_keys[:, :0],
+        exact_values=step.exact_values[:, :0],
+    )
+    runs = RunRows(rows.keys, rows.values, chosen, None, 600)
+    runs = replace(runs, keys=rows.keys.to(DEVICE), values=rows.values.to(DEVICE), starts=chosen.to(DEVICE))
+    exact = single.exact_keys.to(DEVICE), single.exact_values.to(DEVICE)
+    output = decode_attention_triton(
+        step.query.to(DEVICE), replace(runs, scales=scales_on(scales, DEVICE)), exact, (), 0.125
+    )
+    assert_close(output.cpu(), expected(single, False, 0.125, None, None), tolerance)
