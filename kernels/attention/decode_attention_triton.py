@@ -14,22 +14,19 @@ import triton.language as tl
 from torch.nn.functional import pad
 
 from sparsekv.kernels.attention.rows_in_8_bits_triton import (
-    add_in_pairs,
+    add_pairs,
     block_of,
     from_pairs,
     in_pairs,
     in_words,
     load_pairs,
-    products_in_pairs,
     scaled_queries,
-    scales_of,
 )
 from sparsekv.kernels.attention.running_softmax_triton import (
     add_tile,
     merge,
     store_partial,
     tile_logits,
-    tile_weights,
 )
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
@@ -37,7 +34,6 @@ from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     aligned,
-    capped,
     dot,
     group_rows,
     share,
@@ -184,14 +180,11 @@ def _partial_kernel(
             if SCALED:
                 # Places past the end are those of the first row: its numbers are finite, and their weights zero.
                 k, v = load_pairs(keys, place, in_row, D == BLOCK_D), load_pairs(values, place, in_row, D == BLOCK_D)
-                of_keys, of_values = scales_of(tl.load(row_scales + row), of_queries, unit)
-                logits = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
-                if CAPPED:
-                    logits = capped(logits, softcap, CAPPED) * LOG2_E
-                peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
-                total = total * shrink + tl.sum(weights, 1)
-                weights = weights * of_values[None, :]
-                first_output, second_output = add_in_pairs(first_output, second_output, shrink, weights, v, EXACT)
+                words = tl.load(row_scales + row)
+                peak, total, first_output, second_output = add_pairs(
+                    peak, total, first_output, second_output, q_first, q_second, shift, of_queries, offset, k, v, words,
+                    inside, unit, softcap, CAPPED, False, EXACT,
+                )  # fmt: skip
             else:
                 mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
                 k = tl.load(keys + place, mask=mask, other=0.0)

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.attention.running_softmax_triton import tile_weights
 from sparsekv.kernels.attention.types import RowScales, RunRows
-from sparsekv.kernels.common.tiles_triton import WIDEN, dot, power_of_two
+from sparsekv.kernels.common.tiles_triton import LOG2_E, WIDEN, capped, dot, power_of_two
 
 LARGEST_HALF = tl.constexpr(65504.0)
 # A byte of 0 to 255 after 0x64 is a float16 number of 1024 to 1279; SHIFT more than the number that it was, of -128 to
@@ -94,7 +95,7 @@ def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R
 
 
 @triton.jit
-def scales_of(words, of_queries, unit):
+def _scales_of(words, of_queries, unit):
     """Scales [TILE] of keys, times one of the queries, and of values, over their unit, of words that hold both."""
     of_keys = (words << 16).to(tl.float32, bitcast=True) * of_queries
     return of_keys, tl.minimum((words & -65536).to(tl.float32, bitcast=True) / unit, LARGEST_HALF)
@@ -110,21 +111,37 @@ def load_pairs(rows, places, in_row, ALL: tl.constexpr):
 
 
 @triton.jit
-def products_in_pairs(first, second, shift, keys, EXACT: tl.constexpr):
+def _products(first, second, shift, keys, EXACT: tl.constexpr):
     """Products [R, TILE] of queries in pairs with the numbers of keys [TILE, D / 2] int16."""
     turned = tl.trans(keys)
     return dot(first, first_of(turned, EXACT)) + dot(second, second_of(turned, EXACT)) - shift[:, None]
 
 
 @triton.jit
-def add_in_pairs(first, second, shrink, weights, values, EXACT: tl.constexpr):
-    """Outputs [R, D / 2] of the pairs' channels: those so far times `shrink` [R], plus weights [R, TILE] times the
-    numbers of values [TILE, D / 2] int16."""
+def add_pairs(
+    peak, total, first_output, second_output, first, second, shift, of_queries, offset, keys, values, words, inside,
+    unit, softcap, CAPPED: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of rows in 8 bits to a running softmax: keys, values [TILE, D / 2] int16, the words [TILE] of their
+    scales, and which are inside. Of the queries it takes what `scaled_queries` gives; outputs [R, D / 2] are those of
+    the pairs' channels, over the unit."""
+    if EACH:
+        of_keys, of_values = _scales_of(words, 1.0, unit)
+        products = _products(first, second, shift, keys, EXACT) * of_keys[None, :]
+        logits = products * of_queries[:, None] + offset[:, None]
+    else:
+        of_keys, of_values = _scales_of(words, of_queries, unit)
+        logits = _products(first, second, shift, keys, EXACT) * of_keys[None, :] + offset[:, None]
+    if CAPPED:
+        logits = capped(logits, softcap, CAPPED) * LOG2_E
+    peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
+    total = total * shrink + tl.sum(weights, 1)
     # Not shifted back after the sum: the shift would be a thousand times as large as a mean of many values.
     first_values = _shifted_back(first_of(values, EXACT), EXACT)
     second_values = _shifted_back(second_of(values, EXACT), EXACT)
-    weights = weights.to(first_values.dtype)
-    return first * shrink[:, None] + dot(weights, first_values), second * shrink[:, None] + dot(weights, second_values)
+    weights = (weights * of_values[None, :]).to(first_values.dtype)
+    first_output = first_output * shrink[:, None] + dot(weights, first_values)
+    return peak, total, first_output, second_output * shrink[:, None] + dot(weights, second_values)
 
 
 def block_of(runs: RunRows) -> int:

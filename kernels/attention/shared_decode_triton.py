@@ -11,23 +11,20 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.attention.rows_in_8_bits_triton import (
-    add_in_pairs,
+    add_pairs,
     block_of,
     from_pairs,
     in_pairs,
     in_words,
     load_pairs,
-    products_in_pairs,
     scaled_queries,
-    scales_of,
 )
-from sparsekv.kernels.attention.running_softmax_triton import add_tile, merge, store_partial, tile_logits, tile_weights
+from sparsekv.kernels.attention.running_softmax_triton import add_tile, merge, store_partial, tile_logits
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
-    capped,
     dot,
     group_rows,
     power_of_two,
@@ -117,15 +114,11 @@ def _shared_kernel(
         if SCALED:
             # Places past the end are those of the first row: its numbers are finite, and their weights zero.
             k, v = load_pairs(keys, stored, in_row, D == BLOCK_D), load_pairs(values, stored, in_row, D == BLOCK_D)
-            of_keys, of_values = scales_of(tl.load(row_scales + row), 1.0, unit)
-            products = products_in_pairs(q_first, q_second, shift, k, EXACT) * of_keys[None, :]
-            logits = products * of_queries[:, None] + offset[:, None]
-            if CAPPED:
-                logits = capped(logits, softcap, CAPPED) * LOG2_E
-            peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
-            total = total * shrink + tl.sum(weights, 1)
-            weights = weights * of_values[None, :]
-            first_output, second_output = add_in_pairs(first_output, second_output, shrink, weights, v, EXACT)
+            words = tl.load(row_scales + row)
+            peak, total, first_output, second_output = add_pairs(
+                peak, total, first_output, second_output, q_first, q_second, shift, of_queries, offset, k, v, words,
+                inside, unit, softcap, CAPPED, True, EXACT,
+            )  # fmt: skip
         else:
             mask, bias = inside[:, None] & in_row, tl.where(inside, 0.0, -float("inf"))
             k = tl.load(keys + stored, mask=mask, other=0)
