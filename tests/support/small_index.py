@@ -22,7 +22,7 @@ from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexe
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.kernels.common.hook import route_attention
+from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 
@@ -119,16 +119,41 @@ def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[t
 
 
 @torch.inference_mode()
-def stepped_logits(index: OpenIndex, cache: IndexCache, tokens: torch.Tensor, question: int) -> torch.Tensor:
-    """Logits [T, vocabulary] of tokens [T] after the stored prompt: the first `question` at once, then one by one."""
+def stepped_logits(
+    index: OpenIndex, cache: IndexCache, tokens: torch.Tensor, question: int, attend: AttentionFunction | None = None
+) -> torch.Tensor:
+    """Logits [T, vocabulary] of tokens [T] after the stored prompt: the first `question` at once, then one by one.
+
+    The model's attention is `attend`, or else the cache's own.
+    """
     cache.rewind()
-    with route_attention(index.model, cache.attend):
+    with route_attention(index.model, attend or cache.attend):
         return torch.cat(
             [
                 index.model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
                 for part in (tokens[:question], *tokens[question:].split(1))
             ]
         )
+
+
+def both_outputs(
+    index: OpenIndex, first: IndexCache, second: IndexCache, tokens: torch.Tensor, question: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each layer's attention gives over two caches, [Hq, Q, D] each, for the same queries; steps as above.
+
+    The second cache sees what the model makes of the first one's outputs, so that rounding in one layer cannot
+    tip a choice in the next.
+    """
+    outputs = []
+    second.rewind()
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        other, output = second.attend(call), first.attend(call)
+        outputs.append((output.clone(), other))
+        return output
+
+    stepped_logits(index, first, tokens, question, attend)
+    return outputs
 
 
 def random_ids(tokens: int, seed: int = 0) -> torch.Tensor:

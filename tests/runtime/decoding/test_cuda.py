@@ -7,7 +7,7 @@ import torch
 from support.random_tensors import clustered
 from support.reference import assert_close, attention_probabilities, random_attention, reference_attention
 from support.replaced_decoding import decoding_errors
-from support.small_index import INDEXERS, plain_logits, random_ids, reopen, small_plan, stepped_logits
+from support.small_index import INDEXERS, both_outputs, plain_logits, random_ids, reopen, small_plan, stepped_logits
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
@@ -261,8 +261,8 @@ def test_rows_elsewhere_are_the_same_rows(on_gpu: OpenIndex, name: str, placemen
         on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual, placement=place)
         for place in ("device", placement)
     )
-    expected = stepped_logits(on_gpu, on_device, tokens, question=9)
-    assert_close(stepped_logits(on_gpu, elsewhere, tokens, question=9).cpu(), expected.cpu(), 1e-5)
+    for expected, output in both_outputs(on_gpu, on_device, elsewhere, tokens, question=9):
+        assert_close(output.cpu(), expected.cpu(), 1e-5)
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])

@@ -12,13 +12,15 @@ from support.sealing import Tensors, change_tensors
 from support.small_index import build_small, small_plan
 from support.tiny_models import save_tiny
 
-from sparsekv.formats.errors import ArtifactError, SparsekvError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
+from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.cache import layer_rows
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
+from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -66,7 +68,20 @@ def test_what_cannot_be_read_is_told_by_opening(stored: Stored, device: str) -> 
     (stored.index / artifact.manifest.files[layer_file("context", 0)].path).write_bytes(b"cut")
     early = EarlyReading(artifact, device, hold=True)
     with pytest.raises(ArtifactError):
-        load_and_open(artifact, stored.model, device, hold=True, early=early)
+        load_and_open(artifact, stored.model, device, hold=True, early=early).dense_cache()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_weights_are_told_before_an_answer(stored: Stored, device: str) -> None:
+    """On a GPU by the cache, whose layers are made while the probe goes on."""
+    loaded = load_model(stored.model, device=device)
+    known = identify(loaded)
+    weight = loaded.model.get_input_embeddings().weight
+    weight.data = -weight.data
+    with pytest.raises(IdentityError, match="the probe"):
+        open_index(stored.artifact, loaded.model, loaded.tokenizer, known, hold=True).sparse_cache(
+            "squeezed", Squeezed(), Budget(0.1)
+        )
 
 
 @pytest.mark.parametrize(("model", "device"), [("no/such-model", "cpu"), ("no/such-model", "cuda:99"), ("", "toaster")])
