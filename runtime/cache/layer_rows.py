@@ -23,7 +23,7 @@ class LayerRows:
     layer: int
     _stored: dict[torch.device, ContextRows] = field(default_factory=dict)
     _restored: dict[torch.device, Pair] = field(default_factory=dict)
-    _checked: dict[tuple[str, torch.device], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _checked: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def stored(self) -> ContextRows:
@@ -81,19 +81,19 @@ class LayerRows:
         first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
         return first_half.reshape(heads, -1, *first_half.shape[1:])
 
-    def check_method(self, name: str, device: torch.device = CPU) -> None:
-        """Map the tensors that a method of the index built for this layer, or copy them to a GPU; check their values,
-        and hold them.
+    def check_method(self, name: str) -> None:
+        """Map the tensors that a method of the index built for this layer, check their values, and hold them.
 
         Raises:
             ArtifactError: they hold what no build of ours writes.
         """
-        self._checked[name, device] = self._checked_tensors(name, device)
+        self._checked[name] = self._checked_tensors(name, CPU)
 
     def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
         """Tensors that a method of the index built for this layer, whose values are checked; raises what `check_method`
         raises."""
-        return self._checked.get((name, device)) or self._checked_tensors(name, device)
+        held = self._checked.get(name) if device == CPU else None
+        return self._checked_tensors(name, device) if held is None else held
 
     def _checked_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
         tensors = self.artifact.method_tensors(name, self.layer, device)

@@ -36,7 +36,6 @@ def load_and_open(
         progress: called with one line at the start of each step that takes a while.
         loaded_in: called with the seconds that the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the cache that is made next.
-            On a GPU that cache tells what they find.
         ranks: the processes that share the model; each opens the heads that are its own.
         early: what is being read of this index already.
 

@@ -1,13 +1,14 @@
 """Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.context_rows import Int8Rows
+from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
@@ -27,10 +28,12 @@ from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.decoding.room import check_room
-from sparsekv.runtime.decoding.rows_ahead import AttendsOnceIn8Bits, RowsAhead
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
+
+AHEAD = 2
+"""Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
 
 
 @dataclass
@@ -51,7 +54,6 @@ class OpenIndex:
         self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
-        self._ahead: RowsAhead | None = None
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
         named = torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])
         if named.amin() < 0 or named.amax() >= known:
@@ -99,7 +101,6 @@ class OpenIndex:
         Raises:
             UsageError: unknown placement, `residual` for an index without value centroids, or a missed share to be
                 measured or guarded of a method that cannot estimate it.
-            IdentityError: of a probe that went on until now.
         """
         check_placement(placement)
         measured = measure_missed or guard is not None
@@ -107,8 +108,6 @@ class OpenIndex:
             option = "--gauge" if guard is None else "--guard"
             check_estimates_missed(option, name, method, residual=residual)
         self.artifact.check_sums(files_read(self.artifact, name, method))
-        if self._ahead is not None and name in self.artifact.manifest.methods:
-            self._ahead.prepare(name)
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
         about = self.artifact, self.device, self.dtype, self.take_rows
@@ -119,23 +118,15 @@ class OpenIndex:
                 continue
             meter = MissedMeter(guard) if measured else None
             layers.append(sparse.make(layer, (budgets or {}).get(layer, budget), meter, prefetch=prefetch))
-        self.end_probe()
         return IndexCache(layers)
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """A cache for dense attention over the first `tokens` of the stored context, all by default.
 
         Rows are views of the index's files where device and dtype are the same, else copies.
-
-        Raises:
-            IdentityError: of a probe that went on until now.
         """
         tokens = self.split.tokens if tokens is None else tokens
-        layers: list[StoredLayer] = [
-            self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))
-        ]
-        self.end_probe()
-        return IndexCache(layers)
+        return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
     def processors(self) -> LogitsProcessorList:
         """What a step's logits go through before a token is chosen."""
@@ -143,8 +134,7 @@ class OpenIndex:
 
     def take_rows(self, layer: int) -> LayerRows:
         """One layer's stored keys and values: those that the probe read, or to be read."""
-        ahead = None if self._ahead is None else self._ahead.take(layer)
-        return ahead or self._held.pop(layer, None) or LayerRows(self.artifact, layer)
+        return self._held.pop(layer, LayerRows(self.artifact, layer))
 
     def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
         """A dense layer; with a sliding window only of the rows that the next token can see."""
@@ -156,23 +146,24 @@ class OpenIndex:
             return DenseLayerIn8Bits(lambda: stored, nothing, tokens)
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
-    def _probed_layer(self, layer: int, tokens: int, ahead: RowsAhead | None, *, hold: bool) -> DenseLayer:
+    def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None, *, hold: bool) -> DenseLayer:
         """A dense layer that reads its rows when it attends, or `ahead` does; with `hold` the next cache gets them."""
         first, rows = self._first_seen(layer, tokens), self.rows.pop(layer, None) or LayerRows(self.artifact, layer)
+        early = None
+        if hold and not first:
+            self._held[layer] = rows
+            early = ahead.submit(rows.stored_on, self.device) if ahead else None
         Hk, D = self.artifact.heads_and_channels(layer)
         nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
-        hold = hold and not first
-        if hold and ahead is not None:
-            stored = ahead.begin(layer, rows)
-            if self.artifact.manifest.kv_storage is not None:
-                return AttendsOnceIn8Bits(lambda: of_tokens(stored().tensors, slice(tokens)), nothing, tokens)
-            return MappedDenseLayer(lambda: self._converted(stored().part(slice(tokens))), nothing, tokens)
-        if hold:
-            self._held[layer] = rows
+        if early and self.artifact.manifest.kv_storage is not None:
+            read_ahead = early
+            return DenseLayerIn8Bits(lambda: of_tokens(read_ahead.result().tensors, slice(tokens)), nothing, tokens)
 
         def read() -> Pair:
+            if early:
+                early.result()
             pair = self._rows(rows, slice(first, tokens))
-            if not hold:
+            if layer not in self._held:
                 rows.release()
             return pair
 
@@ -184,10 +175,7 @@ class OpenIndex:
 
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Some tokens' keys and values in the model's dtype on its device; a window's are read alone."""
-        return self._converted(rows.part(tokens, CPU if tokens.start else self.device))
-
-    def _converted(self, rows: Pair) -> Pair:
-        keys, values = rows
+        keys, values = rows.part(tokens, CPU if tokens.start else self.device)
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def check_probe(self, *, hold: bool = False) -> None:
@@ -200,28 +188,17 @@ class OpenIndex:
             IdentityError: they differ beyond rounding, so the index was built with another model.
             SparsekvError: what is kept does not fit the GPU.
         """
-        self.begin_probe(hold=hold)
-        self.end_probe()
-
-    def begin_probe(self, *, hold: bool = False) -> None:
-        """`check_probe`, which a thread goes on with where rows are held on a GPU: the next cache's layers are made
-        from rows as they are read, meanwhile. Until that cache is made the model is not to be used."""
-        layers, tokens = range(len(self.artifact.manifest.layers)), self.split.tokens - 1
         if hold:
             check_room(self.artifact, self.model)
-        # A mapping has nothing to read ahead: its pages come as they are accessed.
-        ahead = self._ahead = RowsAhead(self.device) if hold and self.device.type == "cuda" else None
-        cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
-        compare = partial(compare_probe, self.artifact, self.model, int(self.input_ids[-1]), cache)
-        if ahead is None:
-            compare()
-        else:
-            ahead.beside(compare)
-
-    def end_probe(self) -> None:
-        """Wait for what `begin_probe` has begun; raises what `check_probe` raises."""
-        if self._ahead is not None:
-            self._ahead.end()
+        if self.device.type == "cuda":
+            device_reader(self.device)  # here, as two threads that need it would make two
+        layers = range(len(self.artifact.manifest.layers))
+        with ThreadPoolExecutor(AHEAD) as threads:
+            # A mapping has nothing to read ahead: its pages come as they are accessed.
+            ahead = threads if hold and self.device.type == "cuda" else None
+            tokens = self.split.tokens - 1
+            cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
+            compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)
 
 
 def open_index(
@@ -237,7 +214,6 @@ def open_index(
 
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
-            On a GPU the probe goes on until then, and that cache tells what it finds.
         rows: layers' rows that are being read already.
 
     Raises:
@@ -246,5 +222,5 @@ def open_index(
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
     index = OpenIndex(artifact, model, tokenizer, rows or {})
-    index.begin_probe(hold=hold)
+    index.check_probe(hold=hold)
     return index

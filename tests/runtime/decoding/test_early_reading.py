@@ -68,20 +68,17 @@ def test_what_cannot_be_read_is_told_by_opening(stored: Stored, device: str) -> 
     (stored.index / artifact.manifest.files[layer_file("context", 0)].path).write_bytes(b"cut")
     early = EarlyReading(artifact, device, hold=True)
     with pytest.raises(ArtifactError):
-        load_and_open(artifact, stored.model, device, hold=True, early=early).dense_cache()
+        load_and_open(artifact, stored.model, device, hold=True, early=early)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_weights_are_told_before_an_answer(stored: Stored, device: str) -> None:
-    """On a GPU by the cache, whose layers are made while the probe goes on."""
     loaded = load_model(stored.model, device=device)
     known = identify(loaded)
     weight = loaded.model.get_input_embeddings().weight
     weight.data = -weight.data
     with pytest.raises(IdentityError, match="the probe"):
-        open_index(stored.artifact, loaded.model, loaded.tokenizer, known, hold=True).sparse_cache(
-            "squeezed", Squeezed(), Budget(0.1)
-        )
+        open_index(stored.artifact, loaded.model, loaded.tokenizer, known, hold=True)
 
 
 @pytest.mark.parametrize(("model", "device"), [("no/such-model", "cpu"), ("no/such-model", "cuda:99"), ("", "toaster")])
