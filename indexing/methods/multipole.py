@@ -5,6 +5,7 @@ alpha = W / 2 and W + alpha tokens long, ever changes. RetroInfer (arXiv 2505.02
 attention from centroids, too.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -16,13 +17,14 @@ from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.online_blocks import finest_labels, split_blocks
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.kernels.kmeans.blocks import block_offsets
-from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_tensors, number_neighbours
+from sparsekv.kernels.kmeans.blocks import block_offsets, equal_neighbours
+from sparsekv.kernels.kmeans.hierarchy import join_blocks, level_sizes, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import to_space
 from sparsekv.kernels.kmeans.online import join_tokens, online_levels
 from sparsekv.kernels.kmeans.outliers import finest_size
 
 STEP = 128  # tokens appended to a block together, at most
+AT_ONCE = 1 << 17  # tokens whose blocks are clustered together: one block's leave a GPU waiting for its launches
 MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
 
 
@@ -47,7 +49,7 @@ class MultipoleIndexer(ClusterIndexer):
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """The levels of all blocks, joined, and block_offsets [blocks + 1] int32, counted from the first middle token.
 
-        Allocates one block's keys once more in float32.
+        Allocates the keys of `AT_ONCE` tokens, or of one block, once more in float32.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
@@ -71,14 +73,31 @@ class MultipoleIndexer(ClusterIndexer):
         self, layer: LayerInput, blocks: list[dict[str, torch.Tensor]], offsets: list[int]
     ) -> dict[str, torch.Tensor]:
         """Cluster the blocks of `offsets` that `blocks` lacks, and join all of them."""
-        made = [
-            self._cluster_block(layer, slice(start, stop)) for start, stop in list(pairwise(offsets))[len(blocks) :]
-        ]
+        runs = equal_neighbours(offsets[len(blocks) :], AT_ONCE)
+        made = [block for run in runs for block in self._cluster_blocks(layer, run)]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
-    def _cluster_block(self, layer: LayerInput, tokens: slice) -> dict[str, torch.Tensor]:
-        keys, values = layer.keys[:, tokens], layer.values[:, tokens]
-        return self.cluster(keys, values, layer.split.sinks + tokens.start, self.lookup_keys(layer, tokens))
+    def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+        """Cluster neighbouring blocks of one length, as if each head of each block was a head of its own."""
+        tokens, shape = slice(offsets[0], offsets[-1]), (len(layer.keys), len(offsets) - 1)
+        looked_up = self.lookup_keys(layer, tokens)
+        keys, values, lookup = (
+            None if rows is None else rows.unflatten(1, (shape[1], -1)).flatten(0, 1)
+            for rows in (layer.keys[:, tokens], layer.values[:, tokens], looked_up)
+        )
+        assert keys is not None
+        assert values is not None
+        found = self.cluster(keys, values, layer.split.sinks, lookup)
+        coarsest = f"level{len(self.levels) - 1}.counts"
+        if shape[1] > 1 and found[coarsest].shape[1] < level_sizes(self.levels, keys.shape[1])[-1]:
+            # A block whose keys are nearly all the same has fewer clusters to cluster again; the others have not.
+            for start, stop in pairwise(offsets):
+                yield from self._cluster_blocks(layer, [start, stop])
+            return
+        of_blocks = {name: tensor.unflatten(0, shape) for name, tensor in found.items()}
+        for block, start in enumerate(offsets[:-1]):
+            of_block = {name: tensor[:, block] for name, tensor in of_blocks.items()}
+            yield of_block | {"token_order": of_block["token_order"] + start}
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor | None:
         """Keys [Hk, T, D] by which middle tokens are clustered and looked up; None: the keys as attended."""

@@ -16,6 +16,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.indexing.methods import multipole
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.kmeans.blocks import block_offsets
 
@@ -66,6 +67,24 @@ def test_a_blocks_clusters_hold_its_own_tokens_each_of_them_once(
     assert bool((labels >= first.gather(1, of_block)).all())
     assert bool((labels < first.gather(1, of_block + 1)).all())
     assert torch.equal(first[:, -1], torch.full((2,), built["level0.counts"].shape[1]))
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["", "a block whose keys are the same"])
+@pytest.mark.parametrize("depth", sorted(LEVELS))
+@pytest.mark.parametrize("space", ["normalised", "centred"])
+def test_blocks_are_clustered_together_as_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, depth: int, space: str, alike: bool
+) -> None:
+    layer, built = _input(3, 420), []
+    if alike:
+        layer.keys[:, 160:240] = layer.keys[:, 160:161]
+    indexer = MultipoleIndexer(levels=LEVELS[depth], space=space, block=80, iterations=3)
+    for at_once in (1, multipole.AT_ONCE):
+        monkeypatch.setattr(multipole, "AT_ONCE", at_once)
+        built.append(indexer.build_layer(layer))
+    assert built[0].keys() == built[1].keys()
+    for name, tensor in built[0].items():
+        assert torch.equal(tensor, built[1][name]), name
 
 
 @properties

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.kernels.kmeans.blocks import block_offsets
+from sparsekv.kernels.kmeans.blocks import block_offsets, equal_neighbours
 
 block_sizes = st.integers(2, 300)
 
@@ -46,3 +46,15 @@ def test_tokens_that_come_in_steps_close_blocks_as_they_would_one_by_one(block: 
 )
 def test_cuts_of_blocks_of_8192(tokens: int, offsets: list[int]) -> None:
     assert block_offsets(tokens, 8192) == offsets
+
+
+@given(tokens=st.integers(1, 5000), block=block_sizes, most=st.integers(1, 2000))
+def test_equal_neighbours_are_all_blocks_in_order_as_many_as_fit(tokens: int, block: int, most: int) -> None:
+    offsets = block_offsets(tokens, block)
+    runs = equal_neighbours(offsets, most)
+    assert [pair for run in runs for pair in pairwise(run)] == list(pairwise(offsets))
+    for run in runs:
+        assert len({end - start for start, end in pairwise(run)}) == 1
+        assert len(run) == 2 or run[-1] - run[0] <= most
+    for run, after in pairwise(runs):
+        assert after[1] - after[0] != run[1] - run[0] or after[1] - run[0] > most
