@@ -80,10 +80,12 @@ def _largest_of_sums(numbers, others, most):
 
 
 @njit(**SUMS)
-def log_total(logits, masses):
-    """Log-sum-exp of logits [C + E], of which the first are clusters', with masses [C] that are added to these."""
-    largest = largest_of(logits, len(masses), len(logits), _largest_of_sums(logits, masses, NOTHING))
-    largest, total = np.float32(0) if largest == NOTHING else largest, np.float32(0)
+def log_total(logits, masses, sink):
+    """Log-sum-exp of a learned sink, or NOTHING, and logits [C + E], of which the first are clusters', with masses [C]
+    that are added to these."""
+    largest = largest_of(logits, len(masses), len(logits), _largest_of_sums(logits, masses, sink))
+    largest = np.float32(0) if largest == NOTHING else largest
+    total = exp_of(sink - largest)
     for c in range(len(masses)):
         total += exp_of(logits[c] + masses[c] - largest)
     for i in range(len(masses), len(logits)):

@@ -44,9 +44,9 @@ def attend_by_codes(
 
     A row's score is its probability by its code, the mean over the group: exp(logit - total), where the logit is the
     sum over the parts of the turned query's products with the centroids that the code names, and the total is the
-    log-sum-exp of the exact rows' logits and of the clusters' logits and masses. Rows whose scores differ by rounding,
-    one part in 10,000, may take each other's place. A centroid's weight is that of its cluster, times the share of it
-    that is not chosen.
+    log-sum-exp of the exact rows' logits, of the clusters' logits and masses, and of the sinks. Rows whose scores
+    differ by rounding, one part in 10,000, may take each other's place. A centroid's weight is that of its cluster,
+    times the share of it that is not chosen.
 
     Args:
         query: [H, G, D].
@@ -54,7 +54,7 @@ def attend_by_codes(
         exact: keys and values [H, E, D] that are always attended, with the same layout.
         budget: rows to choose in each head, at least 1 and at most M.
         replace: let centroids represent the tokens that are not chosen.
-        sink_logits: [H, G] learned logits that take part in the last softmax and carry no value.
+        sink_logits: [H, G] learned logits that take part in both softmaxes and carry no value.
 
     Returns:
         [H, G, D].

@@ -84,7 +84,8 @@ def _write_totals(job, h, logits, totals):
     """Log-sum-exps by which the group's logits become probabilities [fours, LANES]; infinite past the last head."""
     masses = floats(job.masses, (job.H, job.C))[h]
     for g in range(job.fours * LANES):
-        total = log_total(logits[g], masses) if g < job.G else -NOTHING
+        sink = floats(job.sinks, (job.H, job.G))[h, g] if job.sinks and g < job.G else NOTHING
+        total = log_total(logits[g], masses, sink) if g < job.G else -NOTHING
         totals[g // LANES, g % LANES] = total
 
 

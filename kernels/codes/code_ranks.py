@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.codes.types import LEVELS, PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, padded_clusters
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.kernels.tables.list_ranks import ranks_of
+from sparsekv.kernels.tables.list_ranks import exact_logsumexp, ranks_of
 from sparsekv.kernels.tables.types import ExactKeys
 
 
@@ -54,8 +54,7 @@ def rank_codes_reference(
     logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]
     logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
-    keys = exact.keys if exact.count is None else exact.keys[:, : int(exact.count)]
-    beside = attention_logits(query[:, :, None], keys, softmax_scale, softcap)[:, :, 0].logsumexp(-1)
+    beside = exact_logsumexp(query, exact, softmax_scale, softcap)
     ranks = ranks_of(code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
 

@@ -112,12 +112,13 @@ def _weigh_clusters(
 
 @triton.jit(do_not_specialize=["exact_rows"])
 def _tables_kernel(
-    query, turn, books, centroids, counts, bias, exact_keys, exact_count, tables, tops, coarse, logits, taken, peaks,
-    totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows, exact_stride,
-    softmax_scale, softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    query, turn, books, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, coarse, logits, taken,
+    peaks, totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows,
+    exact_stride, softmax_scale, softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr,
+    PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part's table, or a share of the exact keys, or a share of the clusters; and zeros for the counts of ranks."""
     wait_for_previous_kernel(EARLY)
@@ -133,8 +134,8 @@ def _tables_kernel(
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
         add_exact(
-            query, exact_keys, exact_count, peaks, totals, head, which - PARTS, sums, exact_rows, exact_stride,
-            softmax_scale, softcap, CAPPED, COUNTED, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
+            query, exact_keys, exact_count, sinks, peaks, totals, head, which - PARTS, sums, exact_rows, exact_stride,
+            softmax_scale, softcap, CAPPED, COUNTED, HAS_SINKS, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
         )  # fmt: skip
     else:
         _weigh_clusters(
@@ -169,10 +170,12 @@ def make_tables(
     centroids, counts, bias = clusters.keys.to(query.dtype), clusters.counts, clusters.bias
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
         query, codes.turn, codes.books, centroids, counts, bias, exact.keys,
-        found.taken if exact.count is None else exact.count, found.tables, found.tops, found.coarse, found.logits,
-        found.taken, found.peaks, found.totals, found.coarse.shape[1] * BINS, shares, sums, C, stride,
+        found.taken if exact.count is None else exact.count,
+        found.peaks if exact.sinks is None else exact.sinks.contiguous(), found.tables, found.tops, found.coarse,
+        found.logits, found.taken, found.peaks, found.totals, found.coarse.shape[1] * BINS, shares, sums, C, stride,
         centroids.stride(0), counts.stride(0), bias.stride(0), exact.keys.shape[1], exact.keys.stride(0),
-        softmax_scale, softcap or 0.0, CAPPED=softcap is not None, COUNTED=exact.count is not None, G=G,
+        softmax_scale, softcap or 0.0, CAPPED=softcap is not None, COUNTED=exact.count is not None,
+        HAS_SINKS=exact.sinks is not None, G=G,
         GROUP=group_rows(G), PARTS=m, SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D),
         CENTROIDS=CENTROIDS, LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows,
         STAGES=STAGES, num_warps=WARPS, **dependent_launch(device),

@@ -42,16 +42,21 @@ class FoundLists:
 
 @triton.jit
 def add_exact(
-    query, exact_keys, exact_count, peaks, totals, head, which, sums, exact_rows, exact_stride, softmax_scale, softcap,
-    CAPPED: tl.constexpr, COUNTED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    query, exact_keys, exact_count, sinks, peaks, totals, head, which, sums, exact_rows, exact_stride, softmax_scale,
+    softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write peak logit / ln 2 and sum of exponentials of a program's share of the exact keys, after those of tiles."""
+    """Write peak logit / ln 2 and sum of exponentials of a program's share of the exact keys, after those of tiles; the
+    first program's share has the learned sinks."""
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * G + g, mask=of_group, other=0.0).to(tl.float32) * LOG2_E
+        peak = tl.where(which == 0, sink, peak)
+        total = tl.where(which == 0, 1.0, total)
     rows = exact_rows
     if COUNTED:
         rows = tl.minimum(rows, tl.load(exact_count))
@@ -72,12 +77,13 @@ def add_exact(
 
 @triton.jit(do_not_specialize=["exact_rows"])
 def _look_up_kernel(
-    query, centroids, channels, origins, steps, part_weights, exact_keys, exact_count,
+    query, centroids, channels, origins, steps, part_weights, exact_keys, exact_count, sinks,
     lists, slopes, floors, peaks, totals,
     sums, exact_rows, exact_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
-    COUNTED: tl.constexpr, REACHING: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-    PARTS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, REACHING: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    FEW: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, EXACT_PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """For a subspace of a head, the list of each query's nearest centroid, and slope and floor of a code's logit.
 
@@ -87,8 +93,8 @@ def _look_up_kernel(
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part >= PARTS:
         add_exact(
-            query, exact_keys, exact_count, peaks, totals, head, part - PARTS, sums, exact_rows, exact_stride,
-            softmax_scale, softcap, CAPPED, COUNTED, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
+            query, exact_keys, exact_count, sinks, peaks, totals, head, part - PARTS, sums, exact_rows, exact_stride,
+            softmax_scale, softcap, CAPPED, COUNTED, HAS_SINKS, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
         )  # fmt: skip
     else:
         g, c, j = tl.arange(0, FEW), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_SIZE)
@@ -130,10 +136,12 @@ def look_up_lists(
     peaks, totals = torch.empty(2, H, G, sums, device=device)
     _look_up_kernel[(m + EXACT_PROGRAMS, H)](
         query, lists.centroids, lists.channels, lists.origins, lists.steps, lists.weights, exact.keys,
-        found if exact.count is None else exact.count, found, slopes, floors, peaks, totals,
+        found if exact.count is None else exact.count, slopes if exact.sinks is None else exact.sinks.contiguous(),
+        found, slopes, floors, peaks, totals,
         sums, exact.keys.shape[1], exact.keys.stride(0), softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
-        COUNTED=exact.count is not None, REACHING=lists.reaching, G=G, GROUP=group_rows(G), FEW=power_of_two(G),
-        PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size, BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
+        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, REACHING=lists.reaching, G=G,
+        GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
+        BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
         EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
         # Threads that hold the same sum would round it differently with fused multiply-adds, and store different ones.
         enable_fp_fusion=False, **dependent_launch(device),

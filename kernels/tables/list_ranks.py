@@ -59,10 +59,17 @@ def rank_tokens_reference(
 ) -> TokenRanks:
     """`rank_tokens` in plain torch."""
     logits = list_logits(query, lists, softmax_scale, softcap)[..., : lists.keys]
+    beside = exact_logsumexp(query, exact, softmax_scale, softcap)
+    return ranks_of(logits, torch.logaddexp(logits.logsumexp(-1), beside), wanted)
+
+
+def exact_logsumexp(
+    query: torch.Tensor, exact: ExactKeys, softmax_scale: float, softcap: float | None = None
+) -> torch.Tensor:
+    """[H, G]: of queries [H, G, D] on exact keys, and of their sinks, in plain torch."""
     keys = exact.keys if exact.count is None else exact.keys[:, : int(exact.count)]
     beside = attention_logits(query[:, :, None], keys, softmax_scale, softcap)[:, :, 0].logsumexp(-1)
-    logsumexp = torch.logaddexp(logits.logsumexp(-1), beside)
-    return ranks_of(logits, logsumexp, wanted)
+    return beside if exact.sinks is None else torch.logaddexp(beside, exact.sinks.float())
 
 
 def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:

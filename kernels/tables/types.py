@@ -16,10 +16,11 @@ LARGEST = 4095  # integer sum of codes: 12 bits, so that one shifted up by four 
 @dataclass(frozen=True)
 class ExactKeys:
     """Keys [H, E, D] that are always attended; a head's rows are contiguous, heads need not be. `count` [1] int32, on
-    the keys' device, is how many of the E rows are valid; None: all."""
+    the keys' device, is how many of the E rows are valid; None: all. `sinks` [H, G]: learned logits beside them."""
 
     keys: torch.Tensor
     count: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class InPlaceExecutor(Executor):
 
     def attend(self, step: Step, budget: Budget) -> Attended:
         count = None if step.slot is None else step.slot.count
-        queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count)))
+        queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count, step.how[2])))
         selection, rows = self.selector.select(queries, budget), self.middle.in_place()
         per_count = selection.cost.per_count
         if selection.rows.log_weights is not None or rows is None:

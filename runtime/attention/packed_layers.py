@@ -159,6 +159,7 @@ def _observes(selector: Selector) -> bool:
 
 
 def _exact_logsumexp(query: torch.Tensor, keys: torch.Tensor, own: OwnRows, how: How) -> torch.Tensor:
-    """[Hk, G, B]: of each query's logits on shared exact keys and on its own rows."""
-    shared = attention_logits(query, keys, *how[:2])
-    return torch.cat([shared, own_logits(query, own, *how[:2])], -1).logsumexp(-1)
+    """[Hk, G, B]: of each query's logits on shared exact keys and on its own rows, and of learned sinks."""
+    shared, sinks = attention_logits(query, keys, *how[:2]), how[2]
+    total = torch.cat([shared, own_logits(query, own, *how[:2])], -1).logsumexp(-1)
+    return total if sinks is None else torch.logaddexp(total, sinks[..., None].float())

@@ -60,8 +60,9 @@ class Step:
         return torch.arange(self.keys.shape[1], device=self.keys.device)[None] < self.slot.count
 
     def _exact_logsumexp(self) -> torch.Tensor:
-        logits, seen = attention_logits(self.query, self.keys, *self.how[:2]), self._seen()
-        return (logits if seen is None else logits.masked_fill(~seen, -torch.inf)).logsumexp(-1)
+        logits, seen, sinks = attention_logits(self.query, self.keys, *self.how[:2]), self._seen(), self.how[2]
+        total = (logits if seen is None else logits.masked_fill(~seen, -torch.inf)).logsumexp(-1)
+        return total if sinks is None else torch.logaddexp(total, sinks[..., None].float())
 
     def _positions(self) -> torch.Tensor:
         if self.slot is not None:

@@ -25,7 +25,8 @@ class Queries:
     """query [Hk, G, Q, D], after RoPE.
 
     `positions()` [Q] int64 are the queries' positions in the sequence; `exact_logsumexp()` [Hk, G, Q] is the
-    log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens). Both are computed only
+    log-sum-exp of their logits on the rows that are always attended (sinks, tail, new tokens), and of learned sinks
+    (GPT-OSS). Both are computed only
     when a method calls them. `joint`: one selection for all Q queries together, as in a question's prefill. `batch`
     is a number for these tokens, the same in every layer, by which layers find a ranking they share (0 in decoding).
     """

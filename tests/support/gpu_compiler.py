@@ -1,4 +1,5 @@
-"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention.
+"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, and
+those that weigh what is always attended before tokens are ranked.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -16,6 +17,11 @@ from triton.compiler import ASTSource
 from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows, ScoredCentroids
+from sparsekv.kernels.codes import product_tables_triton
+from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
+from sparsekv.kernels.tables import list_look_up_triton
+from sparsekv.kernels.tables.list_codes import ListCodes
+from sparsekv.kernels.tables.types import ExactKeys
 
 TARGET, SHARED_MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # of an H100 or H200
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int16: "*i16"}
@@ -79,23 +85,44 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
     shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
 
 
+def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
+    """Of codes, and of posting lists; with `more` a count of the exact keys, a cap and sinks."""
+    query, keys = torch.zeros(H, G, D, dtype=dtype), torch.zeros(H, 70, D, dtype=dtype)
+    exact = ExactKeys(keys, torch.zeros(1, dtype=torch.int32), torch.zeros(H, G, dtype=dtype))
+    about = (exact if more else ExactKeys(keys)), 0.1, (3.0 if more else None)
+    books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
+    codes = KeyCodes(torch.zeros(H, D, D).half(), books, words, 4096)
+    clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
+    product_tables_triton.make_tables(query, codes, clusters, *about)
+    channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
+    centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
+    found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
+    list_look_up_triton.look_up_lists(query, found, about[0], 1, *about[1:])
+
+
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging = kernels = [
+    partial, shared, own, merging, tables, look_up = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
         Compiler(running_softmax_triton._merge_kernel),
+        Compiler(product_tables_triton._tables_kernel),
+        Compiler(list_look_up_triton._look_up_kernel),
     ]
     multiprocessors = {"count_sms": lambda _: 132}
     with (
         patch.multiple(decode_attention_triton, _partial_kernel=partial, **multiprocessors),
         patch.multiple(shared_decode_triton, _shared_kernel=shared, _own_kernel=own, **multiprocessors),
         patch.object(running_softmax_triton, "_merge_kernel", merging),
+        patch.multiple(product_tables_triton, _tables_kernel=tables, **multiprocessors),
+        patch.object(list_look_up_triton, "_look_up_kernel", look_up),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
         launch(128, torch.bfloat16, in_8_bits=False, more=True)
         launch(96, torch.float16, in_8_bits=True, more=True)
+        weigh(64, torch.float16, more=False)
+        weigh(128, torch.bfloat16, more=True)
     compiled = [one for kernel in kernels for one in kernel.compiled]
     for one in compiled:
         if one.metadata.shared > SHARED_MEMORY:

@@ -48,7 +48,8 @@ class Step:
         heads, parts = torch.arange(len(codes.codes))[:, None, None], torch.arange(codes.codes.shape[2])
         named = codes.books.double()[heads, parts, codes.codes.long()].flatten(2)
         weighed = self.logits(self.query, codes.centroids) + codes.masses[:, None].double()
-        total = torch.cat([weighed, exact], -1).logsumexp(-1, keepdim=True)
+        sinks = [] if self.sinks is None else [self.sinks[..., None].double()]
+        total = torch.cat([weighed, exact, *sinks], -1).logsumexp(-1, keepdim=True)
         return (self.logits(self.query.double() @ codes.turn.double(), named) - total).exp().mean(1)
 
     def is_clear(self) -> bool:

@@ -122,6 +122,22 @@ def test_any_number_of_keys(keys: int) -> None:
     assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
 
 
+@pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
+@pytest.mark.parametrize("there", [0, 40])
+def test_learned_sinks_take_part(there: int, louder: float) -> None:
+    """Also where no exact key is."""
+    (codes, _), clusters = small_codes(6), small_clusters(4, 4500, 16)
+    query, keys, sinks = normal(1, 2, 3, 16), normal(2, 2, 40, 16), louder + normal(7, 2, 3)
+    exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32), sinks)
+    expected = rank_codes_reference(query, codes, clusters, exact, 100, SCALE)
+    masses = clusters.counts.double().log() + clusters.bias.double()
+    of_clusters = SCALE * query.double() @ clusters.keys.double().transpose(1, 2) + masses[:, None]
+    of_keys = SCALE * query.double() @ keys[:, :there].double().transpose(1, 2)
+    total = torch.cat([of_clusters, of_keys, sinks[..., None].double()], -1).logsumexp(-1)
+    assert_close(expected.ranks.logsumexp, total, 1e-5)
+    assert_same(rank(query, codes, clusters, exact, 100), expected)
+
+
 @pytest.mark.parametrize("there", [0, 1, 40])
 def test_as_many_exact_keys_as_are_counted(there: int) -> None:
     """Keys past the count may hold anything."""

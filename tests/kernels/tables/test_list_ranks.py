@@ -38,7 +38,8 @@ def rank(
     """Ranks from the kernels, back on the CPU."""
     moved = {field.name: getattr(lists, field.name) for field in fields(lists)}
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in moved.items()}
-    near = ExactKeys(exact.keys.to(DEVICE), None if exact.count is None else exact.count.to(DEVICE))
+    beside = [None if one is None else one.to(DEVICE) for one in (exact.count, exact.sinks)]
+    near = ExactKeys(exact.keys.to(DEVICE), *beside)
     with poisoned_memory():
         return on_cpu(rank_tokens_triton(query.to(DEVICE), ListCodes(**moved), near, wanted, SCALE, softcap))
 
@@ -100,6 +101,20 @@ def test_a_soft_cap_and_scores_that_do_not_reach() -> None:
     lists = replace(small_lists(5), reaching=False)
     arguments = 3 * normal(1, 2, 2, 16), lists, ExactKeys(normal(2, 2, 40, 16)), 100
     assert_same(rank(*arguments, softcap=2.0), rank_tokens_reference(*arguments, SCALE, 2.0))
+
+
+@pytest.mark.parametrize("louder", [-4.0, 0.0, 9.0])
+@pytest.mark.parametrize("there", [0, 40])
+def test_learned_sinks_take_part(there: int, louder: float) -> None:
+    """Also where no exact key is."""
+    lists, query, keys = small_lists(6), normal(1, 2, 3, 16), normal(2, 2, 40, 16)
+    exact = ExactKeys(keys, torch.tensor([there], dtype=torch.int32), louder + normal(7, 2, 3))
+    expected = rank_tokens_reference(query, lists, exact, 100, SCALE)
+    assert exact.sinks is not None
+    of_rows = [by_definition(query, lists), SCALE * query.double() @ keys[:, :there].double().transpose(1, 2)]
+    total = torch.cat([*of_rows, exact.sinks[..., None].double()], -1).logsumexp(-1)
+    assert_close(expected.logsumexp, total, 1e-3)
+    assert_same(rank(query, lists, exact, 100), expected)
 
 
 @pytest.mark.parametrize("there", [0, 1, 40])
