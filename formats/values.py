@@ -11,6 +11,8 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import Split
 
 Tensors = dict[str, torch.Tensor]
+IN_EVERY = {"value_centroids", "lookup_centroids"}
+"""What levels of clusters have all, or none."""
 Faults = dict[str, torch.Tensor]
 """By tensor name: a bool on the tensor's device, True if it holds invalid numbers."""
 
@@ -87,10 +89,11 @@ def _clusters(tensors: Tensors, middle: int) -> Faults:
 
 
 def _levels(tensors: Tensors) -> int:
-    """Number of levels; KeyError if one lacks a tensor."""
-    numbers = {int(name.removeprefix("level").partition(".")[0]) for name in tensors if name.startswith("level")}
+    """Number of levels; KeyError if one lacks a tensor, or what another one has."""
+    of_levels = [name.removeprefix("level").split(".") for name in tensors if name.startswith("level")]
+    numbers, parts = {int(number) for number, _ in of_levels}, {part for _, part in of_levels}
     for level in range(len(numbers)):
-        for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else [])):
+        for part in ("centroids", "counts", *(["parent"] if level + 1 < len(numbers) else []), *(parts & IN_EVERY)):
             _ = tensors[f"level{level}.{part}"]
     return len(numbers)
 

@@ -1,5 +1,7 @@
 """Preparing a method for one layer of an index, with a residual if one is requested."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,13 +97,8 @@ def prepare_layer(
         ArtifactError: the method's parameters or calibration in the manifest are not valid.
     """
     artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
-    try:
+    with _told_of(name, artifact):
         selector = method.prepare(stored.context)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        # Only the method itself can detect that its parameters or calibration in the manifest are invalid.
-        raise ArtifactError(
-            f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
-        ) from error
     if not residual or method.replaces() or (isinstance(selector, OwnCentroids) and selector.replace_by_own()):
         return PreparedLayer(selector, stored.context, stored.mapped)
     if isinstance(selector, Appendable) and selector.append_size:
@@ -109,9 +106,22 @@ def prepare_layer(
             f"--residual: {name} takes generated tokens in, and no cluster holds these; leave out --residual, or let "
             "them stay exact"
         )
-    lender = stored_context(rows, residual_source(artifact), device)
-    replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
+    source = residual_source(artifact)
+    lender = stored_context(rows, source, device)
+    with _told_of(source, artifact):
+        replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
     return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
+
+
+@contextmanager
+def _told_of(name: str, artifact: Artifact) -> Iterator[None]:
+    """Only who uses a method's tensors, parameters and calibration can detect that they are not its own."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ArtifactError(
+            f"{name} of {artifact.folder} is not what this version builds ({type(error).__name__}: {error}); {REBUILD}"
+        ) from error
 
 
 def residual_source(artifact: Artifact) -> str:

@@ -121,7 +121,8 @@ class Step:
         if facts.softcap is not None:
             logits = facts.softcap * torch.tanh(logits / facts.softcap)
         hidden = ~causal_mask(self.query.shape[2], logits.shape[3], None, logits.device)
-        return logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+        total = logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+        return total if self.sink_logits is None else torch.logaddexp(total, self.sink_logits[..., None])
 
     def expected(self, level: torch.Tensor | int = 0, tensors: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The output by definition, where clusters of a level, or of a level for each token, stand for what is left."""

@@ -39,6 +39,9 @@ class ClusterSelector(Selector):
         replace: attend to centroids for the tokens that are not chosen.
         clustering: how new tokens are clustered, `append_size` at a time; None: they are not appended.
         windowed_rope: score lookup centroids (of keys with RoPE undone); None: score centroids of keys as attended.
+
+    Raises:
+        KeyError: the clusters lack the centroids that this takes.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class ClusterSelector(Selector):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
         self.append_size = 0 if clustering is None else append_size
+        for name in ["value_centroids"] * replace + ["lookup_centroids"] * (windowed_rope is not None):
+            _ = context.tensors[f"level0.{name}"]  # a stranger's index may lack what kernels would read all the same
         if clustering is None:
             self._look_in(lookup_tensors(context.tensors))
         else:

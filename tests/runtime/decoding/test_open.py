@@ -6,20 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import build_small, plain_logits, random_ids, reopen, small_plan, stepped_logits
+from support.sealing import change_tensors
+from support.small_index import INDEXERS, build_small, plain_logits, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import CHAT_TEMPLATE, FAMILIES, tiny_tokenizer
 
-from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.fingerprints import SAMPLES_PER_TENSOR
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.schema import layer_file
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
+from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import methods
 
 
@@ -151,3 +159,45 @@ def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenInde
         one.untyped_storage().data_ptr() for one in (prepared.mapped[0], prepared.context.keys, rows.on(CPU)[0])
     }
     assert len(storages) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "residual", "gone"),
+    [
+        ("multipole", Multipole(), False, "level0.value_centroids"),
+        ("multipole", Multipole("hierarchical"), False, "level0.value_centroids"),
+        ("multipole", Multipole("hierarchical"), False, "level1.value_centroids"),
+        ("squeezed", Squeezed(), False, "level0.value_centroids"),
+        ("multipole-windowed", WindowedMultipole(), False, "level0.lookup_centroids"),
+        ("multipole-windowed", WindowedMultipole(), False, "level1.lookup_centroids"),
+        ("codes", Codes(), False, "level0.value_centroids"),
+        ("codes", Codes(), False, "rest_values"),
+        ("quest", Quest(), True, "level0.value_centroids"),
+    ],
+)
+def test_a_layer_without_centroids_is_refused(
+    tmp_path: Path, name: str, method: Method, residual: bool, gone: str
+) -> None:
+    """Of one level, or of all: kernels would take other rows in their place, or read where there are none."""
+    plan = small_plan(methods=INDEXERS)
+    build_index(plan, tmp_path / "small.skv")
+    source = "codes" if residual else name
+    change_tensors(tmp_path / "small.skv", layer_file(source, 1), lambda tensors: _without(tensors, gone))
+    index = reopen(plan, tmp_path / "small.skv")
+    with pytest.raises(ArtifactError, match=f"{gone}.*build the index again"):
+        index.sparse_cache(name, method, Budget(0.1), residual=residual)
+
+
+def test_a_layer_of_one_level_without_values_is_refused(tmp_path: Path) -> None:
+    plan = small_plan(methods={"multipole": MultipoleIndexer(levels=(0.25,), block=80)})
+    build_index(plan, tmp_path / "small.skv")
+    gone = "level0.value_centroids"
+    change_tensors(tmp_path / "small.skv", layer_file("multipole", 1), lambda tensors: _without(tensors, gone))
+    index = reopen(plan, tmp_path / "small.skv")
+    with pytest.raises(ArtifactError, match=f"{gone}.*build the index again"):
+        index.sparse_cache("multipole", Multipole(), Budget(0.1))
+    index.sparse_cache("multipole", Multipole(replace=False), Budget(0.1))
+
+
+def _without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
