@@ -15,7 +15,7 @@ INDICES = int(os.environ.get("SPARSEKV_ATTACKS", "2000"))
 AT_ONCE = 2
 SHORT = {
     "manifest": (3, 17, 253, 10, 9, 11, 26, 323, 21, 37, 38, 45, 47, 43, 51, 23, 59, 52, 1, 0),
-    "tensors": (12, 32, 16, 17, 10, 22, 27, 43, 7, 52, 34, 42, 3, 30, 0),
+    "tensors": (12, 32, 16, 17, 10, 22, 27, 43, 7, 52, 34, 42, 3, 30, 0, 1, 2, 267),
     "folder": (1, 6, 9, 3, 12, 14, 21, 0),
 }
 """Seeds with which some command went wrong once, and a few others."""
