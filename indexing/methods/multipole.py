@@ -24,7 +24,7 @@ from sparsekv.kernels.kmeans.online import join_tokens, online_levels
 from sparsekv.kernels.kmeans.outliers import finest_size
 
 STEP = 128  # tokens appended to a block together, at most
-AT_ONCE = 1 << 17  # tokens whose blocks are clustered together: one block's leave a GPU waiting for its launches
+AT_ONCE, MOST_TOKENS = 16, 1 << 17  # blocks that a GPU clusters together, which would wait for launches of one's
 MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
 
 
@@ -49,7 +49,7 @@ class MultipoleIndexer(ClusterIndexer):
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """The levels of all blocks, joined, and block_offsets [blocks + 1] int32, counted from the first middle token.
 
-        Allocates the keys of `AT_ONCE` tokens, or of one block, once more in float32.
+        Allocates one block's keys twice in float32; on a GPU those of `AT_ONCE` blocks, and their keys and values.
         """
         return self._join(layer, [], block_offsets(layer.keys.shape[1], self.block))
 
@@ -59,7 +59,7 @@ class MultipoleIndexer(ClusterIndexer):
         """Keep closed blocks; append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
         With more tokens, or when the last block closes, its tokens are clustered from scratch, which then costs less
-        and finds better clusters. Allocates the changed blocks' keys once more in float32.
+        and finds better clusters. Allocates what `build_layer` does.
         """
         offsets = block_offsets(layer.keys.shape[1], self.block)
         blocks = split_blocks(tensors)
@@ -73,9 +73,13 @@ class MultipoleIndexer(ClusterIndexer):
         self, layer: LayerInput, blocks: list[dict[str, torch.Tensor]], offsets: list[int]
     ) -> dict[str, torch.Tensor]:
         """Cluster the blocks of `offsets` that `blocks` lacks, and join all of them."""
-        runs = equal_neighbours(offsets[len(blocks) :], AT_ONCE)
+        runs = equal_neighbours(offsets[len(blocks) :], self._together(layer.keys))
         made = [block for run in runs for block in self._cluster_blocks(layer, run)]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
+
+    def _together(self, keys: torch.Tensor) -> int:
+        """Tokens whose blocks are clustered together; a CPU clusters head by head."""
+        return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
     def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[dict[str, torch.Tensor]]:
         """Cluster neighbouring blocks of one length, as if each head of each block was a head of its own."""
@@ -88,9 +92,9 @@ class MultipoleIndexer(ClusterIndexer):
         assert keys is not None
         assert values is not None
         found = self.cluster(keys, values, layer.split.sinks, lookup)
-        coarsest = f"level{len(self.levels) - 1}.counts"
-        if shape[1] > 1 and found[coarsest].shape[1] < level_sizes(self.levels, keys.shape[1])[-1]:
-            # A block whose keys are nearly all the same has fewer clusters to cluster again; the others have not.
+        wanted = list(enumerate(level_sizes(self.levels, keys.shape[1])))[1:]
+        if shape[1] > 1 and any(found[f"level{level}.counts"].shape[1] < size for level, size in wanted):
+            # A block with few different keys has fewer clusters to cluster again; the others have not.
             for start, stop in pairwise(offsets):
                 yield from self._cluster_blocks(layer, [start, stop])
             return

@@ -94,7 +94,8 @@ def prepare_layer(
     Raises:
         UsageError: `residual`, and no method of the index has value centroids, or the method appends tokens, which are
             in no cluster.
-        ArtifactError: the method's parameters or calibration in the manifest are not valid.
+        ArtifactError: the parameters or the calibration in the manifest are not valid, or tensors are missing; of the
+            method, or of the one whose clusters are the residual's.
     """
     artifact, stored = rows.artifact, stored_context(rows, name, device, shared)
     with _told_of(name, artifact):

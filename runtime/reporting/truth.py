@@ -22,8 +22,8 @@ class Truth:
     """Queries and their dense attention.
 
     logits [Hk, G, Q, M] and probability [Hk, Q, M] (the group's mean) are of the middle; exact_logsumexp [Hk, G, Q] and
-    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to the exact rows alone; output
-    [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
+    exact_output [Hk, G, Q, D] are the log-sum-exp and the output of attention to exact rows and learned sinks alone;
+    output [Hk, G, Q, D] is of everything. `oracles` caches the oracle's choices by number of tokens.
     """
 
     queries: Queries

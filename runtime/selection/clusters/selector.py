@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
 from sparsekv.kernels.clusters.cluster_choice import until_enough
@@ -41,7 +43,7 @@ class ClusterSelector(Selector):
         windowed_rope: score lookup centroids (of keys with RoPE undone); None: score centroids of keys as attended.
 
     Raises:
-        KeyError: the clusters lack the centroids that this takes.
+        ArtifactError: the clusters lack the centroids that this takes.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class ClusterSelector(Selector):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
         self.append_size = 0 if clustering is None else append_size
-        for name in ["value_centroids"] * replace + ["lookup_centroids"] * (windowed_rope is not None):
-            _ = context.tensors[f"level0.{name}"]  # a stranger's index may lack what kernels would read all the same
+        # A stranger's index may lack what kernels would read all the same.
+        taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
+        for name in (f"level0.{part}" for part, is_taken in taken.items() if is_taken):
+            if name not in context.tensors:
+                raise ArtifactError(f"the index's clusters lack {name}; {REBUILD}")
         if clustering is None:
             self._look_in(lookup_tensors(context.tensors))
         else:
@@ -76,6 +81,7 @@ class ClusterSelector(Selector):
         }
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
+        scored = () if self.windowed_rope is None else scored
         self.tree = Tree(scored or self.keys, **of_levels)
         self.layout, self.starts = found["token_order"], found["starts"]
         self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)

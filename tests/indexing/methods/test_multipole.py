@@ -16,7 +16,6 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.indexing.methods import multipole
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.kernels.kmeans.blocks import block_offsets
 
@@ -69,18 +68,18 @@ def test_a_blocks_clusters_hold_its_own_tokens_each_of_them_once(
     assert torch.equal(first[:, -1], torch.full((2,), built["level0.counts"].shape[1]))
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["", "a block whose keys are the same"])
+@pytest.mark.parametrize("different", [80, 10, 4, 1])
 @pytest.mark.parametrize("depth", sorted(LEVELS))
 @pytest.mark.parametrize("space", ["normalised", "centred"])
 def test_blocks_are_clustered_together_as_each_by_itself(
-    monkeypatch: pytest.MonkeyPatch, depth: int, space: str, alike: bool
+    monkeypatch: pytest.MonkeyPatch, depth: int, space: str, different: int
 ) -> None:
+    """As on a GPU; also where one of them has few different keys, and so fewer clusters."""
     layer, built = _input(3, 420), []
-    if alike:
-        layer.keys[:, 160:240] = layer.keys[:, 160:161]
+    layer.keys[:, 160:240] = layer.keys[:, 160 : 160 + different].repeat(1, 80 // different, 1)
     indexer = MultipoleIndexer(levels=LEVELS[depth], space=space, block=80, iterations=3)
-    for at_once in (1, multipole.AT_ONCE):
-        monkeypatch.setattr(multipole, "AT_ONCE", at_once)
+    for together in (80, 400):
+        monkeypatch.setattr(MultipoleIndexer, "_together", lambda self, keys, most=together: most)
         built.append(indexer.build_layer(layer))
     assert built[0].keys() == built[1].keys()
     for name, tensor in built[0].items():

@@ -69,7 +69,9 @@ def _sparse(layer: SmallLayer, method: Method, budget: Budget) -> SparseLayer:
     return sparse_layer(layer, selector, budget)
 
 
-def _attended(layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: int) -> torch.Tensor:
+def _attended(
+    layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """[Hk, Q, N + new]: what queries, the last of the new tokens, attend to, by the selector's choice."""
     queries, tokens = query.shape[2], layer.split.tokens
     facts = layer.context.facts
@@ -79,6 +81,7 @@ def _attended(layer: SmallLayer, sparse: SparseLayer, query: torch.Tensor, new: 
     if facts.softcap is not None:
         logits = facts.softcap * torch.tanh(logits / facts.softcap)
     exact = logits.masked_fill(~causal_mask(queries, keys.shape[1], None, keys.device), -torch.inf).logsumexp(-1)
+    exact = exact if sinks is None else torch.logaddexp(exact, sinks[..., None].double())
     selection = sparse.plan.selector.select(
         as_queries(query, exact, joint=queries > 1, first=tokens + new - queries), sparse.plan.budget
     )
@@ -115,7 +118,7 @@ def test_attention_is_over_the_chosen_rows_and_the_exact_ones_alone(
         keys,
         values,
         layer.context.facts.softmax_scale,
-        mask=_attended(layer, sparse, query, before + queries)[:, None],
+        mask=_attended(layer, sparse, query, before + queries, sinks)[:, None],
         softcap=softcap,
         sink_logits=sinks,
     )
