@@ -24,7 +24,8 @@ from sparsekv.kernels.kmeans.online import join_tokens, online_levels
 from sparsekv.kernels.kmeans.outliers import finest_size
 
 STEP = 128  # tokens appended to a block together, at most
-AT_ONCE, MOST_TOKENS = 16, 1 << 17  # blocks that a GPU clusters together, which would wait for launches of one's
+AT_ONCE = 16  # blocks that a GPU clusters together: the launches of one block's kernels take longer than their work
+MOST_TOKENS = 1 << 17  # of these blocks together
 MOST_JOINS = 2  # more than two such steps cost more than clustering the block from scratch
 
 
