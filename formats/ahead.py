@@ -19,9 +19,13 @@ def read_ahead(
     """
     with ThreadPoolExecutor(count, initializer=begin) as threads:
         ahead: deque[Future[T]] = deque()
-        for item in items:
-            ahead.append(threads.submit(read, item))
-            if len(ahead) > count:
+        try:
+            for item in items:
+                ahead.append(threads.submit(read, item))
+                if len(ahead) > count:
+                    yield ahead.popleft().result()
+            while ahead:
                 yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()

@@ -11,6 +11,7 @@ from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
+from sparsekv.indexing.cores import share_cores
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
 from sparsekv.indexing.memory import AHEAD
 from sparsekv.indexing.plan import MethodJob
@@ -25,10 +26,9 @@ def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFact
     sources = {layer: _sources(indexer, layer) for layer in layers}
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
     missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], sources[one])]
-    inputs = _read_ahead(job, missing, lambda layer: _layer_input(job, indexer, layer, facts))
-    for done, (layer, rows) in enumerate(zip(missing, inputs, strict=True), len(recipes) - len(missing) + 1):
-        path = layer_file(name, layer)
-        job.writer.write(path, _build_layer(job, path, indexer, rows), recipes[layer], sources[layer])
+    built = _built_layers(job, name, indexer, facts, missing)
+    for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
+        job.writer.write(layer_file(name, layer), tensors, recipes[layer], sources[layer])
         job.progress(f"index {name}", done, len(recipes))
     calibration = (None if missing else _known_calibration(job, name)) or _calibrate(job, name, indexer, facts)
     return MethodRecord(
@@ -54,6 +54,22 @@ def _layer_recipe(job: MethodJob, path: str, recipe: str) -> str:
     # The result of an append depends on the old file: a build from scratch of the same tokens gives another one.
     base = job.writer.base
     return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
+
+
+def _built_layers(
+    job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts, layers: list[int]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What a method makes of each layer, in order: on a GPU of one after the other, on a CPU of several at a time."""
+
+    def read(layer: int) -> LayerInput:
+        return _layer_input(job, indexer, layer, facts)
+
+    def build(layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+        return _build_layer(job, layer_file(name, layer), indexer, rows)
+
+    if job.device.type == "cpu":
+        return share_cores(layers, lambda layer: build(layer, read(layer)))
+    return map(build, layers, _read_ahead(job, layers, read))
 
 
 def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:

@@ -32,6 +32,8 @@ def kmeans(
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
     import faiss  # here, as it is not needed on a GPU
 
+    # Else faiss takes all cores, however few torch is to use here. The labels are the same.
+    faiss.omp_set_num_threads(torch.get_num_threads())
     # The two bounds keep faiss from subsampling, and from printing warnings from C++ to the terminal.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(

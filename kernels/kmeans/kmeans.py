@@ -56,21 +56,21 @@ def nearest_centres(points: torch.Tensor) -> Callable[[torch.Tensor], torch.Tens
 def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """`assign` in plain torch, in float32."""
     rows = max(FEWEST_ROWS, SCORES_AT_ONCE // centres.shape[1])
-    labels = []
+    numbers = torch.arange(centres.shape[1], dtype=torch.float32, device=points.device)
+    first = []
     for of_head, around in zip(points, centres.float(), strict=True):
         across, half_norms = around.T.contiguous(), around.square().sum(-1) / 2
         scores = (torch.addmm(half_norms, some.float(), across, beta=-1) for some in of_head.split(rows))
-        labels.append(torch.cat([_first_largest(of_rows) for of_rows in scores]))
-    return torch.stack(labels)
-
-
-def _first_largest(scores: torch.Tensor) -> torch.Tensor:
-    """Where the largest of scores [T, C] is, int64; overwrites them. On a CPU `argmax` takes three times as long."""
-    behind = scores.sub_(scores.amax(-1, keepdim=True))
-    numbers = torch.arange(scores.shape[1], dtype=scores.dtype, device=scores.device)
-    first = torch.add(numbers, behind, alpha=-FAR).amin(-1)
+        first.append(torch.cat([_first_largest(of_rows, numbers) for of_rows in scores]))
     # What is no number is nowhere.
-    return first.nan_to_num(0.0, 0.0).long()
+    return torch.stack(first).nan_to_num(0.0, 0.0).long()
+
+
+def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Where the largest of scores [T, C] is, by numbers [C] from 0 on; overwrites them. On a CPU `argmax` takes three
+    times as long."""
+    behind = scores.sub_(scores.amax(-1, keepdim=True))
+    return torch.add(numbers, behind, alpha=-FAR).amin(-1)
 
 
 def cluster_means(

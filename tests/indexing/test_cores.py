@@ -1,0 +1,55 @@
+"""Layers that are built beside each other on a CPU: the same bytes as one after another, and what fails is told."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from support.kernel_runs import with_threads
+from support.small_index import small_plan
+
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.cores import MOST, share_cores
+from sparsekv.indexing.indexers.registry import indexers
+
+
+def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) -> None:
+    plan, sums = small_plan(), []
+    build_index(plan, tmp_path / "one.skv")
+    every = replace(plan, methods={name: kind() for name, kind in indexers().items()})
+    for threads in (1, 2, 3):
+        folder = tmp_path / f"{threads}.skv"
+        shutil.copytree(tmp_path / "one.skv", folder)
+        with with_threads(threads):
+            build_index(every, folder)
+        sums.append({name: file.sha256 for name, file in Artifact(folder).manifest.files.items()})
+    assert any(name.startswith("codes") for name in sums[0])
+    assert sums[0] == sums[1] == sums[2]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_items_come_in_order_and_the_threads_are_given_back(threads: int) -> None:
+    with with_threads(threads):
+        together = min(threads, MOST)
+        counts = list(share_cores(range(20), lambda item: (item, torch.get_num_threads())))
+        assert counts == [(item, threads // together) for item in range(20)]
+        assert torch.get_num_threads() == threads
+
+
+def test_what_fails_is_raised_and_what_has_not_begun_is_left() -> None:
+    begun, failed = list[int](), Event()
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item:
+            assert failed.wait(60)
+            return item
+        failed.set()
+        raise ValueError("the first")
+
+    with with_threads(1), pytest.raises(ValueError, match="the first"):
+        list(share_cores(range(20), work))
+    assert len(begun) < 4
