@@ -64,3 +64,20 @@ def attend_by_codes(
         return None
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     return compiled.attend(query.contiguous(), rows, exact, budget, replace, sinks)
+
+
+def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor | None:
+    """The rows that `attend_by_codes` attends to; None where no compiled kernel takes all of these.
+
+    Args:
+        query: [H, G, D].
+        beside: [H, G] log-sum-exp of the logits of what is attended beside the H heads' rows and clusters.
+        budget: rows to choose in each head, at least 1 and at most M.
+
+    Returns:
+        [H, budget] int32, in order of their places.
+    """
+    compiled = codes.compiled
+    if compiled is None or not in_reach(query):
+        return None
+    return compiled.choose(query.contiguous(), beside.float().contiguous(), budget)

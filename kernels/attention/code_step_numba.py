@@ -1,5 +1,6 @@
 """A compiled decode step over codes on a CPU, from the query to the output: tables of products, a scan of all codes,
-the choice, and attention to what is chosen and to what stands for the rest, in one function."""
+the choice, and attention to what is chosen and to what stands for the rest, in one function; without an output it ends
+with the choice."""
 
 import math
 
@@ -164,6 +165,8 @@ def _step(version):
             ints(memory.done, (1,))[0] = 0
         wait_for_all()
         _choose(job, memory, thread, threads)
+        if not job.output:
+            return
         wait_for_all()
         _attend(job, memory, thread, threads)
         if add_one(memory.done) == threads - 1:

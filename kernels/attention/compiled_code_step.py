@@ -55,12 +55,12 @@ class CompiledCodeStep:
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `attend_by_codes`; float32, all contiguous except between the heads of rows."""
-        job, G, threads = CodeJob.from_buffer_copy(self.job), query.shape[1], torch.get_num_threads()
+        job, threads = self._job(query, budget), torch.get_num_threads()
         (keys, values), (exact_keys, exact_values) = rows, exact
-        job.G, job.fours, job.E, job.budget, job.replace = G, -(-G // LANES), exact_keys.shape[1], budget, replace
+        job.E, job.replace = exact_keys.shape[1], replace
         scratch = query.new_empty(scratch_size(job, threads))
         output = torch.empty_like(query)
-        job.query, job.scratch, job.output = query.data_ptr(), scratch.data_ptr(), output.data_ptr()
+        job.scratch, job.output = scratch.data_ptr(), output.data_ptr()
         job.keys, job.values = keys.data_ptr(), values.data_ptr()
         job.exact_keys, job.exact_values = exact_keys.data_ptr(), exact_values.data_ptr()
         job.key_step, job.value_step = 4 * keys.stride(0), 4 * values.stride(0)
@@ -69,3 +69,17 @@ class CompiledCodeStep:
             job.sinks = sink_logits.data_ptr()
         run(STEP, job, threads)
         return output
+
+    def choose(self, query: torch.Tensor, beside: torch.Tensor, budget: int) -> torch.Tensor:
+        """See `choose_by_codes`; float32, contiguous."""
+        job, threads, (H, M) = self._job(query, budget), torch.get_num_threads(), self.codes.codes.shape[:2]
+        scratch = query.new_empty(scratch_size(job, threads))
+        job.scratch, job.exact_keys, job.sinks = scratch.data_ptr(), query.data_ptr(), beside.data_ptr()
+        run(STEP, job, threads)
+        # As `lay_out` has it: the keys that are found come after the scores.
+        return scratch.view(torch.int32)[H * M : 2 * H * M].view(H, M)[:, :budget]
+
+    def _job(self, query: torch.Tensor, budget: int) -> CodeJob:
+        job, G = CodeJob.from_buffer_copy(self.job), query.shape[1]
+        job.query, job.G, job.fours, job.budget = query.data_ptr(), G, -(-G // LANES), budget
+        return job

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import wrap_torch_function
 from transformers import AttentionInterface, PreTrainedModel
 
 IMPLEMENTATION = "sparsekv"
@@ -66,7 +67,7 @@ def _attention(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        module.layer_idx,  # type: ignore[arg-type]  # every attention module of transformers has one
+        module.layer_idx,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("softcap"),
         kwargs.get("sliding_window"),
@@ -75,6 +76,9 @@ def _attention(
     return output.unflatten(0, (batch, -1)).transpose(1, 2), None
 
 
+# To a mode that looks at torch's functions, as one for a model's linear layers does, all of a layer's attention is one
+# function: it need not look at each of a hundred.
+@wrap_torch_function(lambda query, *_: (query,))
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -4,7 +4,7 @@ The clusters' centroids, with fitted masses and values, stand for all tokens tha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -13,7 +13,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
-from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
+from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.best import best_tokens
@@ -135,6 +135,8 @@ class CodesSelector(Selector):
         if self.by_kernels and queries.in_place is not None:
             return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
+        if scanned == self.middle and candidates == tokens and (chosen := self._by_step(queries, tokens)) is not None:
+            return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         masses = (logits + self.masses[:, None, None]).logsumexp(-1)
         beside = torch.logaddexp(masses, queries.exact_logsumexp())
@@ -148,11 +150,7 @@ class CodesSelector(Selector):
         if self.keys is not None and candidates > tokens:
             exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
-        return Selection(
-            single_rows(best),
-            Cost(self._read(scanned, candidates - tokens)),
-            Rest(lambda: self._rest(best, logits), attended=self.replace),
-        )
+        return self._selection(best, lambda: logits, scanned, candidates - tokens)
 
     def attend_fused(
         self,
@@ -170,6 +168,22 @@ class CodesSelector(Selector):
         output = attend_by_codes(query, self.fused, rows, exact, tokens, replace=replace, sink_logits=sinks)
         read = self._read(self.middle, 0) if tokens < self.middle else 0.0
         return None if output is None else (output, 2.0 * tokens + read)
+
+    def _by_step(self, queries: Queries, tokens: int) -> torch.Tensor | None:
+        """The tokens [Hk, 1, K] that the compiled step chooses for one query; None where it is not there for that."""
+        Hk, _, Q, _ = queries.query.shape
+        if Q > 1 or queries.query.dtype != torch.float32 or queries.query.is_cuda or Hk != len(self.codes):
+            return None
+        beside = queries.exact_logsumexp()[..., 0]
+        chosen = choose_by_codes(queries.query[:, :, 0], self.fused, beside, tokens)
+        return None if chosen is None else chosen[:, None].long()
+
+    def _selection(
+        self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
+    ) -> Selection:
+        """Of tokens [Hk, Q or 1, K], with the clusters' logits; `more` keys were read beside what was scanned."""
+        rest = Rest(lambda: self._rest(chosen, logits()), attended=self.replace)
+        return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
 
     def _everything(self, queries: int) -> Selection:
         """All tokens, for which nothing is read to choose."""

@@ -10,7 +10,7 @@ from support.kernel_runs import poisoned_memory, uneven_counts, with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes
+from sparsekv.kernels.attention.code_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.compiled import compiled_kernels
 
 SCALE = 0.1
@@ -37,6 +37,16 @@ class Step:
             )
         assert output is not None
         return output
+
+    def choose(self) -> torch.Tensor:
+        """[H, budget]: what the step chooses where exact rows and sinks are one number beside the rest."""
+        exact = self.logits(self.query, self.exact[0])
+        sinks = [] if self.sinks is None else [self.sinks[..., None].double()]
+        beside = torch.cat([exact, *sinks], -1).logsumexp(-1).float()
+        with poisoned_memory():
+            chosen = choose_by_codes(self.query, self.codes, beside, self.budget)
+        assert chosen is not None
+        return chosen
 
     def logits(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         logits, cap = queries.double() @ keys.double().transpose(1, 2) * SCALE, self.codes.softcap
@@ -159,6 +169,8 @@ def test_a_step_gives_what_its_definition_gives(
     assume(step.is_clear())
     with with_threads(threads):
         assert_close(step.attend(), step.expected(), 1e-5)
+        chosen = step.choose().long()
+    assert torch.equal(chosen, step.scores().topk(step.budget).indices.sort().values)
 
 
 def test_numba_is_there_to_be_tested() -> None:
@@ -231,3 +243,5 @@ def test_half_precision_gradients_and_other_layouts_have_no_kernel() -> None:
     wanted = step.query.clone().requires_grad_()
     for query, exact in ((step.query.half(), step.exact), (step.query, apart), (wanted, step.exact)):
         assert attend_by_codes(query, step.codes, step.rows, (exact[0], exact[1]), 5, replace=True) is None
+        if exact is step.exact:
+            assert choose_by_codes(query, step.codes, query[..., 0].detach(), 5) is None

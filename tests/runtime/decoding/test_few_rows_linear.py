@@ -6,7 +6,9 @@ from support.reference import assert_close
 from support.small_index import plain_logits, random_ids
 from support.tiny_models import FAMILIES
 from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding import few_rows_linear
 from sparsekv.runtime.decoding.compiled import compile_layers
 from sparsekv.runtime.decoding.few_rows_linear import FewRowsLinear, all_cores
@@ -74,3 +76,25 @@ def test_it_is_for_a_cpu_and_ends_with_its_context() -> None:
     assert not isinstance(all_cores(FAMILIES["llama"]().to("meta")), FewRowsLinear)
     compile_layers(model, backend="eager").remove()
     assert not isinstance(all_cores(model), FewRowsLinear)
+
+
+def test_a_layers_attention_is_one_function_to_it() -> None:
+    """Else it looks at each of a hundred operations of it, which takes as long as some of them."""
+    model, seen, within = FAMILIES["llama"]().eval(), list[object](), list[bool]()
+
+    class Looking(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        before = len(seen)
+        output = call.query + 1 - 1
+        within.append(len(seen) > before)
+        return output
+
+    with route_attention(model, attend), Looking():
+        model(random_ids(1)[None], use_cache=False)
+    assert len(within) == model.config.num_hidden_layers
+    assert not any(within)
+    assert linear in seen
