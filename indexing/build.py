@@ -39,7 +39,7 @@ def build_index(
     """Build, resume or update the index in `folder`, and return its manifest.
 
     Memory: the model and its cache of N rows during the prefill; then those of its layers that are not yet written, and
-    LAYERS_AT_ONCE of `memory` that are read again.
+    LAYERS_AT_ONCE of `memory` that are read again; on a CPU those that `share_cores` has at a time.
 
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.

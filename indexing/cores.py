@@ -1,6 +1,6 @@
 """Sharing a CPU's cores among layers: threads of one operation wait for each other, those of several do not."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,16 +10,28 @@ from sparsekv.formats.ahead import read_ahead
 S = TypeVar("S")
 T = TypeVar("T")
 
-MOST = 4
-"""Items at a time, each of which takes memory of its own."""
+MOST = 8
+"""Items at a time."""
+MOST_TOKENS = 1 << 18
+"""Of these items together: each takes memory of its own, some 20 KB a token with `codes` and an 8B's heads."""
 
 
-def share_cores(items: Iterable[S], work: Callable[[S], T]) -> Iterator[T]:
-    """Yields `work(item)` for each item, in order; up to `MOST` at a time, among which torch's threads are divided."""
+def share_cores(items: Sequence[S], tokens: int, work: Callable[[S], T]) -> Generator[T, None, None]:
+    """Yields `work(item)` for each item, in order, several at a time, among which torch's threads are divided.
+
+    Args:
+        tokens: that the work on one item is over.
+    """
     threads = torch.get_num_threads()
-    together = min(threads, MOST)
+    together = max(1, min(threads, MOST, len(items), MOST_TOKENS // max(1, tokens)))
+
+    def begin() -> None:
+        torch.set_num_threads(threads // together)
+        # What a thread may be is its own: the caller may have switched gradients off for itself.
+        torch.set_grad_enabled(False)
+
     try:
-        yield from read_ahead(items, work, together, lambda: torch.set_num_threads(threads // together))
+        yield from read_ahead(items, work, together, begin)
     finally:
         # A thread of its own sets the number of MKL's threads for all, and torch's for those that begin later.
         torch.set_num_threads(threads)

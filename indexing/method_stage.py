@@ -1,6 +1,7 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from typing import TypeVar
 
 import torch
@@ -26,10 +27,10 @@ def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFact
     sources = {layer: _sources(indexer, layer) for layer in layers}
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
     missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], sources[one])]
-    built = _built_layers(job, name, indexer, facts, missing)
-    for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
-        job.writer.write(layer_file(name, layer), tensors, recipes[layer], sources[layer])
-        job.progress(f"index {name}", done, len(recipes))
+    with closing(_built_layers(job, name, indexer, facts, missing)) as built:
+        for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
+            job.writer.write(layer_file(name, layer), tensors, recipes[layer], sources[layer])
+            job.progress(f"index {name}", done, len(recipes))
     calibration = (None if missing else _known_calibration(job, name)) or _calibrate(job, name, indexer, facts)
     return MethodRecord(
         revision=indexer.revision,
@@ -58,7 +59,7 @@ def _layer_recipe(job: MethodJob, path: str, recipe: str) -> str:
 
 def _built_layers(
     job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts, layers: list[int]
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """What a method makes of each layer, in order: on a GPU of one after the other, on a CPU of several at a time."""
 
     def read(layer: int) -> LayerInput:
@@ -68,8 +69,10 @@ def _built_layers(
         return _build_layer(job, layer_file(name, layer), indexer, rows)
 
     if job.device.type == "cpu":
-        return share_cores(layers, lambda layer: build(layer, read(layer)))
-    return map(build, layers, _read_ahead(job, layers, read))
+        yield from share_cores(layers, job.split.middle, lambda layer: build(layer, read(layer)))
+    else:
+        with closing(_read_ahead(job, layers, read)) as inputs:
+            yield from map(build, layers, inputs)
 
 
 def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:
@@ -79,7 +82,7 @@ def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) 
     return indexer.build_layer(rows)
 
 
-def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> Iterator[T]:
+def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> Generator[T, None, None]:
     """Yields `read(layer)` for each layer; threads read the next ones, so up to LAYERS_AT_ONCE are on the device."""
     device = job.device
 

@@ -1,5 +1,7 @@
 """k-means for each head of a layer: faiss on the CPU, our own kernels on a GPU, with a fixed seed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from sparsekv.kernels.kmeans.kmeans import random_kmeans
@@ -24,16 +26,20 @@ def kmeans(
     if valid is None:
         valid = torch.ones(points.shape[:2], dtype=torch.bool)
     labels = torch.zeros(points.shape[:2], dtype=torch.int64)
-    for head, mask in enumerate(valid):
+
+    def cluster(head: int, mask: torch.Tensor) -> None:
         labels[head, mask] = _kmeans_faiss(points[head, mask], clusters, iterations, seed)
+
+    # A head a thread: faiss's product library lets only one call at a time use several, and these wait for each other.
+    with ThreadPoolExecutor(min(len(points), torch.get_num_threads())) as threads:
+        list(threads.map(cluster, range(len(points)), valid))
     return labels
 
 
 def _kmeans_faiss(points: torch.Tensor, clusters: int, iterations: int, seed: int) -> torch.Tensor:
     import faiss  # here, as it is not needed on a GPU
 
-    # Else faiss takes all cores, however few torch is to use here. The labels are the same.
-    faiss.omp_set_num_threads(torch.get_num_threads())
+    faiss.omp_set_num_threads(1)  # of this thread alone
     # The two bounds keep faiss from subsampling, and from printing warnings from C++ to the terminal.
     data = points.contiguous().numpy()
     trained = faiss.Kmeans(

@@ -75,7 +75,10 @@ class Indexer(ABC):
 
     @abstractmethod
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        """Build the index's tensors for one layer, by name."""
+        """Build the index's tensors for one layer, by name.
+
+        On a CPU several threads call it at a time, each for a layer and without gradients; what it changes is its own.
+        """
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int

@@ -174,6 +174,8 @@ class CodesSelector(Selector):
         Hk, _, Q, _ = queries.query.shape
         if Q > 1 or queries.query.dtype != torch.float32 or queries.query.is_cuda or Hk != len(self.codes):
             return None
+        if self.fused.compiled is None:
+            return None
         beside = queries.exact_logsumexp()[..., 0]
         chosen = choose_by_codes(queries.query[:, :, 0], self.fused, beside, tokens)
         return None if chosen is None else chosen[:, None].long()

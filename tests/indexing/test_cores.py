@@ -1,9 +1,11 @@
 """Layers that are built beside each other on a CPU: the same bytes as one after another, and what fails is told."""
 
 import shutil
+import signal
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer, get_ident
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from support.small_index import small_plan
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.cores import MOST, share_cores
+from sparsekv.indexing.cores import MOST, MOST_TOKENS, share_cores
 from sparsekv.indexing.indexers.registry import indexers
 
 
@@ -30,13 +32,26 @@ def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) 
     assert sums[0] == sums[1] == sums[2]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_items_come_in_order_and_the_threads_are_given_back(threads: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "tokens", "each"), [(1, 9, 1), (2, 9, 1), (7, 9, 1), (16, 9, 16 // MOST), (6, MOST_TOKENS // 2, 3)]
+)
+def test_items_come_in_order_and_the_threads_are_given_back(threads: int, tokens: int, each: int) -> None:
     with with_threads(threads):
-        together = min(threads, MOST)
-        counts = list(share_cores(range(20), lambda item: (item, torch.get_num_threads())))
-        assert counts == [(item, threads // together) for item in range(20)]
+        counts = list(share_cores(range(20), tokens, lambda item: (item, torch.get_num_threads())))
+        assert counts == [(item, each) for item in range(20)]
+        assert list(share_cores([0], tokens, lambda _: torch.get_num_threads())) == [threads]
+        assert list(share_cores([], tokens, lambda _: 0)) == []
         assert torch.get_num_threads() == threads
+
+
+def test_an_interruption_does_not_wait_for_what_has_begun() -> None:
+    ends, main = Event(), get_ident()
+    with with_threads(1), closing(share_cores([0], 9, lambda _: ends.wait(60))) as items:
+        Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+    assert not ends.is_set()
+    ends.set()
 
 
 def test_what_fails_is_raised_and_what_has_not_begun_is_left() -> None:
@@ -51,5 +66,5 @@ def test_what_fails_is_raised_and_what_has_not_begun_is_left() -> None:
         raise ValueError("the first")
 
     with with_threads(1), pytest.raises(ValueError, match="the first"):
-        list(share_cores(range(20), work))
+        list(share_cores(range(20), 9, work))
     assert len(begun) < 4
