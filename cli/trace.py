@@ -131,7 +131,7 @@ def trace(
     size = None if output is None else write(document, output)
     if as_json:
         size = say_json(document)
-    note(describe_size(document, size), quiet=quiet)
+    note(("" if output is None else f"{output}: ") + describe_size(document, size), quiet=quiet)
 
 
 def _stream(text: str) -> None:

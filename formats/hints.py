@@ -6,6 +6,7 @@ from glob import escape
 from pathlib import Path
 
 from sparsekv.formats.schema import Target
+from sparsekv.formats.suggestions import suggestion
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
 _LOOKED_AT = 4096
@@ -28,7 +29,8 @@ def build_hint(folder: Path) -> str:
         return f"name {named}, which is there"
     for text in _texts(path for path in folder.parent.glob(f"{escape(folder.stem)}.*") if path != folder):
         return f"build it with {command('build-index', text, '-o', folder)}"
-    return f"name one that is there, or build it: {command('build-index', '--help')} says how"
+    near = suggestion(folder.name, (index.name for index in folder.parent.glob("*.skv") if index.is_dir()))
+    return f"name one that is there{near}, or build it: {command('build-index', '--help')} says how"
 
 
 def first_build_hint() -> str:

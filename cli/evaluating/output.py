@@ -36,10 +36,10 @@ def print_rows(
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
-    mean = "" if first.contexts == 1 else "on average "
+    contexts, mean = ("context", "") if first.contexts == 1 else ("contexts", "on average ")
     unit = f" in {first.unit}" if first.unit else ""
     table = Table(
-        title=f"{first.task}: {first.questions} questions about {first.contexts} contexts of {mean}"
+        title=f"{first.task}: {first.questions} questions about {first.contexts} {contexts} of {mean}"
         f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}",
         title_justify="left",
         title_style="",

@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.schema import MANIFEST
 
 PATIENCE = 10.0
 """Seconds to wait until somebody opens a named pipe for writing."""
@@ -81,6 +83,8 @@ def _open(source: str, name: str) -> io.FileIO:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise UsageError(f"no such file: {name}") from None
     except IsADirectoryError:
+        if (Path(source) / MANIFEST).exists():
+            raise UsageError(f"{name} is an index; name a text file") from None
         raise UsageError(f"{name} is a folder; name a text file in it") from None
     except OSError as error:
         raise _unreadable(name, error) from None

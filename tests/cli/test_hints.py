@@ -184,3 +184,9 @@ def test_nothing_is_suggested_where_nothing_is_near(place: Path) -> None:
     message = run_here("build-index", "doc.txt", "--model", "xyz").error()
     assert "did you mean" not in message
     assert f"or take {EMBEDDED}, which needs no hub" in message
+
+
+def test_an_index_whose_name_is_nearly_right_is_suggested(place: Path) -> None:
+    for name in ("manual.skv", "notes.skv"):
+        Path(name).mkdir()
+    fails(2, "generate", "Why?", "--index", "manul.skv", says=("no index at manul.skv", "(did you mean manual.skv?)"))

@@ -15,6 +15,7 @@ import pytest
 from sparsekv.formats.documents import text_source
 from sparsekv.formats.documents.text_source import open_source, read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.schema import MANIFEST
 
 DATA = bytes(range(256)) * 5000
 
@@ -118,10 +119,16 @@ def _socket(place: Path) -> str:
     return "socket"
 
 
+def _index(place: Path) -> str:
+    (place / MANIFEST).write_text("{}")
+    return str(place)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
         (lambda place: str(place), UsageError, "is a folder; name a text file in it"),
+        (_index, UsageError, "is an index; name a text file"),
         (lambda place: str(place / "none"), UsageError, "no such file: .*none"),
         (lambda place: "", UsageError, "no such file: ''"),
         (lambda place: "a\0b", UsageError, "no such file"),
