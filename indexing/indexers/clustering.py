@@ -25,14 +25,15 @@ def kmeans(
         return random_kmeans(points, clusters, iterations, generator, valid)
     if valid is None:
         valid = torch.ones(points.shape[:2], dtype=torch.bool)
+
+    def cluster(head: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return _kmeans_faiss(head[mask], clusters, iterations, seed)
+
     labels = torch.zeros(points.shape[:2], dtype=torch.int64)
-
-    def cluster(head: int, mask: torch.Tensor) -> None:
-        labels[head, mask] = _kmeans_faiss(points[head, mask], clusters, iterations, seed)
-
     # A head a thread: faiss's product library lets only one call at a time use several, and these wait for each other.
     with ThreadPoolExecutor(min(len(points), torch.get_num_threads())) as threads:
-        list(threads.map(cluster, range(len(points)), valid))
+        for of_head, mask, found in zip(labels, valid, threads.map(cluster, points, valid), strict=True):
+            of_head[mask] = found
     return labels
 
 
