@@ -1,5 +1,7 @@
 """Few tokens' products on all cores are those of torch, and a model's logits with them its own."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.reference import assert_close
@@ -11,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding import few_rows_linear
 from sparsekv.runtime.decoding.compiled import compile_layers
-from sparsekv.runtime.decoding.few_rows_linear import FewRowsLinear, all_cores
+from sparsekv.runtime.decoding.few_rows_linear import FewRowsLinear, all_cores, split_pays
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,8 @@ def test_threads_that_do_not_divide_the_outputs_are_used_as_far_as_they_do(monke
     assert parts == [4]
 
 
-def test_it_is_for_a_cpu_and_ends_with_its_context() -> None:
+def test_it_is_for_a_cpu_and_ends_with_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows_linear, "split_pays", lambda threads: True)
     model, row, weight = FAMILIES["llama"]().eval(), torch.ones(1, 48), torch.ones(4096, 48)
     with all_cores(model) as mode:
         assert isinstance(mode, FewRowsLinear)
@@ -76,6 +79,26 @@ def test_it_is_for_a_cpu_and_ends_with_its_context() -> None:
     assert not isinstance(all_cores(FAMILIES["llama"]().to("meta")), FewRowsLinear)
     compile_layers(model, backend="eager").remove()
     assert not isinstance(all_cores(model), FewRowsLinear)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 2000])
+@pytest.mark.parametrize(("split", "whole", "pays"), [(1.0, 3.0, True), (1.0, 1.0, False), (3.0, 1.0, False)])
+def test_the_faster_product_is_taken(
+    threads: int, split: float, whole: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, products = iter([split, whole]), list[torch.Tensor]()
+
+    def taken(product: Callable[[], torch.Tensor]) -> float:
+        products.append(product())
+        return next(seconds)
+
+    monkeypatch.setattr(few_rows_linear, "_fastest", taken)
+    assert split_pays.__wrapped__(threads) is pays
+    assert_close(*products, 1e-5)
+
+
+def test_one_core_splits_nothing() -> None:
+    assert split_pays(1) is False
 
 
 def test_a_layers_attention_is_one_function_to_it() -> None:
