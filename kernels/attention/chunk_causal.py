@@ -22,7 +22,8 @@ def chunk_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     own = (rows[None, :, before:].repeat_interleave(Hq // Hk, 1) for rows in (keys, values))
     chunk, chunk_total = attend(query[None], *own, is_causal=True, scale=softmax_scale)
     if not before:
-        return chunk[0]
+        of_itself: torch.Tensor = chunk[0]
+        return of_itself
     grouped = query.reshape(1, Hk, -1, D)
     earlier, earlier_total = attend(grouped, keys[None, :, :before], values[None, :, :before], scale=softmax_scale)
     of_chunk = torch.sigmoid(chunk_total - earlier_total.reshape(1, Hq, Q))[0, ..., None]
