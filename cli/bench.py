@@ -151,7 +151,8 @@ def bench(
     \b
     speed-up  Time of the fastest form of torch's dense attention in the same
               run, divided by the method's time.
-    KV read   What the method reads of the document's keys and values, its
+    kv fraction
+              What the method reads of the document's keys and values, its
               index included, as a share of all of them.
     MB        What a step must read: the selected tokens, sinks, tail, index.
     of floor  The time in which a memory copy reads that much, as a share of

@@ -21,7 +21,7 @@ from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.evaluating.chosen import chosen_methods, needed_indexers
-from sparsekv.cli.evaluating.output import evaluation_record, print_rows
+from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
 from sparsekv.cli.evaluating.recipe import Recipe
@@ -242,3 +242,4 @@ def evaluate_methods(
     if html is not None:
         write_html(evaluation_page(evaluation_record(found, places, about)), html, quiet=quiet)
     print_rows(found, places, about, as_json=as_json, as_csv=as_csv)
+    note_few_contexts(found, quiet=quiet)

@@ -59,7 +59,7 @@ def no_folder(given: Path) -> str:
         return "is no folder, and an index is one; name the folder that build-index printed"
     index = given.with_suffix(".skv")
     if index.is_dir():
-        return f"is a text, not an index; name {index}, which has its name"
+        return f"is a text, not an index; name the index beside it, {index}"
     return f"is a text, not an index; build one with {command('build-index', given)}"
 
 

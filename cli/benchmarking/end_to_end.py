@@ -58,7 +58,7 @@ def _print(rows: list[ModelRow], about: dict[str, Any]) -> None:
         title_style="",
     )
     table.add_column("method")
-    for name in ("context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "KV read", "timed"):
+    for name in ("context", "batch", "budget", "ms a step [quartiles]", "tokens/s", "speed-up", "kv fraction", "timed"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -37,7 +37,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
         title_style="",
     )
     table.add_column("method")
-    for name in ("budget", "ms [quartiles]", "speed-up", "KV read", "MB", "GB/s", "of floor", "error", "timed"):
+    for name in ("budget", "ms [quartiles]", "speed-up", "kv fraction", "MB", "GB/s", "of floor", "error", "timed"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -123,7 +123,7 @@ class Recipe:
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
     """Notes about what was built: that it was there, what storing costs, or that a default of before is gone."""
     if before is not None and manifest.uuid == before.uuid:
-        note(f"{folder} is whole already", quiet=quiet)
+        note(f"{folder} is up to date: nothing to build", quiet=quiet)
         return
     if (stored := stored_line(manifest)) is not None:
         note(stored, quiet=quiet)

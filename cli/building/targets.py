@@ -36,8 +36,11 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
     listed = [] if from_file is None else _names(from_file)
     named = list(dict.fromkeys([*documents, *listed]))
     if not named:
-        what = "name a text file" if from_file is None else f"--from-file {from_file} names none"
-        raise UsageError(f"no document to index: {what}, or - for standard input")
+        what = "name a text file, or - for standard input"
+        if from_file is not None:
+            listed_in = "standard input" if from_file == "-" else from_file
+            what = f"{listed_in} has no names; put one a line there"
+        raise UsageError(f"no document to index: {what}")
     if len(named) == 1 and from_file is None:
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:

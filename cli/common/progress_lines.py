@@ -22,15 +22,19 @@ class ProgressLines:
 
     def show(self, stage: str, done: int, of: int) -> None:
         """Remember how far a stage is."""
-        if stage != self._stage:
+        # What follows a stage that has ended may show nothing for long: its time is not the stage's.
+        if stage != self._stage or done >= of:
             self._began = time.monotonic()
         self._stage, self._done, self._of = stage, done, of
 
     def line(self) -> str:
         """What there is to tell now."""
         seconds = time.monotonic() - self._began
-        told = f"{self._stage}: {self._done:,} of {self._of:,}" if self._stage else "at work"
-        return f"{told}, {seconds:.0f} s"
+        if not self._stage:
+            return f"at work, {seconds:.0f} s"
+        if self._done >= self._of:
+            return f"{self._stage}: all {self._of:,}; at work on what follows, {seconds:.0f} s"
+        return f"{self._stage}: {self._done:,} of {self._of:,}, {seconds:.0f} s"
 
     def __enter__(self) -> "ProgressLines":
         self._thread.start()

@@ -12,7 +12,8 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
     others = [name for name in names if name not in BESIDE_METHODS]
     if names and not others:
         return {}
-    return {name: methods()[name] for name in choose_methods(others, list(indexers()))}
+    chosen = choose_methods(others, list(indexers()), beside=[*BESIDE_METHODS])
+    return {name: methods()[name] for name in chosen}
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:

@@ -7,9 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsekv.cli.common.console import say, say_csv, show
+from sparsekv.cli.common.console import note, say, say_csv, show
 from sparsekv.runtime.evaluation.table import Cell, Row
 from sparsekv.runtime.selection.budget import Budget
+
+FEW_CONTEXTS = 10
+"""Contexts below which a bootstrap over them gives intervals that are too narrow."""
 
 
 def evaluation_record(rows: Sequence[Row], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +36,18 @@ def print_rows(
             _print_group(group, about)
 
 
+def note_few_contexts(rows: Sequence[Row], *, quiet: bool) -> None:
+    """A note where intervals are drawn from so few contexts that chance would move them by more than their width."""
+    fewest = min(rows, key=lambda row: row.contexts)
+    if fewest.contexts < FEW_CONTEXTS:
+        counted = f"{fewest.questions} questions about {fewest.contexts} context{'s' * (fewest.contexts != 1)}"
+        note(
+            f"the intervals of {counted} are too narrow: other contexts would differ by more; ask about {FEW_CONTEXTS} "
+            "contexts or more",
+            quiet=quiet,
+        )
+
+
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
@@ -47,7 +62,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     shown = ["prefill"] if len({row.prefill for row in rows}) > 1 else []
     for name in [*shown, "method"]:
         table.add_column(name)
-    for name in ("budget", "score [95%]", "difference to dense [95%]", "KV read", "s"):
+    for name in ("budget", "score [95%]", "difference to dense [95%]", "kv fraction", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -71,7 +71,7 @@ def _default(setting: dict[str, Any]) -> str:
     return (
         f"{setting['method']} {setting['variant']}".strip() + f" at {100 * setting['budget']:.3g}%{by_layer}: "
         f"{target['measure']} {setting['held_out']:.4f}{of} on the held-out half, for a target of {target['value']:g}, "
-        f"KV read {setting['kv_fraction']:.3f}"
+        f"kv fraction {setting['kv_fraction']:.3f}"
     )
 
 

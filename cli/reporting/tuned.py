@@ -5,11 +5,16 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsekv.cli.common.console import show
+from sparsekv.cli.common.console import say, show
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
 from sparsekv.runtime.tuning.goals import Goal
 from sparsekv.runtime.tuning.tuned import Tuned
+
+LEGEND = """\
+{measure}: on the queries that were searched with; held out: on others, which decide. {beside}: of the same setting, on
+these. kv fraction: what is read of the document's keys and values, the index included. searched for: a harder target,
+as the one that was asked for did not hold on the others."""
 
 
 def record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def print_table(
     )
     table.add_column("method")
     timed = [] if dense_ms is None else ["ms a layer's step"]
-    for name in ("budget", goal.measure, "held out", f"its {goal.beside}", "KV read", *timed, ""):
+    for name in ("budget", goal.measure, "held out", goal.beside, "kv fraction", *timed, ""):
         table.add_column(name, justify="right", no_wrap=True)
     for one in tuned:
         table.add_row(*_cells(one, goal, timed=bool(timed)), _said(one, goal, one is tuned[0]))
@@ -57,6 +62,7 @@ def print_table(
         holds = "" if before.holds else ", does not hold it"
         table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
     show(table)
+    say(LEGEND.format(measure=goal.measure, beside=goal.beside))
 
 
 def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:

@@ -95,7 +95,7 @@ def attention_of(artifact: Artifact, name: str | None) -> Attention:
     """
     if name in BESIDE_METHODS:
         return BESIDE_METHODS[name]
-    found = methods_of(artifact, [name] if name else list(artifact.manifest.methods))[0]
+    found = methods_of(artifact, [name] if name else list(artifact.manifest.methods), [*BESIDE_METHODS])[0]
     return IndexedMethod(found, methods()[found])
 
 

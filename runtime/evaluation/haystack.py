@@ -8,6 +8,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.tasks import CountTokens
 
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
+LEAST_SUGGESTED = 512
+"""Tokens of the shortest context that is suggested: sinks and tail take up to a quarter of it."""
 
 
 def sentences(text: str) -> list[str]:
@@ -55,9 +57,10 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     if used < 0:
         raise UsageError(f"--length {length} is too small for {task}; give more tokens, or fewer --questions")
     if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
+        shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
-            f"the text has no {length} tokens for --task {task}, only {tokens} with its questions; give --length "
-            f"{tokens}, or a longer text"
+            f"the text has no {length} tokens for --task {task}, only {tokens} with its questions; give {shorter}a "
+            "longer text"
         )
     return units[:used]
 

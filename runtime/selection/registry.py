@@ -12,20 +12,26 @@ from sparsekv.runtime.selection.interface import Method
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
 
-def methods_of(artifact: Artifact, names: Sequence[str] = ()) -> list[str]:
+def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:
     """`choose_methods` for an index; the error for a method that it lacks shows how to add it."""
-    return choose_methods(
-        names, list(artifact.manifest.methods), lambda name: f"add it with {add_methods_hint(artifact.folder, [name])}"
-    )
+
+    def how(name: str) -> str:
+        return f"add it with {add_methods_hint(artifact.folder, [name])}"
+
+    return choose_methods(names, list(artifact.manifest.methods), how, beside)
 
 
 def choose_methods(
-    names: Sequence[str], indexed: Sequence[str], how: Callable[[str], str] = "build {} too".format
+    names: Sequence[str],
+    indexed: Sequence[str],
+    how: Callable[[str], str] = "build {} too".format,
+    beside: Sequence[str] = (),
 ) -> list[str]:
     """Names of the methods to run on an index built with `indexed`; an empty list or `all` means every usable one.
 
     Args:
         how: says how a method that the index lacks gets into it.
+        beside: what else could have been named there, and is told of beside the methods.
 
     Raises:
         UsageError: a method that does not exist, or that this index was not built with.
@@ -34,8 +40,9 @@ def choose_methods(
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name not in known and name != "all":
-            several = "; name each by a --method of its own" if "," in name else suggestion(name, known)
-            raise UsageError(f"no method '{name}'; there are: {', '.join(known)}{several}")
+            there = [*known, *beside]
+            several = "; name each by a --method of its own" if "," in name else suggestion(name, there)
+            raise UsageError(f"no method '{name}'; there are: {', '.join(there)}{several}")
         if name != "all" and name not in usable:
             raise UsageError(
                 f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"

@@ -74,7 +74,7 @@ def test_a_residual_that_needs_another_method(place: Path) -> None:
 
 @pytest.mark.parametrize("command", [("generate", "Why?"), ("inspect",), ("recall-report",), ("append", "doc.txt")])
 def test_a_text_in_the_place_of_an_index(place: Path, command: tuple[str, ...]) -> None:
-    fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", "name doc.skv"))
+    fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", "name the index beside it, doc.skv"))
     shutil.rmtree("doc.skv")
     message = run_here(*command, "--index", "doc.txt").error()
     assert shown(message) == ["sparsekv build-index doc.txt"]
@@ -168,6 +168,9 @@ def test_eval_of_an_index_is_shown_with_its_text(place: Path, wrong: tuple[str, 
         (("recall-report", "--method", "multipool"), "multipole"),
         (("build-index", "doc.txt", "--method", "squeesed"), "squeezed"),
         (("generate", "Why?", "--placement", "devise"), "device"),
+        (("generate", "Why?", "--method", "densse"), "dense"),
+        (("generate", "Why?", "--prefill", "densse"), "dense"),
+        (("eval", "doc.txt", "--method", "densse"), "dense"),
         (("generate", "Why?", "--lookup", "hierarchicl"), "hierarchical"),
         (("tune", "--target-recall", "0.5", "--cheapest", "tim"), "time"),
         (("eval", "doc.txt", "--task", "niah-singel"), "niah-single"),

@@ -82,7 +82,7 @@ def test_what_is_whole_is_not_built_again(documents: Path) -> None:
     (documents / "b.txt").write_text("Mended text of document b. " * 20)
     again = run_here("build-index", "a.txt", "b.txt", *TAIL)
     assert again.stdout == "a.skv\nb.skv\n"
-    assert "a.skv is whole already\n" in again.stderr
+    assert "a.skv is up to date: nothing to build\n" in again.stderr
     assert again.stderr.count("\nindexing ") == 1
     assert read_manifest(documents / "a.skv").uuid == uuid
     assert _hashes(documents / "a.skv") == files
@@ -117,7 +117,7 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
     ("arguments", "says"),
     [
         ((), ("no document to index: name a text file",)),
-        (("--from-file", "empty.txt"), ("--from-file empty.txt names none",)),
+        (("--from-file", "empty.txt"), ("empty.txt has no names; put one a line there",)),
         (("--from-file", "none.txt"), ("no such file: --from-file none.txt",)),
         (("a.txt", "sub/a.md"), ("a.txt and sub/a.md would both be indexed in out/a.skv", "--output NAME.skv")),
         (("a.txt", "-"), ("standard input has no name", "--output NAME.skv")),

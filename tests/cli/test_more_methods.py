@@ -57,7 +57,7 @@ def test_what_is_there_is_not_built_again(place: Path) -> None:
     uuid = read_manifest(Path("doc.skv")).uuid
     again = run_here("build-index", "doc.skv/", "--method", "multipole")
     assert (again.code, again.stdout) == (0, "doc.skv\n")
-    assert "doc.skv is whole already" in again.stderr
+    assert "doc.skv is up to date: nothing to build" in again.stderr
     assert read_manifest(Path("doc.skv")).uuid == uuid
 
 

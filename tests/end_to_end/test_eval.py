@@ -55,6 +55,13 @@ def straight(place: Path) -> tuple[Path, str]:
     return place / "straight", _run(*_small(place, place / "straight", "--json", "--plot", place / "x.png"))
 
 
+def test_few_contexts_are_told_of(place: Path, straight: tuple[Path, str]) -> None:
+    """Below the table, for their intervals are too narrow; by answers that are there already."""
+    asked = [part for part in _small(place, straight[0]) if part != "-q"]
+    told = run_here(*asked).stderr.strip().splitlines()[-1]
+    assert "4 questions about 2 contexts are too narrow" in told
+
+
 def test_every_way_is_told_beside_dense_attention(place: Path, straight: tuple[Path, str]) -> None:
     rows = _rows(straight[1])
     assert [(row["task"], row["method"], row["budget"]) for row in rows] == [

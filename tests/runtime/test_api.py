@@ -70,7 +70,7 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
 
 
 def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"doc.txt is a text, not an index; name .*doc\.skv, which has its name"):
+    with pytest.raises(UsageError, match=r"doc.txt is a text, not an index; name the index beside it, .*doc\.skv"):
         api.open_index(folder / "doc.txt")
 
 

@@ -59,7 +59,7 @@ function listedPassages(group, rows) {
 
 const MEASURES = ["recall", "attention_mass", "output_error", "kv_fraction"];
 
-/** Recall, mass, error and KV read of a selection: of some tokens the mean of their records, else what the trace says. */
+/** Recall, mass, error and KV fraction of a selection: of some tokens the mean of their records, else what the trace says. */
 function measuresOf(trace, { tokens, layer, head }) {
   const ofHead = (row) => (layer === null || row.layer === layer) && (head === null || row.kv_head === head);
   if (tokens !== null) {

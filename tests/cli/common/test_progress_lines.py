@@ -28,6 +28,15 @@ def test_the_last_stage_is_told_until_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert len(told) == after
 
 
+def test_a_stage_that_has_ended_is_not_told_as_if_it_went_on() -> None:
+    lines = ProgressLines(lambda line: None)
+    assert lines.line() == "at work, 0 s"
+    lines.show("index codes", 29, 30)
+    assert lines.line() == "index codes: 29 of 30, 0 s"
+    lines.show("index codes", 30, 30)
+    assert lines.line() == "index codes: all 30; at work on what follows, 0 s"
+
+
 def test_commands_tell_on_stderr_alone_and_not_when_quiet(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_lines, "EVERY", 0.001)
     build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole")
