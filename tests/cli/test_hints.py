@@ -74,7 +74,8 @@ def test_a_residual_that_needs_another_method(place: Path) -> None:
 
 @pytest.mark.parametrize("command", [("generate", "Why?"), ("inspect",), ("recall-report",), ("append", "doc.txt")])
 def test_a_text_in_the_place_of_an_index(place: Path, command: tuple[str, ...]) -> None:
-    fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", "name the index beside it, doc.skv"))
+    beside = "name the index beside it, doc.skv"
+    fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", beside))
     shutil.rmtree("doc.skv")
     message = run_here(*command, "--index", "doc.txt").error()
     assert shown(message) == ["sparsekv build-index doc.txt"]
