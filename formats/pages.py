@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -20,14 +20,15 @@ def release_pages(mapped: torch.Tensor) -> None:
     _advise(mapped, DONTNEED)
 
 
-def map_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Map all memory pages of tensors that are views of mapped files, one system call a tensor.
+def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Map all memory pages of tensors that are views of mapped files, one system call and one step a tensor.
 
     Who reads them first would stop for every sixteen pages. Other tensors have theirs already. Does nothing where the
     system cannot; other threads run meanwhile.
     """
     for tensor in tensors:
         _advise(tensor, POPULATE_READ)
+        yield
 
 
 def _advise(mapped: torch.Tensor, advice: int) -> None:

@@ -4,12 +4,12 @@ maps them for a CPU before transformers would."""
 import json
 import os
 from pathlib import Path
-from threading import Thread
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
+from sparsekv.formats.beside import run_beside
 from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.pages import map_pages
 
@@ -59,7 +59,7 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
         for file in _plain_files(folder, config):
             with safe_open(file, framework="pt") as mapped:
                 found |= {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 (it is no mapping)
-        Thread(target=map_pages, args=[list(found.values())], name="mapping-weights", daemon=True).start()
+        run_beside(map_pages(list(found.values())), "mapping-weights")
     except (OSError, TypeError, ValueError, RuntimeError, MemoryError, SafetensorError):
         return None
     return found or None

@@ -1,12 +1,12 @@
 """What opening an index reads before it is needed: while transformers is imported, or while the model is loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from threading import Thread
 from typing import Self
 
 import torch
 
+from sparsekv.formats.beside import run_beside
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.pages import map_pages
@@ -41,16 +41,16 @@ class EarlyReading:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
         rows, checked = list(self.rows.values()), method if method in artifact.manifest.methods else None
         # Asked here, so that this thread has its number before the other sets its own.
-        self._begin(_read, artifact, files, rows, checked, torch.get_num_threads())
+        self._begin(_read(artifact, files, rows, checked, torch.get_num_threads()))
 
     def begin_loading(self) -> Self:
         """To be called once all is imported, before the model is loaded."""
         if self._later:
-            self._begin(_check_one_by_one, self._artifact, self._files)
+            self._begin(_check_one_by_one(self._artifact, self._files))
         return self
 
-    def _begin(self, read: Callable[..., None], *what: object) -> None:
-        Thread(target=read, args=what, name="early-reading", daemon=True).start()
+    def _begin(self, steps: Iterator[None]) -> None:
+        run_beside(_as_far_as_can_be(steps), "early-reading")
 
 
 def _is_cpu(device: str) -> bool:
@@ -60,30 +60,37 @@ def _is_cpu(device: str) -> bool:
     return False
 
 
-def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> None:
+def _as_far_as_can_be(steps: Iterator[None]) -> Iterator[None]:
+    # Whatever cannot be read here, and why, is met again and told by whoever needs it.
+    with suppress(Exception):
+        yield from steps
+
+
+def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> Iterator[None]:
     # By this thread alone: more would take the time of those that read the model's weights. What is left of them when
     # the sums are wanted is checked by all cores.
-    with suppress(SparsekvError, OSError, RuntimeError):
-        for file in files:
-            artifact.check_sums([file])
+    for file in files:
+        artifact.check_sums([file])
+        yield
 
 
-def _read(artifact: Artifact, files: Sequence[str], rows: list[LayerRows], method: str | None, threads: int) -> None:
-    # Whatever it is, whoever needs what cannot be read here meets it again, and tells it.
-    with suppress(Exception):
-        artifact.check_sums(files)
-        for layer in rows:
-            map_pages(layer.stored.tensors.values())
-        if rows and method is not None:
-            _check_method(rows, method, threads)
+def _read(
+    artifact: Artifact, files: Sequence[str], rows: list[LayerRows], method: str | None, threads: int
+) -> Iterator[None]:
+    yield from _check_one_by_one(artifact, files)
+    for layer in rows:
+        yield from map_pages(layer.stored.tensors.values())
+    if rows and method is not None:
+        yield from _check_method(rows, method, threads)
 
 
-def _check_method(rows: list[LayerRows], method: str, threads: int) -> None:
+def _check_method(rows: list[LayerRows], method: str, threads: int) -> Iterator[None]:
     # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
     # imports has. The number is each thread's own once it was asked for it; others get what was set last.
     torch.set_num_threads(1)
     try:
         for layer in rows:
             layer.check_method(method)
+            yield
     finally:
         torch.set_num_threads(threads)
