@@ -222,7 +222,8 @@ def generate(
     else:
         answers = batch_answers(asker, together, batch, sampling)
     answers = joined_answers(ranks, answers)
-    with output.ending_lines(), progress(quiet=quiet or batch_file is None or sys.stdout.isatty()) as tell:
+    seen = sys.stdout.isatty() or (batch_file is None and sys.stderr.isatty())
+    with output.ending_lines(), progress(quiet=quiet or seen) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
             note_cut(result, quiet=quiet or as_json or batch_file is not None)

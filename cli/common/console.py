@@ -82,6 +82,16 @@ def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
 
 
 @contextmanager
+def waiting(what: str, *, quiet: bool) -> Iterator[None]:
+    """Tells from time to time for how long something has been going on that does not say how far it is."""
+    if quiet:
+        yield
+        return
+    with ProgressLines(partial(note, quiet=False), what):
+        yield
+
+
+@contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function of (stage, done, of) that draws a bar per stage; without a terminal a line tells from time to
     time how far it is."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import transformers
 
 from sparsekv.cli.common.collector import resume_collector
-from sparsekv.cli.common.console import note
+from sparsekv.cli.common.console import note, waiting
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.find import fetch
@@ -40,15 +40,16 @@ def load(
     progress, name_or_own = partial(note, quiet=quiet), EMBEDDED if name is None else name
     if ranks is not None:
         _fetch_once(name_or_own, progress, ranks)
-    loaded = load_model(
-        name_or_own,
-        device=device,
-        dtype=dtype,
-        rope_scaling=rope_scaling,
-        progress=progress,
-        meanwhile=make_first_calls,
-        ranks=1 if ranks is None else ranks.size,
-    )
+    with waiting(f"loading {name_or_own}", quiet=quiet):
+        loaded = load_model(
+            name_or_own,
+            device=device,
+            dtype=dtype,
+            rope_scaling=rope_scaling,
+            progress=progress,
+            meanwhile=make_first_calls,
+            ranks=1 if ranks is None else ranks.size,
+        )
     if name is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     resume_collector()
@@ -82,9 +83,10 @@ def load_for(
         device = str(ranks.device)
         if name is not None:
             _fetch_once(name, progress, ranks)
-    opened = load_and_open(
-        artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks, early=early
-    )
+    with waiting(f"loading {name or artifact.manifest.model.id} and opening {artifact.folder}", quiet=quiet):
+        opened = load_and_open(
+            artifact, name, device, dtype, progress, hold=hold, loaded_in=loaded_in, ranks=ranks, early=early
+        )
     resume_collector()
     return opened
 

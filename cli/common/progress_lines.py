@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: a line on stderr from time to time, so that a long run is not silent."""
+"""A line on stderr from time to time, so that a long run is not silent: of progress off a terminal, and of loading."""
 
 import threading
 import time
@@ -13,10 +13,11 @@ class ProgressLines:
 
     Args:
         tell: prints a line.
+        before: what is told before the first stage was shown.
     """
 
-    def __init__(self, tell: Callable[[str], None]):
-        self._tell, self._ended = tell, threading.Event()
+    def __init__(self, tell: Callable[[str], None], before: str = "at work"):
+        self._tell, self._before, self._ended = tell, before, threading.Event()
         self._stage, self._done, self._of, self._began = "", 0, 0, time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -31,7 +32,7 @@ class ProgressLines:
         """What there is to tell now."""
         seconds = time.monotonic() - self._began
         if not self._stage:
-            return f"at work, {seconds:.0f} s"
+            return f"{self._before}, {seconds:.0f} s"
         if self._done >= self._of:
             return f"{self._stage}: all {self._of:,}; at work on what follows, {seconds:.0f} s"
         return f"{self._stage}: {self._done:,} of {self._of:,}, {seconds:.0f} s"

@@ -1,5 +1,6 @@
 """A run without a terminal says from time to time how far it is."""
 
+import re
 import threading
 from pathlib import Path
 
@@ -47,3 +48,13 @@ def test_commands_tell_on_stderr_alone_and_not_when_quiet(place: Path, monkeypat
     reported = run_here("recall-report", "-i", "doc.skv", "--method", "squeezed", "--csv")
     assert "layers: " in reported.stderr
     assert "layers: " not in reported.stdout
+
+
+def test_loading_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "EVERY", 0.001)
+    asked = ("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "4")
+    assert re.search(r"^loading \S*model and opening doc\.skv, 0 s$", run_here(*asked).stderr, re.MULTILINE)
+    assert re.search(
+        r"^loading model, 0 s$", run_here("build-index", "doc.txt", "--model", "model").stderr, re.MULTILINE
+    )
+    assert run_here(*asked, "-q").stderr == ""
