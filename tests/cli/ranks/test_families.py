@@ -68,6 +68,12 @@ def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(tmp_path: Path) -> None:
+    """As one on another machine."""
+    _assert_same_index(run_both(tmp_path, ["llama"], ["multipole", "dense"], apart=True), "llama")
+
+
+@pytest.mark.slow
 def test_keys_and_values_in_8_bits_are_shared_out_with_their_scales(tmp_path: Path) -> None:
     """A number that lies between two may be rounded either way: answers are over the rows that are there."""
     both = run_both(tmp_path, ["llama"], ["multipole", "dense"], "int8")
