@@ -74,6 +74,21 @@ def test_the_bytes_are_those_of_a_file_of_all_heads(
     assert (folder / NAME).read_bytes() == save(whole)
 
 
+@pytest.mark.gpu
+def test_heads_on_a_gpu_are_written_as_they_come(writer: ArtifactWriter, second: PartWriter) -> None:
+    whole = {name: tensor.cuda() for name, tensor in _rows(heads=4, tokens=100_000).items()}
+    filled = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    assert second.join(writer.folder, {NAME: writer.share_rows(NAME, "recipe")})
+    for end in range(10_000, 100_001, 10_000):
+        for name, tensor in whole.items():
+            filled[name][:, end - 10_000 : end] = tensor[:, end - 10_000 : end]
+        second.put(NAME, _own(filled, SECOND), end)
+        writer.write_rows(NAME, _own(filled, FIRST), "recipe", end, FIRST)
+    assert second.end(NAME, LONG)
+    writer.end_rows(NAME, "recipe")
+    assert writer.record(NAME).sha256 == hash_bytes(save({name: tensor.cpu() for name, tensor in whole.items()}))
+
+
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"inode": 1}, {"device": 1}, {"path": f"{NAME}.tmp"}])
 def test_a_file_that_is_not_the_one_begun_is_not_joined(
     writer: ArtifactWriter, second: PartWriter, change: dict[str, str | int]
