@@ -9,56 +9,16 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sparsekv.formats.unfinished_file import JoinedFile, SharedFile, UnfinishedFile
+
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
-
-
-class UnfinishedFile:
-    """A file with a temporary name, open for writing at any place and from any thread, until it is kept or discarded.
-
-    Args:
-        parent: descriptor of its folder.
-        name: its own name there, once it is kept.
-    """
-
-    def __init__(self, parent: int, name: str):
-        self._name, self._temporary = name, f"{name}.{secrets.token_hex(4)}.tmp"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(self._temporary, flags, 0o666, dir_fd=parent)
-        self._parent = os.dup(parent)
-
-    def write(self, data: bytes | memoryview, place: int) -> None:
-        """Write all of some bytes from a place on."""
-        left = memoryview(data).cast("B")
-        while left:
-            written = os.pwrite(self.descriptor, left, place)
-            left, place = left[written:], place + written
-
-    def keep(self) -> None:
-        """Give it its own name, once it is on disk."""
-        os.fsync(self.descriptor)
-        os.rename(self._temporary, self._name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
-        os.fsync(self._parent)
-        self._close()
-
-    def discard(self) -> None:
-        """Remove it."""
-        try:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary, dir_fd=self._parent)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._parent)
 
 
 class Folder:
@@ -107,10 +67,15 @@ class Folder:
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
-    def begin(self, name: str) -> "UnfinishedFile":
+    def begin(self, name: str) -> UnfinishedFile:
         """Begin a file under a temporary name beside its own. Creates its folder if missing; OSError if it fails."""
-        with self._parent(name, make=True) as (parent, last):
-            return UnfinishedFile(parent, last)
+        with self._parent(name, make=True) as (parent, _):
+            return UnfinishedFile(parent, name)
+
+    def join(self, shared: SharedFile) -> JoinedFile:
+        """Open a file that another process has begun here. Raises OSError where it is not to be found."""
+        with self._parent(shared.path) as (parent, last):
+            return JoinedFile(parent, last, shared)
 
     def write(self, name: str, data: Iterable[bytes | memoryview]) -> None:
         """Write a file from pieces of bytes atomically: afterwards it is whole or as before, whatever happens. Creates

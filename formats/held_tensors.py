@@ -38,8 +38,8 @@ class HeldTensors:
             return self._held.get(name)
 
     def drop(self, name: str) -> None:
-        """Let go of a file's tensors."""
+        """Let go of a file's tensors, if any are held."""
         with self._guard:
-            del self._held[name]
+            self._held.pop(name, None)
             self._counted.pop(name, None)
             self._changed.notify_all()

@@ -23,7 +23,8 @@ import torch
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import GrowingFile
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
+from sparsekv.formats.growing_files import GrowingFiles
 from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.journal import JOURNAL, KeptJournal
 from sparsekv.formats.lock import acquire_lock
@@ -34,6 +35,7 @@ from sparsekv.formats.reader import CPU
 from sparsekv.formats.recorded_file import is_whole, read_recorded
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
 from sparsekv.formats.tensor_bytes import write_tensors
+from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
@@ -61,10 +63,10 @@ class ArtifactWriter:
         self._ways_out = ways_out or WaysOut()
         self._made: dict[str, Future[FileRecord]] = {}
         self._held = HeldTensors(HELD_BYTES)
-        self._growing: dict[str, GrowingFile] = {}
         self._journal: KeptJournal
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
+        self._growing = GrowingFiles(self._begin, self._threads)
 
     def __enter__(self) -> Self:
         try:
@@ -90,8 +92,7 @@ class ArtifactWriter:
                 self._check_made()
         finally:
             try:
-                for growing in self._growing.values():
-                    growing.discard()
+                self._growing.discard()
             finally:
                 self._lock.release()
 
@@ -155,28 +156,54 @@ class ArtifactWriter:
         Raises:
             ArtifactError: an earlier file could not be written.
         """
-        self._check_made()
-        if name in self._made:
-            self._made[name].result()
+        self._wait_for_earlier(name)
         self._held.add(name, tensors, wait=wait)
-        self._new.add(name)
-        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
+        self._submit(name, tensors, recipe, of)
 
-    def write_rows(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int) -> None:
-        """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
+    def share_rows(self, name: str, recipe: str) -> SharedFile:
+        """Begin a file of which other processes write the rows of their heads, and return what they find it by.
 
-        `write` ends the file; the tensors are those that it will be given.
+        `write_rows` writes those of this one's, and `end_rows` ends the file.
 
         Raises:
             ArtifactError: it cannot be written.
         """
         try:
-            if name not in self._growing:
-                file = self._folder.begin(self._journal.name(self._free_path(name, recipe)))
-                self._growing[name] = GrowingFile(file, tensors)
-            self._growing[name].put(end, self._threads)
+            return self._growing.share(name, recipe)
         except OSError as error:
             raise self._cannot_write(error) from None
+
+    def unshare_rows(self) -> None:
+        """Remove what `share_rows` began: other processes do not write, and this one has not begun to."""
+        self._growing.discard()
+
+    def write_rows(
+        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
+    ) -> None:
+        """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
+
+        `write` ends the file; the tensors are those that it will be given. They are a part of the heads where
+        `share_rows` has begun it.
+
+        Raises:
+            ArtifactError: it cannot be written.
+        """
+        try:
+            self._growing.put(name, tensors, recipe, end, part)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def end_rows(self, name: str, recipe: str) -> None:
+        """End a file that `share_rows` began, in a thread, once the other processes are done with it.
+
+        Nothing of it is held in memory: `read` waits until it is whole.
+
+        Raises:
+            ArtifactError: an earlier file could not be written.
+        """
+        assert name in self._growing
+        self._wait_for_earlier(name)
+        self._submit(name, {}, recipe, ())
 
     def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
@@ -234,6 +261,19 @@ class ArtifactWriter:
         """A recipe that includes the contents of files of this build, which it waits for."""
         return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
 
+    def _begin(self, name: str, recipe: str) -> UnfinishedFile:
+        return self._folder.begin(self._journal.name(self._free_path(name, recipe)))
+
+    def _wait_for_earlier(self, name: str) -> None:
+        """Wait for a file of the same name, and raise ArtifactError where any file could not be written."""
+        self._check_made()
+        if name in self._made:
+            self._made[name].result()
+
+    def _submit(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str]) -> None:
+        self._new.add(name)
+        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
+
     def _check_made(self) -> None:
         for made in self._made.values():
             if made.done():
@@ -245,8 +285,8 @@ class ArtifactWriter:
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
             try:
-                if growing := self._growing.pop(name, None):
-                    record = growing.finish(path, recipe)
+                if name in self._growing:
+                    record = self._growing.finish(name, path, recipe)
                 else:
                     record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
                 self._journal.add(name, record)

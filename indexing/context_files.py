@@ -86,11 +86,15 @@ class ContextFiles:
             tensors = self._in_8_bits(layer, rows)
             if self.taken_over is None:
                 self.errors.append(storing_error(queries["tail"], rows, tensors, facts, queries.get("sink_logits")))
-        for folder, of_layer in (("context", tensors), ("queries", queries)):
-            name = layer_file(folder, layer)
-            if name in self.missing:
-                # Rows in 8 bits take less than the exact ones, which are dropped for them.
-                self.writer.write(name, of_layer, self.recipe, wait=self.copies)
+        # Rows in 8 bits take less than the exact ones, which are dropped for them.
+        self._write(layer_file("context", layer), tensors)
+        self._write(layer_file("queries", layer), queries)
+
+    def end(self, layer: int, queries: Tensors) -> None:
+        """Write its queries as `write` does, and end its file of rows, of which all processes have written theirs."""
+        if (name := layer_file("context", layer)) in self.missing:
+            self.writer.end_rows(name, self.recipe)
+        self._write(layer_file("queries", layer), queries)
 
     def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:
         """The manifest's record of what was written, for a prompt of so many tokens with this hash."""
@@ -99,6 +103,10 @@ class ContextFiles:
         if self.taken_over is not None:
             return self.taken_over.storage
         return KVStorage(dtype=self.kv_dtype, errors=self.errors, measured_ids=ids_sha256, measured_tokens=tokens)
+
+    def _write(self, name: str, tensors: Tensors) -> None:
+        if name in self.missing:
+            self.writer.write(name, tensors, self.recipe, wait=self.copies)
 
     def _in_8_bits(self, layer: int, rows: Pair) -> dict[str, torch.Tensor]:
         if self.taken_over is None:

@@ -1,6 +1,8 @@
 """The first stage of a build: every layer's keys and values as attended, the held-out queries, and the probe."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.schema import TOKENS, LayerFacts, Probe, layer_file
-from sparsekv.indexing.capture.capture import RowsDone, capture
+from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.context_files import ContextFiles, context_recipe
+from sparsekv.indexing.early_rows import early_rows
 from sparsekv.indexing.memory import tell_memory
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
@@ -51,14 +54,14 @@ def build_context(job: BuildJob) -> ContextFacts:
     layers = range(job.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     missing = {name for name in names if not job.writer.reuse(name, recipe)}
-    known = _known_facts(job, recipe)
-    positions = wanted_positions(job)
+    known, positions = _known_facts(job, recipe), wanted_positions(job)
     sampled = sample_recipe(recipe, positions)
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
     _check_room(job, len(positions))
     prefix_tokens = shared_prefix(job, positions)
-    captured = _capture(job, positions, prefix_tokens, _write_early(job, recipe, missing))
+    early = early_rows(job, recipe, missing)
+    captured = _capture(job, positions, prefix_tokens, early.rows_done)
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
@@ -74,7 +77,7 @@ def build_context(job: BuildJob) -> ContextFacts:
         job.writer.note(recipe, _note(found))
     if TOKENS in missing:
         job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
-    _write_layers(job, captured, files, facts, (positions, sampled))
+    _write_layers(job, partial(early.write_layer, captured, files), facts, (positions, sampled))
     if job.plan.kv_dtype is not None:
         # Not earlier: what storing costs is known once all layers were written, as long as their exact rows are there.
         found = replace(found, storage=files.storage(ids_sha256, job.split.tokens))
@@ -94,15 +97,17 @@ def _recipe(job: BuildJob, ids_sha256: str) -> str:
 
 
 def _write_layers(
-    job: BuildJob, captured: Captured, files: ContextFiles, facts: list[LayerFacts], sample: tuple[torch.Tensor, str]
+    job: BuildJob,
+    write: Callable[[int, LayerFacts], CapturedQueries],
+    facts: list[LayerFacts],
+    sample: tuple[torch.Tensor, str],
 ) -> None:
     """Write each layer's files, and its queries at sampled positions [P], whose recipe follows them in `sample`."""
     positions, recipe = sample
     for layer, of_layer in enumerate(facts):
-        rows = captured.take(layer)
-        files.write(layer, (rows.keys, rows.values), rows.queries, of_layer)
-        if rows.sample is not None and len(positions):
-            write_sample(job.writer, layer, rows.sample, positions, recipe)
+        queries = write(layer, of_layer)
+        if queries.sample is not None and len(positions):
+            write_sample(job.writer, layer, queries.sample, positions, recipe)
         job.progress("write context", layer + 1, len(facts))
 
 
@@ -134,21 +139,6 @@ def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
     if base and base.files[TOKENS].recipe == recipe:
         return ContextFacts(base.layers, base.probe, base.kv_storage)
     return None
-
-
-def _write_early(job: BuildJob, recipe: str, missing: set[str]) -> RowsDone:
-    """Writes the rows of missing files as chunks are done: a disk may be slower than the prefill.
-
-    Not in 8 bits: the last block's scales are those of all of its tokens.
-    """
-    if job.plan.kv_dtype is not None:
-        return lambda layer, keys, values, end: None
-
-    def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
-        if job.team.has_all_heads and (name := layer_file("context", layer)) in missing:
-            job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end)
-
-    return rows_done
 
 
 def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_done: RowsDone) -> Captured:

@@ -1,6 +1,6 @@
 """Ranks that share one model: what they tell and send each other, through `torch.distributed`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -14,6 +14,7 @@ from sparsekv.formats.ranks.place import Place
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
+_ANSWER = 60.0  # seconds after which a rank that waits for its disk tells the others that it is there
 _STORE = "store"
 _TOLD = "sparsekv/told"
 _LOST = (
@@ -53,6 +54,11 @@ class Ranks:
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
         return found  # type: ignore[return-value]  # each rank gives one
+
+    def wait_for_all(self, done: Callable[[float], bool]) -> None:
+        """Return once every rank's `done`, which is given seconds to wait for it, says so; it may take hours."""
+        while not all(self.collect(done(_ANSWER))):
+            pass
 
     def spread(self, tensor: torch.Tensor) -> None:
         """Replace a tensor's numbers by those that the first rank has."""

@@ -24,12 +24,10 @@ RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 
 
 @dataclass
-class CapturedLayer:
-    """One layer: keys, values [Hk, N, D] as attended, the last R queries `tail` [Hq, R, D], the learned sink logits
-    [Hq], or None, and `sample`, the queries [Hq, P, D] at the sampled positions; None with a sliding window."""
+class CapturedQueries:
+    """One layer's last R queries `tail` [Hq, R, D], the learned sink logits [Hq], or None, and `sample`, the queries
+    [Hq, P, D] at the sampled positions; None with a sliding window."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
     tail: torch.Tensor
     sink_logits: torch.Tensor | None
     sample: torch.Tensor | None
@@ -38,6 +36,14 @@ class CapturedLayer:
     def queries(self) -> dict[str, torch.Tensor]:
         """What is stored of the queries of the tail, and of the sinks, by tensor."""
         return {"tail": self.tail} | ({} if self.sink_logits is None else {"sink_logits": self.sink_logits})
+
+
+@dataclass
+class CapturedLayer(CapturedQueries):
+    """The same with the layer's keys, values [Hk, N, D] as attended."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass
@@ -99,7 +105,8 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the probe; `take` returns a layer and drops it from the cache."""
+    """A finished prefill: one entry per layer, and the probe; `take` returns a layer and drops it from the cache, and
+    `take_queries` drops it and returns its queries alone."""
 
     _logits: torch.Tensor
     _layers: list[ContextLayer]
@@ -129,10 +136,13 @@ class Capture:
         keys, values = rows.keys, rows.values
         assert keys is not None
         assert values is not None
+        queries = self.take_queries(layer)
+        return CapturedLayer(queries.tail, queries.sink_logits, queries.sample, keys[0], values[0])
+
+    def take_queries(self, layer: int) -> CapturedQueries:
+        rows = self._layers[layer]
         rows.keys = rows.values = None
-        return CapturedLayer(
-            keys=keys[0],
-            values=values[0],
+        return CapturedQueries(
             tail=self._recorder.tails.pop(layer),
             sink_logits=self._recorder.sink_logits.get(layer),
             sample=self._recorder.samples.pop(layer, None),

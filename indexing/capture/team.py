@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
 from sparsekv.formats.schema import LayerFacts, Probe
-from sparsekv.indexing.capture.capture import Capture, CapturedLayer
+from sparsekv.formats.unfinished_file import SharedFile
+from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 
 
 class Captured(Protocol):
@@ -22,14 +25,28 @@ class Captured(Protocol):
 
     def take(self, layer: int) -> CapturedLayer: ...
 
+    def take_queries(self, layer: int) -> CapturedQueries: ...
+
 
 class Team(ABC):
     """Is told before each run of the model, so that other processes run it too, and makes whole what each captured."""
 
-    has_all_heads: bool
-    """Whether the tensors that this process captures are those of all heads."""
+    part: HeadPart
+    """Which heads are those of the tensors that this process captures."""
     starts_after_prefix: bool
     """Whether a run can start after tokens whose keys and values the folder's index has."""
+
+    @property
+    def has_all_heads(self) -> bool:
+        """Whether the tensors that this process captures are those of all heads."""
+        return self.part == ALL_HEADS
+
+    @abstractmethod
+    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        """Whether each process will write its heads' rows of the next capture into these files of an index, by name.
+
+        All processes can open them then, or none of them writes.
+        """
 
     @abstractmethod
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -51,7 +68,10 @@ class Team(ABC):
 class Alone(Team):
     """This process has the whole model."""
 
-    has_all_heads, starts_after_prefix = True, True
+    part, starts_after_prefix = ALL_HEADS, True
+
+    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        return True
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Nobody is to be told."""

@@ -2,16 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.schema import LayerFacts, Probe
-from sparsekv.indexing.capture.capture import Capture, CapturedLayer
+from sparsekv.formats.unfinished_file import SharedFile
+from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.capture.team import Captured, Team
-from sparsekv.indexing.ranks.joined_layer import join_layer
-from sparsekv.indexing.ranks.requests import CheckNumbers, End, MeasureRotations, Request, RunPrompt, SendLayer
+from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
+from sparsekv.indexing.ranks.requests import (
+    CheckNumbers,
+    End,
+    EndLayer,
+    MeasureRotations,
+    Request,
+    RunPrompt,
+    SendLayer,
+    ShareFiles,
+)
 
 
 class Leader(Team):
@@ -24,7 +36,11 @@ class Leader(Team):
     starts_after_prefix = False  # only this rank could read the prefix's rows
 
     def __init__(self, ranks: Ranks, *, split: bool):
-        self.ranks, self.has_all_heads = ranks, not split
+        self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
+
+    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        self._ask(ShareFiles(folder, files))
+        return all(self.ranks.collect(True))
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         self._ask(RunPrompt(input_ids, options))
@@ -64,5 +80,14 @@ class JoinedCapture:
     def take(self, layer: int) -> CapturedLayer:
         self.ranks.share(SendLayer(layer))
         joined = join_layer(self.ranks, self.own.take(layer))
+        assert joined is not None
+        return joined
+
+    def take_queries(self, layer: int) -> CapturedQueries:
+        """Once it returns, no other rank writes to the layer's file, or has it open."""
+        self.ranks.share(EndLayer(layer))
+        # What they send is no sign of that: on a GPU it may be received after this process has gone on.
+        self.ranks.wait_for_all(lambda seconds: True)
+        joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
         return joined

@@ -2,9 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from sparsekv.formats.unfinished_file import SharedFile
+
+
+@dataclass(frozen=True)
+class ShareFiles:
+    """Open files of the context in an index's folder, by name, and tell whether that worked. Where it did for all
+    ranks, each writes its heads' rows into them while the prompt that follows is prefilled."""
+
+    folder: Path
+    files: Mapping[str, SharedFile]
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,15 @@ class SendLayer:
 
 
 @dataclass(frozen=True)
+class EndLayer:
+    """Tell once a layer's rows are in its file, send what else was captured of it, and drop all."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
 class End:
     """The build needs the model no more."""
 
 
-Request = RunPrompt | CheckNumbers | MeasureRotations | SendLayer | End
+Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | End

@@ -29,8 +29,14 @@ class Both:
     ranks: dict[str, Any]
 
 
-def run_both(folder: Path, families: list[str], methods: list[str], kv_dtype: str = AUTO) -> Both:
-    """Build and ask by one process and by two ranks."""
+def run_both(
+    folder: Path, families: list[str], methods: list[str], kv_dtype: str = AUTO, *, apart: bool = False
+) -> Both:
+    """Build and ask by one process and by two ranks.
+
+    Args:
+        apart: the second rank does not find the index by the path that the first one has for it.
+    """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
         without_window(family).save_pretrained(folder / family)
@@ -38,7 +44,7 @@ def run_both(folder: Path, families: list[str], methods: list[str], kv_dtype: st
         recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
         recipe.index(target, recipe.load, lambda stage, done, of: None)
-    _run_ranks(folder, families, methods, kv_dtype)
+    _run_ranks(folder, ",".join(families), ",".join(methods), kv_dtype, apart=apart)
     return Both(
         folder,
         rank_job.answers(folder, families, methods, None),
@@ -46,14 +52,19 @@ def run_both(folder: Path, families: list[str], methods: list[str], kv_dtype: st
     )
 
 
-def _run_ranks(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -> None:
+def _run_ranks(folder: Path, *arguments: str, apart: bool) -> None:
     meeting = folder / "meeting"
     meeting.mkdir()
-    job = [sys.executable, rank_job.__file__, str(folder), ",".join(families), ",".join(methods), kv_dtype]
     own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     both = [
-        subprocess.Popen(job, env=own | {"RANK": number, "LOCAL_RANK": number}, stderr=subprocess.PIPE, text=True)
-        for number in ("0", "1")
+        subprocess.Popen(
+            [sys.executable, rank_job.__file__, "." if apart and number == 0 else str(folder), *arguments],
+            env=own | {"RANK": str(number), "LOCAL_RANK": str(number)},
+            cwd=(folder, meeting)[number],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
     ]
     for one in both:
         _, told = one.communicate()

@@ -68,6 +68,15 @@ def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(llama: Both, tmp_path: Path) -> None:
+    """As one on another machine. The files are the same to the byte as those that both write."""
+    apart = run_both(tmp_path, ["llama"], ["multipole", "dense"], apart=True)
+    _assert_same_index(apart, "llama")
+    written, joined = (Artifact(both.folder / "llama-ranks.skv").manifest.files for both in (llama, apart))
+    assert {name: file.sha256 for name, file in joined.items()} == {name: file.sha256 for name, file in written.items()}
+
+
+@pytest.mark.slow
 def test_keys_and_values_in_8_bits_are_shared_out_with_their_scales(tmp_path: Path) -> None:
     """A number that lies between two may be rounded either way: answers are over the rows that are there."""
     both = run_both(tmp_path, ["llama"], ["multipole", "dense"], "int8")

@@ -10,22 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 from support.command import EXECUTABLE, environment, fails, run_here
+from support.started_ranks import BUILD, LONG, rank_number, start_ranks
 
 from sparsekv.formats.ranks.place import FOLDER
 from sparsekv.formats.reader import Artifact
 
-BUILD = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "-o", "new.skv", "-q")
-
-
-def _ranks(*arguments: str, size: int = 2) -> "subprocess.Popen[str]":
-    command = [str(EXECUTABLE), "--gpus", str(size), *arguments]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment(), text=True, **pipes)  # type: ignore[call-overload]
-
 
 def _told(*arguments: str, size: int = 2) -> tuple[int, str]:
     """Exit code, and the one line that was told."""
-    running = _ranks(*arguments, size=size)
+    running = start_ranks(*arguments, size=size)
     stdout, stderr = running.communicate(timeout=300)
     assert stdout == ""
     (line,) = stderr.splitlines()
@@ -83,7 +76,7 @@ def test_what_ranks_cannot_do_is_refused(place: Path, arguments: tuple[str, ...]
 @pytest.mark.slow
 def test_compiled_steps_of_ranks_give_the_same_answer(place: Path) -> None:
     ask = ("generate", "-i", "doc.skv", "Why?", "--model", "model", "--max-new-tokens", "12", "--stats", "--compile")
-    plain, compiled = (_ranks(*ask, mode).communicate(timeout=300) for mode in ("off", "on"))
+    plain, compiled = (start_ranks(*ask, mode).communicate(timeout=300) for mode in ("off", "on"))
     assert plain[0]
     assert compiled[0] == plain[0]
     assert "compiled in" in compiled[1]
@@ -99,13 +92,12 @@ def test_an_error_of_the_first_rank_alone_ends_all(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Path, number: int) -> None:
-    long = "".join(f"Line {line} says that {line} times {line} is {line * line}.\n" for line in range(90))
-    (place / "doc.txt").write_text(long)
-    running = _ranks(*BUILD, "--chunk-size", "16")
+    (place / "doc.txt").write_text(LONG)
+    running = start_ranks(*BUILD, "--chunk-size", "16")
     while not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)
-    ranks = {_number(one): one for one in psutil.Process(running.pid).children()}
+    ranks = {rank_number(one): one for one in psutil.Process(running.pid).children()}
     ranks[number].kill()
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (1, "")
@@ -114,20 +106,16 @@ def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Pat
         "again\n"
     )
     assert not any(one.is_running() for one in ranks.values())
-    again = _ranks(*BUILD)
+    again = start_ranks(*BUILD)
     stdout, stderr = again.communicate(timeout=300)
     assert (again.returncode, stdout, stderr) == (0, "new.skv\n", "")
     index = Artifact(place / "new.skv")
     assert len(list(index.verify())) == len(index.manifest.files)
 
 
-def _number(rank: psutil.Process) -> int:
-    return int(rank.environ()["RANK"])
-
-
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(place: Path) -> None:
-    running = _ranks(*BUILD, "--chunk-size", "16")
+    running = start_ranks(*BUILD, "--chunk-size", "16")
     while len(ranks := psutil.Process(running.pid).children()) < 2 or not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)
@@ -138,7 +126,7 @@ def test_ranks_end_with_the_process_that_started_them(place: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_all_at_once(place: Path) -> None:
-    running = _ranks(*BUILD, "--chunk-size", "16")
+    running = start_ranks(*BUILD, "--chunk-size", "16")
     while not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)
@@ -159,7 +147,7 @@ def test_torchrun_starts_ranks_too(place: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_is_told_once(place: Path) -> None:
-    running = _ranks(*BUILD, "--chunk-size", "16")
+    running = start_ranks(*BUILD, "--chunk-size", "16")
     while not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)

@@ -1,0 +1,53 @@
+"""A build by two ranks under way: its processes, and what it has written of its rows."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from .command import EXECUTABLE, environment
+
+BUILD = ("build-index", "doc.txt", "--model", "model", "--method", "squeezed", "-o", "new.skv", "-q")
+LONG = "".join(f"Line {line} says that {line} times {line} is {line * line}.\n" for line in range(90))
+
+
+def start_ranks(*arguments: str, size: int = 2) -> "subprocess.Popen[str]":
+    """`sparsekv --gpus SIZE ARGUMENTS` in the current folder."""
+    command = [str(EXECUTABLE), "--gpus", str(size), *arguments]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(), text=True, **pipes)  # type: ignore[call-overload]
+
+
+def rank_number(rank: psutil.Process) -> int:
+    """Which rank a process is."""
+    return int(rank.environ()["RANK"])
+
+
+def started(running: "subprocess.Popen[str]", index: Path) -> dict[int, psutil.Process]:
+    """The ranks of a build that has begun to write an index, by number."""
+    while not index.exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    return {rank_number(one): one for one in psutil.Process(running.pid).children()}
+
+
+def early_heads(index: Path) -> set[int]:
+    """KV heads of which the first rows of a layer's keys are in a file that lacks the last rows of all heads."""
+    return {head for path in index.glob("context/*.tmp") for head in _early(path)}
+
+
+def _early(path: Path) -> set[int]:
+    try:
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        record = json.loads(data[8:begin])["keys"]
+    except (FileNotFoundError, ValueError):  # it has got its name, or no header yet
+        return set()
+    start, end = (begin + place for place in record["data_offsets"])
+    shape = (*record["shape"][:2], (end - start) // (record["shape"][0] * record["shape"][1]))
+    # It is as long as its last byte that was written.
+    rows = np.frombuffer(data[start:end].ljust(end - start, b"\0"), np.uint8).reshape(shape)
+    return set() if rows[:, -1].any() else {head for head, own in enumerate(rows) if own[0].any()}
