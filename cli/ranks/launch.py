@@ -102,7 +102,8 @@ def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
 
 def _failed(ranks: Sequence[Rank]) -> int | None:
     """The number of a rank that failed: one that was killed before one that may have failed for want of it."""
-    codes = {number: rank.returncode for number, rank in enumerate(ranks) if rank.returncode}
+    # Each is asked: one may have ended while an earlier one waits for it.
+    codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll())}
     return min(codes, key=lambda number: codes[number], default=None)
 
 

@@ -26,12 +26,22 @@ def rank_number(rank: psutil.Process) -> int:
     return int(rank.environ()["RANK"])
 
 
+def both_ranks(running: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
+    """Two ranks that have just been started, by number."""
+    while True:
+        assert running.poll() is None
+        found = psutil.Process(running.pid).children()
+        if len(found) == 2 and all("RANK" in one.environ() for one in found):
+            return {rank_number(one): one for one in found}
+        time.sleep(0.02)
+
+
 def started(running: "subprocess.Popen[str]", index: Path) -> dict[int, psutil.Process]:
     """The ranks of a build that has begun to write an index, by number."""
     while not index.exists():
         assert running.poll() is None
         time.sleep(0.02)
-    return {rank_number(one): one for one in psutil.Process(running.pid).children()}
+    return both_ranks(running)
 
 
 def early_heads(index: Path) -> set[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.command import EXECUTABLE, environment, fails, run_here
-from support.started_ranks import BUILD, LONG, rank_number, start_ranks
+from support.started_ranks import BUILD, LONG, both_ranks, rank_number, start_ranks
 
 from sparsekv.formats.ranks.place import FOLDER
 from sparsekv.formats.reader import Artifact
@@ -111,6 +111,17 @@ def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Pat
     assert (again.returncode, stdout, stderr) == (0, "new.skv\n", "")
     index = Artifact(place / "new.skv")
     assert len(list(index.verify())) == len(index.manifest.files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_before_they_meet_ends_the_other(place: Path, number: int) -> None:
+    """It would wait for half an hour."""
+    running = start_ranks(*BUILD)
+    both_ranks(running)[number].kill()
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (1, "")
+    assert stderr.startswith(f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the others with it")
 
 
 @pytest.mark.slow
