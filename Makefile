@@ -47,8 +47,8 @@ demo: .venv/installed
 	$(BIN)/sparsekv build-index demo/python-topics.txt --max-tokens 6144 -o demo/python-topics.skv \
 		--method codes --method multipole --method squeezed
 	@echo "Asking the index a question."
-	$(BIN)/sparsekv generate --index demo/python-topics.skv "Which statement raises an exception in Python?" \
-		--max-new-tokens 64 --stats
+	$(BIN)/sparsekv generate --index demo/python-topics.skv "Which method is called to implement attribute deletion?" \
+		--max-new-tokens 32 --stats
 	@echo "Measuring what some methods keep of the model's attention, at three budgets."
 	$(BIN)/sparsekv recall-report --index demo/python-topics.skv --budget 0.02 --budget 0.05 --budget 0.1 \
 		--method codes --method squeezed --method multipole --method quoka --method quest --method window --method oracle \

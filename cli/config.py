@@ -45,7 +45,8 @@ def config(ctx: typer.Context, as_json: JsonOption = False) -> None:
         show(_table(defaults))
     else:
         where = "no sparsekv.toml is here or above" if path is None else f"{path} is empty"
-        note(f"no defaults are set: {where}, and no variable such as {variable('index')} is set", quiet=False)
+        beside = f"no variable such as {variable('index')} is set; inspect shows what tune found for an index"
+        note(f"no defaults are set: {where}, and {beside}", quiet=False)
 
 
 def _table(defaults: list[SetDefault]) -> Table:

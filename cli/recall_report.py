@@ -26,7 +26,7 @@ from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
-from sparsekv.cli.reporting.output import answers_line, print_csv, print_report, report_record
+from sparsekv.cli.reporting.output import answers_line, lacking_line, print_csv, print_report, report_record
 from sparsekv.cli.reporting.page import recall_page
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.device import choose_device
@@ -209,6 +209,7 @@ def recall_report(
         print_csv(rows)
     else:
         print_report(report, groups, within, stored_line(artifact.manifest), answers)
+        note(lacking_line(artifact), quiet=quiet or bool(method) or not lacking_line(artifact))
 
 
 def _refuse_model_options(given: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """`sparsekv trace`: answer a question, and show what each token of the answer attended to."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from sparsekv.cli.answering.options import (
     ResidualOption,
 )
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
-from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.console import note, say, waiting
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
@@ -120,12 +121,14 @@ def trace(
     hidden = traced.hide(without) if without else None
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not setting.origin)
-    answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else _stream, truth=truth)
+    with waiting("tracing", quiet=quiet or (sys.stdout.isatty() and not as_json)):
+        answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else _stream, truth=truth)
     document["question"] = question
     if not as_json:
         say("")
     if without and hidden is not None:
-        again = traced.without(hidden, ids, max_new_tokens, answer, truth=truth)
+        with waiting("answering without the passage", quiet=quiet):
+            again = traced.without(hidden, ids, max_new_tokens, answer, truth=truth)
         document["without"] = {"passages": without, **again}
         note(describe_without(again), quiet=quiet)
     size = None if output is None else write(document, output)

@@ -58,8 +58,8 @@ def build_index(
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
         if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
             raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
-        _keep_additions(plan, writer)
         _keep_others(plan, model, writer)
+        _keep_additions(plan, writer)
         _keep_dense(plan, writer)
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
@@ -76,10 +76,11 @@ def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
         return
     if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
         added = sum(addition.tokens for addition in base.additions)
+        lacking = [name for name in plan.methods if name not in base.methods]
+        methods = f"add methods to it with {add_methods_hint(writer.folder, lacking)}, " if lacking else ""
         raise ArtifactError(
-            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; add methods to "
-            f"it with {add_methods_hint(writer.folder, plan.methods)}, build another index with --output, or give "
-            "--force to lose them and append them again"
+            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; {methods}build "
+            "another index with --output, or give --force to replace it by one of this document alone"
         )
 
 
@@ -90,9 +91,10 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
         return
     if base.model.weights_hash != model.weights_hash:
         raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
-    hashes = base.prompt.block_hashes
-    shared = common_prefix_tokens(hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
-    if hashes and not shared and base.prompt.text_sha256 != plan.prompt.text_sha256:
+    hashes, own = base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist())
+    # A text that is shorter than a block may be what the index was before others were appended.
+    compared = hashes and (own or not base.additions)
+    if compared and not common_prefix_tokens(hashes, own) and base.prompt.text_sha256 != plan.prompt.text_sha256:
         raise ArtifactError(
             f"{writer.folder} is the index of another document: this one differs in its first {BLOCK_TOKENS} tokens; "
             f"{WAYS_OUT}"

@@ -13,6 +13,8 @@ from sparsekv.formats.hints import command as shown
 
 NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
 NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a valid (number|integer)")
+QUESTION_FIRST = ("generate", "trace")
+"""Commands whose argument is a question."""
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
 
 
@@ -28,11 +30,16 @@ def described_usage(message: str, command: str, arguments: Sequence[str]) -> str
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
+    if command == "build-index" and message.startswith(f"{NO_OPTION} --budget"):
+        asked = shown("generate", "--budget", "5%")
+        return f"a budget is given where an index is asked, not where it is built: {asked} ..."
     if wrong := NO_NUMBER.match(message):
         return f"{wrong[1]}{_value_of(wrong[1], arguments)}: give {NUMBERS[wrong[2]]}"
     named = next((one for one in arguments if one.rstrip("/").endswith(".skv")), None)
     if message.startswith(EXTRA) and named is not None and "--index" not in arguments and "-i" not in arguments:
         return f"{message}; an index is named by an option: --index {named}"
+    if message.startswith(EXTRA) and command in QUESTION_FIRST:
+        return f"{message}; put a question of several words in quotes"
     page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
 

@@ -12,6 +12,7 @@ from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.common.stored import storage_record
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.runtime.reporting.front import in_order, pareto_front, row_records
@@ -83,6 +84,13 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
     chosen = [part for name in names for part in ("--method", name)]
     how = eval_hint(artifact.folder, artifact.manifest, *chosen, *_built_by(artifact, names))
     return f"A mean error hides the failure of a single token: right answers are measured with {how}."
+
+
+def lacking_line(artifact: Artifact) -> str:
+    """The methods that have no row, as the index was built without them, and how one is added; empty where none is."""
+    lacking = [name for name in indexers() if name not in artifact.manifest.methods]
+    how = add_methods_hint(artifact.folder, lacking[:1])
+    return f"this index lacks {', '.join(lacking)}; {how} adds the first of them" if lacking else ""
 
 
 def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:

@@ -13,8 +13,9 @@ from sparsekv.runtime.tuning.tuned import Tuned
 
 LEGEND = """\
 {measure}: on the queries that were searched with; held out: on others, which decide. {beside}: of the same setting, on
-these. kv fraction: what is read of the document's keys and values, the index included. searched for: a harder target,
-as the one that was asked for did not hold on the others."""
+these. recall: of the oracle's best {reference}. kv fraction: what is read of the document's keys and values, the index
+included."""
+TIGHTENED = "searched for: a harder target, as the one that was asked for did not hold on the others."
 
 
 def record(artifact: Artifact, goal: Goal, tuned: list[Tuned], defaults: Defaults | None) -> dict[str, Any]:
@@ -62,7 +63,9 @@ def print_table(
         holds = "" if before.holds else ", does not hold it"
         table.add_row(*_cells(before, goal, timed=bool(timed)), f"the default before{holds}")
     show(table)
-    say(LEGEND.format(measure=goal.measure, beside=goal.beside))
+    say(LEGEND.format(measure=goal.measure, beside=goal.beside, reference=goal.reference))
+    if any("searched for" in _said(one, goal, False) for one in tuned):
+        say(TIGHTENED)
 
 
 def _cells(one: Tuned, goal: Goal, *, timed: bool) -> list[str]:

@@ -73,5 +73,5 @@ def describe_without(found: dict[str, Any]) -> str:
     likely = f"{change:,.3g} times {'less' if hidden < shown else 'more'} likely"
     return (
         f"without: {' '.join(found['answer'].split())} (the first answer is {likely} then: its log-probability is "
-        f"{hidden:.2f} for {shown:.2f})"
+        f"{hidden:.2f} instead of {shown:.2f})"
     )

@@ -8,8 +8,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.tasks import CountTokens
 
 LONGEST_SENTENCE = 400  # characters; tables and code have no full stops to split at
-LEAST_SUGGESTED = 512
-"""Tokens of the shortest context that is suggested: sinks and tail take up to a quarter of it."""
+LEAST_SUGGESTED = 256
+"""Tokens of the shortest context that is suggested: of it sinks and tail leave half to index."""
 
 
 def sentences(text: str) -> list[str]:

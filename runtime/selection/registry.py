@@ -40,9 +40,10 @@ def choose_methods(
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name not in known and name != "all":
-            there = [*known, *beside]
-            several = "; name each by a --method of its own" if "," in name else suggestion(name, there)
-            raise UsageError(f"no method '{name}'; there are: {', '.join(there)}{several}")
+            there = [*usable, *beside]
+            several = "; name each by a --method of its own" if "," in name else ""
+            meant = "" if several else suggestion(name, [*known, *beside])
+            raise UsageError(f"no method '{name}'{meant}; there are: {', '.join(there)}{several}")
         if name != "all" and name not in usable:
             raise UsageError(
                 f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"

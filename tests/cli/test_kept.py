@@ -23,6 +23,24 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
     assert read_manifest(place / "doc.skv").prompt != before.prompt
 
 
+def test_another_document_is_told_of_before_what_was_appended(place: Path) -> None:
+    assert run_here("append", "-i", "doc.skv", "doc.txt", "--rebuild", "-q").code == 0
+    (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
+    refused = run_here("build-index", "doc.md", "--model", "model", "-q").error()
+    assert "doc.skv is the index of another document" in refused
+    (place / "doc.md").write_text("Too short for a block.")
+    refused = run_here("build-index", "doc.md", "--model", "model", "--sinks", "2", "--tail", "2", "-q").error()
+    assert "tokens that were appended and that this document lacks" in refused
+
+
+def test_what_an_earlier_text_loses_is_told(place: Path) -> None:
+    held = read_manifest(place / "doc.skv").split.tokens
+    with (place / "doc.txt").open("a") as file:
+        file.write("One line more.\n")
+    told = run_here("build-index", "doc.txt", "--model", "model").stderr
+    assert f"doc.skv held {held:,} tokens of an earlier text: the first " in told
+
+
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:
     before = read_manifest(place / "doc.skv")
     save_tiny(place / "other", "qwen2")

@@ -17,6 +17,14 @@ def printed(*options: str) -> str:
     return outcome.stdout
 
 
+def test_methods_without_a_row_are_told_where_none_was_named(place: Path) -> None:
+    told = run_here("recall-report", "--budget", "10%").stderr
+    lacking = told[told.index("this index lacks ") :]
+    assert "csattention" in lacking.partition(";")[0]
+    assert "`sparsekv build-index doc.skv --method " in lacking
+    assert "this index lacks" not in run_here(*REPORT[:-1]).stderr
+
+
 def test_csv_and_json_have_the_same_names_and_the_tables_are_theirs(place: Path) -> None:
     columns = csv.DictReader(StringIO(printed("--csv"))).fieldnames
     assert columns is not None

@@ -73,7 +73,7 @@ def test_without_a_passage_there_are_two_answers(place: Path) -> None:
     outcome = run_here(*QUESTION, "--without", PASSAGE)
     assert "without: " in outcome.stderr
     assert re.search(
-        r"the first answer is [\d.,e+]+ times (less|more) likely then: its log-probability is -[\d.]+ for -",
+        r"the first answer is [\d.,e+]+ times (less|more) likely then: its log-probability is -[\d.]+ instead of -",
         outcome.stderr,
     )
 

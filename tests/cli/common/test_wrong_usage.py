@@ -8,6 +8,15 @@ NUMBER = "Invalid value for '--outliers': Input should be a valid number, unable
 WHOLE = "Invalid value for '--seed': Input should be a valid integer, unable to parse string as an integer."
 
 
+def test_a_question_without_quotes_and_a_budget_for_a_build_are_told_of() -> None:
+    extra = "Got unexpected extra argument(s) (is it)."
+    told = described_usage(extra, "generate", ["generate", "--index", "a.skv", "What", "is", "it"])
+    assert told == "Got unexpected extra argument(s) (is it); put a question of several words in quotes"
+    budget = described_usage("No such option: --budget", "build-index", ["build-index", "a.txt", "--budget", "5%"])
+    assert "a budget is given where an index is asked" in budget
+    assert "sparsekv generate --budget" in budget
+
+
 @pytest.mark.parametrize(
     ("message", "arguments", "told"),
     [
