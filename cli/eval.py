@@ -151,7 +151,9 @@ def evaluate_methods(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Plot scores against KV read, and needles also by length and depth."),
+        typer.Option(
+            metavar="FILE.png", help="Plot scores against the kv fraction, and needles also by length and depth."
+        ),
     ] = None,
     html: HtmlOption = None,
     ray: RayOption = None,

@@ -97,7 +97,9 @@ def recall_report(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Plot recall and error against KV read, and recall by layer and head."),
+        typer.Option(
+            metavar="FILE.png", help="Plot recall and error against the kv fraction, and recall by layer and head."
+        ),
     ] = None,
     html: HtmlOption = None,
     special_tokens: SpecialTokensOption = False,

@@ -34,9 +34,10 @@ class GrowingFiles:
     def put(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart) -> None:
         """Have a thread write the rows before `end` of a part of the heads; begin the file where it is not."""
         if name not in self._growing:
-            file = self._begun.get(name) or self._begin(name, recipe)
-            self._growing[name] = GrowingFile(file, tensors, part)
-            self._begun.pop(name, None)
+            if name not in self._begun:
+                self._begun[name] = self._begin(name, recipe)
+            self._growing[name] = GrowingFile(self._begun[name], tensors, part)
+            del self._begun[name]
         self._growing[name].put(end, self._threads)
 
     def finish(self, name: str, path: str, recipe: str) -> FileRecord:

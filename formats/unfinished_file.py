@@ -49,9 +49,13 @@ class UnfinishedFile(OpenFile):
     def __init__(self, parent: int, path: str):
         self._above, _, self._name = path.rpartition("/")
         self._temporary = f"{self._name}.{secrets.token_hex(4)}.tmp"
+        self._parent, self._open = os.dup(parent), True
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(self._temporary, flags, 0o666, dir_fd=parent)
-        self._parent = os.dup(parent)
+        try:
+            self.descriptor = os.open(self._temporary, flags, 0o666, dir_fd=parent)
+        except OSError:
+            os.close(self._parent)
+            raise
 
     @property
     def shared(self) -> SharedFile:
@@ -67,16 +71,23 @@ class UnfinishedFile(OpenFile):
         self._close()
 
     def discard(self) -> None:
-        """Remove it."""
+        """Remove it, if it was not kept."""
         try:
             with contextlib.suppress(OSError):
-                os.unlink(self._temporary, dir_fd=self._parent)
+                if self._open:
+                    os.unlink(self._temporary, dir_fd=self._parent)
         finally:
             self._close()
 
     def _close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._parent)
+        # Once: after that the numbers may be those of other files, also where closing failed.
+        if not self._open:
+            return
+        self._open = False
+        try:
+            os.close(self.descriptor)
+        finally:
+            os.close(self._parent)
 
 
 class JoinedFile(OpenFile):

@@ -182,8 +182,8 @@ class ArtifactWriter:
     ) -> None:
         """Write what is there of a file before all of it is, in a thread: rows before `end` of tensors [H, N, D].
 
-        `write` ends the file; the tensors are those that it will be given. They are a part of the heads where
-        `share_rows` has begun it.
+        `write` ends the file; the tensors are those that it will be given. Where `share_rows` has begun it they are a
+        part of the heads, and `end_rows` ends it.
 
         Raises:
             ArtifactError: it cannot be written.

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from sparsekv.cli.common.printable import printable
-from sparsekv.cli.common.progress_lines import ProgressLines
+from sparsekv.cli.common.progress_lines import ProgressLines, telling
 
 
 class _PlainConsole(Console):
@@ -87,7 +87,8 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
     if quiet:
         yield
         return
-    with ProgressLines(partial(note, quiet=False), what):
+    outer = telling()
+    with ProgressLines(partial(note, quiet=False), what) if outer is None else outer.instead(what):
         yield
 
 

@@ -2,10 +2,19 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 EVERY = 10.0
 """Seconds from one line to the next."""
+
+
+_telling: "list[ProgressLines]" = []
+
+
+def telling() -> "ProgressLines | None":
+    """Those that tell already, if any do: there should be one line at a time."""
+    return _telling[-1] if _telling else None
 
 
 class ProgressLines:
@@ -39,11 +48,24 @@ class ProgressLines:
 
     def __enter__(self) -> "ProgressLines":
         self._thread.start()
+        _telling.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        _telling.remove(self)
         self._ended.set()
         self._thread.join()
+
+    @contextmanager
+    def instead(self, what: str) -> Iterator[None]:
+        """Within it, what is going on is told in the place of the stage that was shown last."""
+        kept = self._before, self._stage, self._done, self._of
+        self._before, self._stage, self._began = what, "", time.monotonic()
+        try:
+            yield
+        finally:
+            self._before, self._stage, self._done, self._of = kept
+            self._began = time.monotonic()
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY):

@@ -169,10 +169,10 @@ def time_kmeans(size: Size, *, sweep: bool) -> None:
     again = lloyd(points, first, ITERATIONS)[0]
     print(f"  the same labels again: {torch.equal(labels, again)}")
     time_flash_kmeans(points, first)
-    nearest = nearest_centres(points)
+    nearest = nearest_centres(points, size.clusters)
     took = timed(lambda: nearest(first), 9)
     show("one assignment", took, f"{products / took[0] / 1e9:.0f} TFLOP/s")
-    show("rounding of the points, once", timed(lambda: nearest_centres(points), 9))
+    show("rounding of the points, once", timed(lambda: nearest_centres(points, size.clusters), 9))
     show("one turn's means", timed(lambda: cluster_means(points, labels, size.clusters), 9))
     show("  of which sorting", timed(lambda: labels.int().flatten().sort(stable=True), 9))
     show("means in plain torch", timed(lambda: cluster_means_plainly(points, labels, size.clusters), 5))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.attention.chunk_causal import chunk_causal
+from sparsekv.kernels.attention.chunk_causal import chunk_causal, takes_chunk
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
@@ -213,7 +213,7 @@ def causal_attention(
         # The first query sees furthest back: nothing before its window is read.
         keys, values = keys[:, -(window + Q - 1) :], values[:, -(window + Q - 1) :]
     if softcap is None and sink_logits is None:
-        if query.device.type == "cpu" and window is None:
+        if window is None and takes_chunk(query, keys, values):
             return chunk_causal(query, keys, values, softmax_scale)
         # Here, because it brings torch's compiler, 0.7 s, and `--help` imports this file.
         from torch.nn.attention.bias import causal_lower_right

@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from sparsekv.kernels.kmeans.nearest_faiss import CENTRES, CHANNELS, ShortPoints
+
 SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64  # what stays in a core's cache between the product and the search in it
 FAR = 1e30  # times a difference of two scores, which is above any number of a centre
 SPACES = ("normalised", "raw", "centred")
@@ -40,16 +42,18 @@ def assign(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     Returns:
         [Hk, M] int64. Allocates 131,072 scores, or those of 64 points; on a GPU instead the points in float16.
     """
-    return nearest_centres(points)(centres)
+    return nearest_centres(points, centres.shape[1])(centres)
 
 
-def nearest_centres(points: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`assign` as a function of the centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
+def nearest_centres(points: torch.Tensor, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`assign` as a function of so many centres, for fixed points [Hk, M, D]; a GPU rounds the points only once."""
     if points.is_cuda:
         # Imported here because Triton takes long to import, and exists on Linux only.
         from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres
 
         return NearestCentres(points)
+    if number == CENTRES and points.shape[2] in CHANNELS and points.dtype == torch.float32:
+        return ShortPoints(points)
     return partial(assign_plainly, points)
 
 
@@ -123,7 +127,7 @@ def moved_centres(
     points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     """`lloyd` without its last assignment: `nearest_centres` of the points, and the centres."""
-    nearest = nearest_centres(points)
+    nearest = nearest_centres(points, centres.shape[1])
     for _ in range(iterations):
         means, counts = cluster_means(points, nearest(centres), centres.shape[1], weights)
         centres = torch.where(counts[..., None] > 0, means, centres)

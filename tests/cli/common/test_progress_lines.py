@@ -8,7 +8,8 @@ import pytest
 from support.command import run_here
 
 from sparsekv.cli.common import progress_lines
-from sparsekv.cli.common.progress_lines import ProgressLines
+from sparsekv.cli.common.console import waiting
+from sparsekv.cli.common.progress_lines import ProgressLines, telling
 
 
 def test_the_last_stage_is_told_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,15 @@ def test_loading_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(progress_lines, "EVERY", 0.001)
     asked = ("generate", "-i", "doc.skv", "Why?", "--max-new-tokens", "4")
     assert re.search(r"^loading \S*model and opening doc\.skv, 0 s$", run_here(*asked).stderr, re.MULTILINE)
-    assert re.search(
-        r"^loading model, 0 s$", run_here("build-index", "doc.txt", "--model", "model").stderr, re.MULTILINE
-    )
     assert run_here(*asked, "-q").stderr == ""
+
+
+def test_one_line_at_a_time_tells_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "EVERY", 1000)
+    with ProgressLines(lambda line: None) as lines:
+        lines.show("prefill", 1, 2)
+        with waiting("loading", quiet=False):
+            assert lines.line() == "loading, 0 s"
+            assert telling() is lines
+        assert lines.line() == "prefill: 1 of 2, 0 s"
+    assert telling() is None

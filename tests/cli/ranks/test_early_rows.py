@@ -1,5 +1,6 @@
 """While ranks prefill a document, each writes the rows of its KV heads, and a build that ends meanwhile is resumed."""
 
+import time
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,7 @@ def test_both_ranks_write_their_heads_before_the_last_rows_are_there(new: Path) 
     running = start_ranks(*BUILD, *SLOWLY)
     while early_heads(new) != {0, 1}:
         assert running.poll() is None
+        time.sleep(0.005)
     assert running.communicate(timeout=300) == ("new.skv\n", "")
     index = Artifact(new)
     assert len(list(index.verify())) == len(index.manifest.files)
@@ -56,6 +58,7 @@ def test_a_rank_that_is_killed_while_all_write_leaves_a_build_to_resume(new: Pat
     ranks = started(running, new)
     while early_heads(new) != {0, 1}:
         assert running.poll() is None
+        time.sleep(0.005)
     ranks[number].kill()
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (1, "")

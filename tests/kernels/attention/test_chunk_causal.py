@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.kernels.attention.chunk_causal import chunk_causal
+from sparsekv.kernels.attention.attention import causal_attention, causal_mask
+from sparsekv.kernels.attention.chunk_causal import chunk_causal, takes_chunk
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -37,3 +37,22 @@ def test_one_part_may_have_all_the_weight(before: float) -> None:
     keys[:, :6] *= before
     expected = reference_attention(query, keys, values, 1.0, mask=causal_mask(3, 9, None, query.device))
     assert_close(chunk_causal(query.flatten(0, 1), keys, values, 1.0), expected.flatten(0, 1), 1e-5)
+
+
+@pytest.mark.parametrize("turned", ["query", "keys", "values"])
+def test_rows_whose_channels_lie_apart_are_left_to_torch(turned: str) -> None:
+    query, keys, values = random_attention(Hk=2, G=3, Q=5, T=40)
+    given = {"query": query.flatten(0, 1), "keys": keys, "values": values}
+    expected = causal_attention(*given.values(), 0.1)
+    given[turned] = given[turned].transpose(1, 2).contiguous().transpose(1, 2)
+    assert not takes_chunk(*given.values())
+    assert_close(causal_attention(*given.values(), 0.1), expected, 1e-6)
+
+
+def test_what_it_does_not_compute_is_left_to_torch() -> None:
+    query, keys, values = (rows.double() for rows in random_attention(Q=3, T=9))
+    expected = reference_attention(query, keys, values, 0.1, mask=causal_mask(3, 9, None, query.device)).flatten(0, 1)
+    assert_close(causal_attention(query.flatten(0, 1), keys, values, 0.1), expected, 1e-12)
+    wide = torch.cat([values, values], -1).float()
+    output = causal_attention(query.flatten(0, 1).float(), keys.float(), wide, 0.1)
+    assert_close(output[..., : values.shape[2]], expected, 1e-6)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
 
-from sparsekv.kernels.kmeans.kmeans import SCORES_AT_ONCE, assign, cluster_means, lloyd, random_kmeans
+from sparsekv.kernels.kmeans.kmeans import (
+    SCORES_AT_ONCE,
+    assign,
+    cluster_means,
+    lloyd,
+    nearest_centres,
+    random_kmeans,
+)
+from sparsekv.kernels.kmeans.nearest_faiss import CENTRES, ShortPoints
 
 properties = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 10**6)
@@ -98,3 +106,26 @@ def test_random_kmeans_starts_from_points_of_each_head_that_take_part(clusters: 
     filled = [set(of_head[valid].tolist()) for of_head in labels]
     # Each centre is nearest to itself.
     assert filled == [set(range(clusters))] * 2
+
+
+@pytest.mark.parametrize("channels", [2, 4, 8])
+@pytest.mark.parametrize(("batch", "points"), [(1, 1), (3, 50), (24, 700)])
+def test_short_points_are_assigned_by_faiss_to_their_nearest_centres(batch: int, points: int, channels: int) -> None:
+    """As many parts as there are; also of rows that lie apart."""
+    rows = normal(0, batch, channels, points).transpose(1, 2)
+    centres = torch.linspace(0.1, 3, CENTRES)[:, None] * normal(1, batch, CENTRES, channels)
+    nearest = nearest_centres(rows, CENTRES)
+    assert isinstance(nearest, ShortPoints)
+    distances, labels = _distances(rows, centres), nearest(centres)
+    chosen = distances.gather(2, labels[..., None])[..., 0]
+    assert labels.shape == (batch, points)
+    assert bool((chosen <= distances.amin(-1) + 1e-5).all())
+    assert torch.equal(nearest(centres.flip(1)), CENTRES - 1 - labels)
+
+
+@pytest.mark.parametrize(("channels", "number"), [(3, CENTRES), (16, CENTRES), (8, CENTRES - 1)])
+def test_other_points_are_assigned_by_products(channels: int, number: int) -> None:
+    points, centres = normal(0, 2, 60, channels), normal(1, 2, number, channels)
+    nearest = nearest_centres(points, number)
+    assert not isinstance(nearest, ShortPoints)
+    assert torch.equal(nearest(centres), _distances(points, centres).argmin(-1))
