@@ -114,7 +114,7 @@ def test_methods_are_chosen_by_name_once_and_need_their_index() -> None:
     assert choose_methods([], ["squeezed"]) == choose_methods(["all"], ["squeezed"]) == sorted([*free, "squeezed"])
     assert choose_methods([], []) == free
     assert choose_methods(["quest", "oracle", "quest"], []) == ["quest", "oracle"]
-    with pytest.raises(UsageError, match=r"no method 'quast'; there are: .*quest"):
+    with pytest.raises(UsageError, match=r"no method 'quast' \(did you mean quest\?\); there are: .*quest"):
         choose_methods(["quast"], [])
     with pytest.raises(UsageError, match="not built with 'squeezed'; build squeezed too, or choose one of: "):
         choose_methods(["squeezed"], [])
