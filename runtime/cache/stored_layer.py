@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.read_rows import ReadRows
 
-FIRST_NEW_ROWS = 256
+FIRST_NEW_ROWS = 64
 MissedShares = tuple[float, float, float]
 """Mean missed share, and the shares of heads with a budget raised by a guard and with dense attention."""
 

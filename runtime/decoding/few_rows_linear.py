@@ -57,7 +57,7 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
 def split_pays(threads: int) -> bool:
     """Whether this machine's processor multiplies few rows faster when they are split among so many threads.
 
-    Measured, once, on 4 MiB of weights in some 5 ms: what MKL does depends on the processor and on its own version.
+    Measured, once, on 4 MiB of weights in some 2 ms: what MKL does depends on the processor and on its own version.
     """
     if threads == 1:
         return False
@@ -67,9 +67,9 @@ def split_pays(threads: int) -> bool:
 
 
 def _fastest(*products: Callable[[], torch.Tensor]) -> list[float]:
-    """Seconds of the fastest of twenty of each, taken in turn: what else runs disturbs them alike."""
+    """Seconds of the fastest of eight of each, taken in turn: what else runs disturbs them alike."""
     best = [inf] * len(products)
-    for _ in range(20):
+    for _ in range(8):
         for number, product in enumerate(products):
             started = perf_counter()
             product()
