@@ -271,6 +271,8 @@ def main() -> None:
     make_text(Path(table.text), tokens)
     machine = torch.cuda.get_device_name() if GPU else f"{torch.get_num_threads()} threads"
     print(f"{machine}, torch {torch.__version__}, random weights of {SHAPE}'s shape, {DTYPE}, {tokens:,} tokens\n")
+    if sys.dont_write_bytecode:
+        print("PYTHONDONTWRITEBYTECODE is set: each process compiles what libraries have no bytecode of\n")
     print("| what | took | |\n|---|---|---|")
     measure(table, rest or list(PARTS))
 
