@@ -222,7 +222,7 @@ def generate(
     else:
         answers = batch_answers(asker, together, batch, sampling)
     answers = joined_answers(ranks, answers)
-    seen = sys.stdout.isatty() or (batch_file is None and sys.stderr.isatty())
+    seen = sys.stdout.isatty() or (batch_file is None and (sys.stderr.isatty() or not as_json))  # as it streams
     with output.ending_lines(), progress(quiet=quiet or seen) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
