@@ -1,7 +1,7 @@
 """Fingerprints of what decides K and V in a model and a tokenizer, computed from plain values."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,31 +39,48 @@ def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
     Reading only a sample keeps opening fast for large models; rounding makes the hashes of one checkpoint equal in
     float32 and bfloat16. The manifest's probe is there for changes that the sample misses.
     """
-    parts = []
-    for name, tensor in sorted(state):
-        flat = _whole(tensor.detach()).reshape(-1)
-        stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
-        sample = flat[::stride][:SAMPLES_PER_TENSOR]
-        sample = sample.to(torch.bfloat16) if sample.is_floating_point() else sample
-        digest = hash_bytes(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        parts.append([name, list(tensor.shape), digest])
-    return hash_json(parts)
+    named = sorted(state)
+    digests = _hash_samples([_sample(tensor.detach()) for _, tensor in named])
+    return hash_json(
+        [[name, list(tensor.shape), digest] for (name, tensor), digest in zip(named, digests, strict=True)]
+    )
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, where ranks share it, all of it; they gather one at a time, together."""
+def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
+    """Each sample's hash; those of one dtype and device are read in one operation, and copied at once."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, sample in enumerate(samples):
+        kinds.setdefault((sample.dtype, sample.device), []).append(place)
+    digests = [""] * len(samples)
+    for places in kinds.values():
+        values = torch.cat([samples[place] for place in places])
+        values = values.to(torch.bfloat16) if values.is_floating_point() else values
+        pieces = values.cpu().split([samples[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            digests[place] = hash_bytes(piece.view(torch.uint8).numpy().tobytes())
+    return digests
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced values of a tensor: a view, or, where ranks share it, a copy of some of the whole.
+
+    Ranks gather one tensor at a time, together.
+    """
     gather = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
-    return tensor if gather is None else gather()
+    flat = (tensor if gather is None else gather()).reshape(-1)
+    stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
+    sample = flat[::stride][:SAMPLES_PER_TENSOR]
+    return sample if gather is None else sample.clone()
 
 
 def identify_model(
     name: str,
     revision: str | None,
     config: Mapping[str, Any],
-    state: Iterable[tuple[str, torch.Tensor]],
+    weights_hash: str,
     adapter: str | None,
 ) -> ModelIdentity:
-    """Identity of a model from its text config as a mapping and its named weights."""
+    """Identity of a model from its text config as a mapping and the `fingerprint_weights` of its named weights."""
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
     kv_config = json.loads(json.dumps(kv_config))
     quantisation = config.get("quantization_config")
@@ -72,18 +89,19 @@ def identify_model(
         revision=revision,
         kv_config=kv_config,
         config_hash=hash_json(kv_config),
-        weights_hash=fingerprint_weights(state),
+        weights_hash=weights_hash,
         adapter=adapter,
         quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
     )
 
 
 def identify_tokenizer(
-    serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any]
+    serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any], files_hash: str | None = None
 ) -> TokenizerIdentity:
-    """Identity of a tokenizer from its own serialisation, its chat template and its special tokens."""
+    """Identity of a tokenizer from its own serialisation, its chat template, its special tokens, and its files."""
     return TokenizerIdentity(
         tokenizer_hash=hash_bytes(serialized.encode()),
         chat_template_hash=None if chat_template is None else hash_bytes(chat_template.encode()),
         special_tokens_hash=hash_json({name: str(token) for name, token in special_tokens.items()}),
+        files_hash=files_hash,
     )

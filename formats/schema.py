@@ -41,6 +41,9 @@ class TokenizerIdentity(Record):
     tokenizer_hash: str
     chat_template_hash: str | None
     special_tokens_hash: str
+    files_hash: Sha256 | None = Field(
+        default=None, description="of the files it was loaded from; the same files need not be loaded to be compared"
+    )
 
 
 class ChatFrame(Record):

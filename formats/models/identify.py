@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from sparsekv.formats.fingerprints import identify_model, identify_tokenizer
+from sparsekv.formats.fingerprints import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 
@@ -12,24 +10,34 @@ if TYPE_CHECKING:  # transformers takes a second to import
     from transformers import PreTrainedTokenizerBase
 
 
-def identify(loaded: LoadedModel) -> tuple[ModelIdentity, TokenizerIdentity]:
-    """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template."""
-    # The tokenizer first: the pages of weights that were loaded just now are being mapped meanwhile.
-    tokenizer, model = tokenizer_identity(loaded.tokenizer), loaded.model
+def identify(loaded: LoadedModel, stored: TokenizerIdentity | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
+    """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template.
+
+    Args:
+        stored: a tokenizer's of an index, which is this one's if both were loaded from the same files: it is returned
+            then, since serialising a tokenizer takes ten times as long as hashing its files, and no other thread runs.
+    """
+    model = loaded.model
     adapters = getattr(model, "peft_config", None)
-    with torch.no_grad():
-        model_identity = identify_model(
-            loaded.name,
-            loaded.revision,
-            model.config.get_text_config().to_dict(),
-            model.state_dict().items(),
-            ",".join(sorted(adapters)) if adapters else None,
-        )
-    return model_identity, tokenizer
+    model_identity = identify_model(
+        loaded.name,
+        loaded.revision,
+        model.config.get_text_config().to_dict(),
+        fingerprint_weights(model.state_dict().items()),
+        ",".join(sorted(adapters)) if adapters else None,
+    )
+    files = loaded.tokenizer_files
+    if stored is not None and files is not None and stored.files_hash == files:
+        return model_identity, stored
+    return model_identity, tokenizer_identity(loaded.tokenizer, files)
 
 
-def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
-    """Fingerprints of a tokenizer, its chat template and its special tokens."""
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase", files: str | None = None) -> TokenizerIdentity:
+    """Fingerprints of a tokenizer, its chat template and its special tokens.
+
+    Args:
+        files: the hash of the files that it was loaded from.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template
@@ -37,4 +45,5 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentit
         serialized,
         template if template is None else str(template),
         tokenizer.special_tokens_map,
+        files,
     )

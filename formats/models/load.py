@@ -15,6 +15,7 @@ from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_p
 from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
+from sparsekv.formats.models.tokenizer_files import hash_tokenizer_files
 from sparsekv.formats.suggestions import choose_one
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
@@ -28,13 +29,15 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class LoadedModel:
     """A causal language model in evaluation mode, its tokenizer, and where they came from.
 
-    `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit.
+    `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit;
+    `tokenizer_files` what `hash_tokenizer_files` gives for the folder.
     """
 
     model: "PreTrainedModel"
     tokenizer: "Tokenizer"
     name: str
     revision: str | None
+    tokenizer_files: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,15 @@ def load_model(
         raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
+        files = thread.submit(hash_tokenizer_files, folder)
         config = _config(folder, name, scaling)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
         mapped = _mapped(folder, config, target) if ranks == 1 else None
         tokenizer = _tokenizer(folder, name)
-        return LoadedModel(causal_model(folder, name, config, target, chosen, ranks, mapped), tokenizer, name, revision)
+        model = causal_model(folder, name, config, target, chosen, ranks, mapped)
+        return LoadedModel(model, tokenizer, name, revision, files.result())
 
 
 def load_tokenizer(name: str) -> "Tokenizer":

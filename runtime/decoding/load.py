@@ -54,7 +54,7 @@ def load_and_open(
         from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
-    rows, its = early.rows if early else {}, identify(loaded)
+    rows, its = early.rows if early else {}, identify(loaded, artifact.manifest.tokenizer)
     return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, rows=rows)
 
 

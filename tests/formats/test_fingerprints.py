@@ -21,7 +21,7 @@ def state(dtype: torch.dtype = torch.float32) -> State:
 
 
 def identity(config: dict[str, Any] = CONFIG, adapter: str | None = None) -> ModelIdentity:
-    return identify_model("some/model", "main", config, state().items(), adapter)
+    return identify_model("some/model", "main", config, fingerprint_weights(state().items()), adapter)
 
 
 def test_one_checkpoint_in_float32_and_in_bfloat16_agrees() -> None:

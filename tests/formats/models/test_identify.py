@@ -72,3 +72,13 @@ def test_adapters_are_named() -> None:
     assert identify(loaded)[0].adapter is None
     loaded.model.peft_config = {"style": None, "facts": None}
     assert identify(loaded)[0].adapter == "facts,style"
+
+
+def test_a_tokenizer_of_the_same_files_is_the_stored_one_and_of_others_is_compared() -> None:
+    loaded = replace(_loaded(), tokenizer_files="1" * 64)
+    _, stored = identify(loaded)
+    other = replace(loaded, tokenizer=tiny_tokenizer("{{ messages }}"))
+    assert identify(other, stored)[1] is stored
+    for files in ("2" * 64, None):
+        found = identify(replace(other, tokenizer_files=files), stored.model_copy(update={"files_hash": files and "3"}))
+        assert found[1].chat_template_hash not in (None, stored.chat_template_hash)

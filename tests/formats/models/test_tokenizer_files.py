@@ -1,0 +1,57 @@
+"""Which changes of a model's folder change the hash of its tokenizer's files, and which do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsekv.formats.models import tokenizer_files
+from sparsekv.formats.models.tokenizer_files import hash_tokenizer_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "tokenizer.json").write_text("{ }"),
+        lambda folder: (folder / "vocab.txt").write_text("a"),
+        lambda folder: (folder / "tokenizer_config.json").unlink(),
+        lambda folder: (folder / "tokenizer_config.json").rename(folder / "added_tokens.json"),
+        lambda folder: (folder / "additional_chat_templates" / "tools.jinja").write_text(""),
+    ],
+    ids=["changed", "added", "removed", "renamed", "another template"],
+)
+def test_every_file_but_weights_counts(folder: Path, change: Callable[[Path], object]) -> None:
+    before = hash_tokenizer_files(folder)
+    change(folder)
+    assert hash_tokenizer_files(folder) not in (None, before)
+
+
+def test_weights_and_the_place_do_not_count(folder: Path) -> None:
+    before = hash_tokenizer_files(folder)
+    (folder / "model.safetensors").write_bytes(b"others")
+    (folder / "sha256.json").write_text("{}")
+    assert hash_tokenizer_files(folder) == before
+    assert hash_tokenizer_files(folder.rename(folder.parent / "moved")) == before
+
+
+@pytest.mark.parametrize("library", ["transformers", "tokenizers"])
+def test_the_versions_of_who_reads_them_count(folder: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hash_tokenizer_files(folder)
+    monkeypatch.setattr(f"{library}.__version__", "0.0")
+    assert hash_tokenizer_files(folder) != before
+
+
+def test_there_is_none_of_files_that_are_large_or_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hash_tokenizer_files(folder / "nowhere") is None
+    monkeypatch.setattr(tokenizer_files, "LARGEST", 1)
+    assert hash_tokenizer_files(folder) is None
