@@ -43,7 +43,7 @@ def build_index(
 
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
-        team: the processes that run the model; this one alone by default.
+        team: the processes that run the model and make the indices; this one alone by default.
         tell: called with a line for the user, before a prefill on a GPU: what memory it needs.
 
     Raises:
@@ -64,8 +64,8 @@ def build_index(
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
-        team.release()
         built = {name: build_method(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()}
+        team.release()
         return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
 
 

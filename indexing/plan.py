@@ -181,6 +181,7 @@ class BuildJob:
             self.progress,
             plan.force,
             plan.growth,
+            self.team.build_layers,
         )
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:
