@@ -15,25 +15,42 @@ from sparsekv.indexing.indexers.layer_work import LayerWork, lend
 from sparsekv.indexing.plan import MethodJob
 
 
+@dataclass(frozen=True)
+class MethodFiles:
+    """A method's files, one a layer, as a build has written or reused them: `new` says whether it wrote any."""
+
+    work: LayerWork
+    layers: list[int]
+    new: bool
+
+
 def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
     """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
-    parameters = stored_parameters(indexer)
-    layers, recipe = facts.indexed_layers, hash_json([name, indexer.revision, parameters, job.split.model_dump()])
-    work = _work(job, name, indexer, facts)
-    sources = {layer: work.sources(layer) for layer in layers}
+    return record_method(job, build_files(job, name, indexer, facts))
+
+
+def build_files(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodFiles:
+    """Reuse or write each layer's file."""
+    work, layers = _work(job, name, indexer, facts), facts.indexed_layers
+    recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump()])
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
-    missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], sources[one])]
+    missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
     with closing(job.build_layers(work, missing, job.writer, job.device)) as built:
         for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
-            job.writer.write(layer_file(name, layer), tensors, recipes[layer], sources[layer])
+            job.writer.write(layer_file(name, layer), tensors, recipes[layer], work.sources(layer))
             job.progress(f"index {name}", done, len(recipes))
-    calibration = (None if missing else _known_calibration(job, name)) or _calibrate(job, name, indexer, facts)
+    return MethodFiles(work, layers, new=bool(missing))
+
+
+def record_method(job: MethodJob, files: MethodFiles) -> MethodRecord:
+    """The manifest's record of a method, once its files' sources are on disk: its calibration, made or kept."""
+    indexer, sources = files.work.indexer, [path for layer in files.layers for path in files.work.sources(layer)]
     return MethodRecord(
         revision=indexer.revision,
-        parameters=parameters,
+        parameters=stored_parameters(indexer),
         seed=indexer.seed,
-        calibration=calibration,
-        built_from={path: job.writer.record(path).sha256 for paths in sources.values() for path in paths},
+        calibration=(None if files.new else _known_calibration(job, files.work.name)) or _calibrate(job, files),
+        built_from={path: job.writer.record(path).sha256 for path in sources},
     )
 
 
@@ -91,12 +108,14 @@ def _known_calibration(job: MethodJob, name: str) -> dict[str, object] | None:
     return base.methods[name].calibration if same else None
 
 
-def _calibrate(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> dict[str, object]:
+def _calibrate(job: MethodJob, files: MethodFiles) -> dict[str, object]:
+    work = files.work
+
     def read(layer: int) -> BuiltLayer:
         queries = _read(job, layer_file("queries", layer))["tail"]
-        return BuiltLayer(_read(job, layer_file(name, layer)), queries, facts.layers[layer])
+        return BuiltLayer(_read(job, layer_file(work.name, layer)), queries, work.facts[layer])
 
-    return indexer.calibrate(lambda: ahead_on(job.device, facts.indexed_layers, read))
+    return work.indexer.calibrate(lambda: ahead_on(job.device, files.layers, read))
 
 
 def _read(job: MethodJob, name: str) -> dict[str, torch.Tensor]:

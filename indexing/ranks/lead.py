@@ -74,6 +74,7 @@ class Leader(Team):
     def __init__(self, ranks: Ranks, *, split: bool):
         self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
         self._rows = self.shared_rows = SplitRows(ranks) if split else None
+        self._released = False
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         self.ranks.share(RunPrompt(input_ids, options))
@@ -90,13 +91,18 @@ class Leader(Team):
     def build_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
     ) -> Generator[Tensors, None, None]:
-        """In turn with the other ranks, if all of them can read the files; else by this one alone."""
-        if layers and self._others_read(work, layers, files):
-            return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
+        """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
+        if layers and not self._released:
+            if self._others_read(work, layers, files):
+                return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
+            # They would wait for hours.
+            self.release()
         return build_layers(work, layers, files, device)
 
     def release(self) -> None:
-        self.ranks.share(End())
+        if not self._released:
+            self._released = True
+            self.ranks.share(End())
 
     def _others_read(self, work: LayerWork, layers: Sequence[int], files: BuildFiles) -> bool:
         """Whether the others can read all that the work on these layers is made from, without waiting for sums."""

@@ -28,15 +28,15 @@ MOMENTS = {
 """When a rank fails: its number, and the function that it has come to."""
 
 
-def _build(place: Path, number: int, where: str, how: str) -> "subprocess.CompletedProcess[str]":
-    """Build by two ranks, of which one fails."""
+def _build(place: Path, number: int, where: str, how: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    """Build by two ranks, of which one fails, or waits."""
     python, tests = place / "python", Path(__file__).parents[2]
     python.write_text(
         f'#!/bin/sh\nPYTHONPATH={tests} exec {sys.executable} -m support.failing_rank {number} {where} {how} "$@"\n'
     )
     python.chmod(0o755)
     start = f"import sys; sys.executable = {str(python)!r}; from sparsekv.cli.main import main; main()"
-    command = [sys.executable, "-c", start, "--gpus", "2", *BUILD]
+    command = [sys.executable, "-c", start, "--gpus", "2", *BUILD, *more]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
 
 
@@ -80,3 +80,21 @@ def test_a_sum_that_the_first_rank_cannot_make_ends_both_with_one_line(place: Pa
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("sparsekv: error: cannot write new.skv: input/output error; ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "more"),
+    [
+        ("sparsekv.indexing.methods.squeezed:SqueezedIndexer.calibrate", ()),
+        (LAYER, ("--kv-dtype", "int8")),
+    ],
+    ids=["after-its-last-layer", "where-it-makes-none"],
+)
+def test_the_second_rank_does_not_wait_for_what_the_first_does_alone(
+    place: Path, where: str, more: tuple[str, ...]
+) -> None:
+    """It would give up after half an hour, which a calibration or a disk may take."""
+    done = _build(place, 0, where, "left_alone", *more)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "new.skv\n", "")
+    _assert_whole(place / "new.skv")
