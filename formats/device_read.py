@@ -36,8 +36,8 @@ class DeviceReader:
         self.device = device
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sparsekv-read")
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
-        memory = torch.empty(_BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(device):
+            memory = torch.empty(_BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True)
             for piece in memory.split(PIECE):
                 self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
 
@@ -70,19 +70,26 @@ class DeviceReader:
         """Read bytes from `start` on to a target [n] uint8; returns an event at the end of the copy to the GPU."""
         buffer = self._buffers.get()
         try:
-            buffer.copied.synchronize()
-            piece = buffer.memory[: len(target)]
-            _read_all(descriptor, piece.numpy().data, start)
-            # The tensors may be made in inference mode, which is a thread's own.
-            with torch.inference_mode(), torch.cuda.stream(buffer.stream):
-                # The target's memory may still be in use by what the current stream was given before.
-                buffer.stream.wait_event(ready)
-                target.copy_(piece, non_blocking=True)
-                buffer.copied.record()
-                copied: torch.cuda.Event = buffer.stream.record_event()
-                return copied
+            # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
+            with torch.cuda.device(self.device):
+                return self._copied(buffer, descriptor, start, target, ready)
         finally:
             self._buffers.put(buffer)
+
+    def _copied(
+        self, buffer: _Buffer, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        buffer.copied.synchronize()
+        piece = buffer.memory[: len(target)]
+        _read_all(descriptor, piece.numpy().data, start)
+        # The tensors may be made in inference mode, which is a thread's own.
+        with torch.inference_mode(), torch.cuda.stream(buffer.stream):
+            # The target's memory may still be in use by what the current stream was given before.
+            buffer.stream.wait_event(ready)
+            target.copy_(piece, non_blocking=True)
+            buffer.copied.record()
+            copied: torch.cuda.Event = buffer.stream.record_event()
+            return copied
 
 
 @cache

@@ -4,7 +4,7 @@ Several processes that each have a part of the heads can write one file: each of
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -15,6 +15,8 @@ from sparsekv.formats.schema import FileRecord
 from sparsekv.formats.tensor_bytes import file_record, host_pieces, safetensors_header
 from sparsekv.formats.unfinished_file import OpenFile, UnfinishedFile
 
+Told = Callable[[], str | None]
+"""Returns a file's sha256 once another process tells it; None if this one has to make it."""
 FLUSHED = 64 << 20  # bytes after which a file's are sent to the disk: else all of them would wait for its end
 
 
@@ -27,6 +29,10 @@ class HeadPart:
 
 
 ALL_HEADS = HeadPart()
+
+
+def untold() -> None:
+    """The `Told` of a file of which no other process makes the sum."""
 
 
 class GrowingRows:
@@ -101,20 +107,28 @@ class GrowingFile(GrowingRows):
         self._unfinished = file
         file.write(self._header, 0)
 
-    def finish(self, path: str, recipe: str) -> FileRecord:
+    def finish(self, path: str, recipe: str, told: Told = untold) -> FileRecord:
         """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
 
         Its hash is of what is read back, which the page cache holds. Other processes must be done with it.
+
+        Args:
+            told: what waits for the hash that another process makes.
         """
         try:
             self.wait()
-            sha256 = hash_descriptor(self._unfinished.descriptor)
+            sha256 = told() or hash_descriptor(self._unfinished.descriptor)
             self._unfinished.keep()
         except BaseException:
             self.discard()
             raise
         size = len(self._header) + sum(tensor.nbytes for tensor in self._whole.values())
         return file_record(path, size, sha256, recipe, self._whole)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, until it has its name or is removed."""
+        return self._unfinished.descriptor
 
     def discard(self) -> None:
         """Remove it, once no thread writes to it."""

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sparsekv.formats.growing_file import GrowingFile, HeadPart
+from sparsekv.formats.growing_file import GrowingFile, HeadPart, Told
 from sparsekv.formats.schema import FileRecord
 from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
+from sparsekv.formats.whole_file import WholeFile
 
 
 class GrowingFiles:
@@ -22,6 +23,7 @@ class GrowingFiles:
         self._begin, self._threads = begin, threads
         self._begun: dict[str, UnfinishedFile] = {}
         self._growing: dict[str, GrowingFile] = {}
+        self._whole: dict[str, WholeFile] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._growing
@@ -40,9 +42,30 @@ class GrowingFiles:
             del self._begun[name]
         self._growing[name].put(end, self._threads)
 
-    def finish(self, name: str, path: str, recipe: str) -> FileRecord:
+    def wait(self, name: str, seconds: float) -> bool:
+        """Wait so long until this process's rows of a file are written; returns whether they are."""
+        return self._growing[name].wait(seconds)
+
+    def end(self, name: str, what: str) -> None:
+        """Make a file readable, by `whole`, that has no name yet, once this process has written its rows as all others.
+
+        Args:
+            what: what messages call it.
+        """
+        self._growing[name].wait()
+        self._whole[name] = WholeFile(self._growing[name].descriptor, what)
+
+    def whole(self, name: str) -> WholeFile | None:
+        """A file that has ended and has no name yet; None for all others."""
+        return self._whole.get(name)
+
+    def finish(self, name: str, path: str, recipe: str, told: Told) -> FileRecord:
         """Name a file whose rows are all there, and return its record."""
-        return self._growing.pop(name).finish(path, recipe)
+        return self._growing.pop(name).finish(path, recipe, told)
+
+    def drop(self, name: str) -> None:
+        """Forget that a file is whole: it is read by its name from now on, or has been given up."""
+        self._whole.pop(name, None)
 
     def discard(self) -> None:
         """Remove all of them; no thread writes."""

@@ -12,19 +12,21 @@ from sparsekv.formats.folder import Folder
 from sparsekv.formats.growing_file import GrowingRows, HeadPart
 from sparsekv.formats.unfinished_file import JoinedFile, SharedFile
 from sparsekv.formats.ways_out import WaysOut
+from sparsekv.formats.whole_file import WholeFile
 from sparsekv.formats.writer import THREADS
 
 
 class PartWriter:
     """This process's heads of all files that it has joined; it makes, names and removes none.
 
-    Each file is open from `join` to `end`: only then may the first process name it.
+    Each file can be written from `join` to `end`: only then may the first process name it. It can be read from then on.
     """
 
     def __init__(self, part: HeadPart):
         self._part, self._folder = part, Path()
         self._files: dict[str, JoinedFile] = {}
         self._rows: dict[str, GrowingRows] = {}
+        self._ended: dict[str, WholeFile] = {}
         self._threads = ThreadPoolExecutor(THREADS)
 
     def __enter__(self) -> Self:
@@ -67,8 +69,13 @@ class PartWriter:
         except OSError as error:
             raise WaysOut().cannot_write(self._folder, error) from None
 
+    def whole(self, name: str) -> WholeFile:
+        """A file that it has ended, once the other processes have, too; KeyError for all others."""
+        return self._ended[name]
+
     def end(self, name: str, seconds: float) -> bool:
-        """Close a file once all rows are written; returns whether they are after so many seconds, or it is none of its.
+        """Write no more to a file once its own rows are written; returns whether they are after so many seconds, or it
+        has not joined it.
 
         Raises:
             ArtifactError: they could not be written.
@@ -79,6 +86,7 @@ class PartWriter:
             if not self._rows[name].wait(seconds):
                 return False
             del self._rows[name]
+            self._ended[name] = WholeFile(self._files[name].descriptor, f"{name} of {self._folder}")
             self._files.pop(name).close()
         except OSError as error:
             raise WaysOut().cannot_write(self._folder, error) from None

@@ -13,7 +13,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unfinished file as another process finds it: its path below the index's folder, and which file that must be.
+    """A file as another process finds it: its path below the index's folder, and which file that must be.
 
     Its numbers say which only on one machine. There, all processes see what each of them has written at once; on
     another, the first one could hash what it still has of the file in its own memory.
@@ -23,6 +23,17 @@ class SharedFile:
     machine: str
     device: int
     inode: int
+
+    @staticmethod
+    def of(path: str, descriptor: int) -> "SharedFile":
+        """An open file at a path."""
+        found = os.fstat(descriptor)
+        return SharedFile(path, _this_machine(), found.st_dev, found.st_ino)
+
+    def check(self, descriptor: int) -> None:
+        """Raise FileNotFoundError if an open file is another one."""
+        if SharedFile.of(self.path, descriptor) != self:
+            raise FileNotFoundError(errno.ENOENT, "another file lies there", self.path)
 
 
 class OpenFile:
@@ -60,8 +71,7 @@ class UnfinishedFile(OpenFile):
     @property
     def shared(self) -> SharedFile:
         """What another process finds it by."""
-        found = os.fstat(self.descriptor)
-        return SharedFile(f"{self._above}/{self._temporary}", _this_machine(), found.st_dev, found.st_ino)
+        return SharedFile.of(f"{self._above}/{self._temporary}", self.descriptor)
 
     def keep(self) -> None:
         """Give it its own name, once it is on disk."""
@@ -109,10 +119,11 @@ class JoinedFile(OpenFile):
         # Without O_NONBLOCK, opening a pipe waits for a reader.
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.descriptor = os.open(name, flags, dir_fd=parent)
-        found = os.fstat(self.descriptor)
-        if (_this_machine(), found.st_dev, found.st_ino) != (shared.machine, shared.device, shared.inode):
+        try:
+            shared.check(self.descriptor)
+        except OSError:
             self.close()
-            raise FileNotFoundError(errno.ENOENT, "another file lies there", shared.path)
+            raise
 
     def close(self) -> None:
         """Write no more to it."""

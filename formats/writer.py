@@ -23,7 +23,7 @@ import torch
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told, untold
 from sparsekv.formats.growing_files import GrowingFiles
 from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.journal import JOURNAL, KeptJournal
@@ -39,6 +39,8 @@ from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
+SUMS = min(64, os.cpu_count() or 1)
+"""Files whose sums are made at a time: each of a layer's keys and values, by one thread, takes most of a second."""
 HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and were made for that
 
 
@@ -66,6 +68,8 @@ class ArtifactWriter:
         self._journal: KeptJournal
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
+        # Apart, so that what is small is not written after gigabytes are summed, nor any sum made after those awaited.
+        self._summing, self._told = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(1)
         self._growing = GrowingFiles(self._begin, self._threads)
 
     def __enter__(self) -> Self:
@@ -87,7 +91,8 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._threads.shutdown()
+            for threads in (self._told, self._summing, self._threads):
+                threads.shutdown()
             if error is None:
                 self._check_made()
         finally:
@@ -193,23 +198,65 @@ class ArtifactWriter:
         except OSError as error:
             raise self._cannot_write(error) from None
 
-    def end_rows(self, name: str, recipe: str) -> None:
-        """End a file that `share_rows` began, in a thread, once the other processes are done with it.
-
-        Nothing of it is held in memory: `read` waits until it is whole.
+    def rows_written(self, name: str, seconds: float) -> bool:
+        """Wait so long until this process's rows of a shared file are written; returns whether they are.
 
         Raises:
-            ArtifactError: an earlier file could not be written.
+            ArtifactError: they could not be written.
+        """
+        try:
+            return self._growing.wait(name, seconds)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def end_rows(self, name: str, recipe: str, told: Told = untold) -> None:
+        """End a file that `share_rows` began, in a thread, once the other processes have written their rows.
+
+        Nothing of it is held in memory: `read` reads the file, which need not have its sum and its name for that.
+
+        Args:
+            told: waits for the sum, if another process makes it. Files that have one are ended in order.
+
+        Raises:
+            ArtifactError: an earlier file could not be written, or this one cannot be read.
         """
         assert name in self._growing
         self._wait_for_earlier(name)
-        self._submit(name, {}, recipe, ())
+        try:
+            self._growing.end(name, f"{name} of {self.folder}")
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        self._new.add(name)
+        threads = self._summing if told is untold else self._told
+        self._made[name] = threads.submit(self._store, name, {}, recipe, (), told)
+
+    def is_new(self, name: str) -> bool:
+        """Whether this build writes a file, rather than reuse it."""
+        return name in self._new
+
+    def find(self, name: str) -> SharedFile:
+        """What another process finds a file of this build by; waits until it is on disk.
+
+        Raises:
+            ArtifactError: it could not be written, or is there no more.
+        """
+        path = self._made[name].result().path
+        try:
+            descriptor = self._folder.open(path)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        try:
+            return SharedFile.of(path, descriptor)
+        finally:
+            os.close(descriptor)
 
     def read(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
         """Tensors of a file that this build writes or reuses, on a device: those to be written, or from the disk."""
         held = self._held.get(name)
         if held is not None:
             return {key: tensor.to(device) for key, tensor in held.items()}
+        if whole := self._growing.whole(name):
+            return whole.read(device)
         return self._read(name, self._made[name].result(), device)
 
     def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
@@ -279,14 +326,16 @@ class ArtifactWriter:
             if made.done():
                 made.result()
 
-    def _store(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str]) -> FileRecord:
+    def _store(
+        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str], told: Told = untold
+    ) -> FileRecord:
         try:
-            # The threads take files in order, so those that this one waits for are written or being written.
+            # Threads take files in order, and others take shared ones: what this one waits for is being written.
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
             try:
                 if name in self._growing:
-                    record = self._growing.finish(name, path, recipe)
+                    record = self._growing.finish(name, path, recipe, told)
                 else:
                     record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
                 self._journal.add(name, record)
@@ -295,6 +344,7 @@ class ArtifactWriter:
             return record
         finally:
             self._held.drop(name)
+            self._growing.drop(name)
 
     def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
         return read_recorded(self._folder, record, f"{name} of {self.folder}", device)

@@ -21,7 +21,7 @@ from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_stage import ContextFacts, build_context
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
-from sparsekv.indexing.method_stage import build_method, keep_methods
+from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 from sparsekv.indexing.prefill.interface import prefill_name
 from sparsekv.indexing.versions import library_versions
@@ -43,7 +43,7 @@ def build_index(
 
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
-        team: the processes that run the model; this one alone by default.
+        team: the processes that run the model and make the indices; this one alone by default.
         tell: called with a line for the user, before a prefill on a GPU: what memory it needs.
 
     Raises:
@@ -64,8 +64,10 @@ def build_index(
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
+        made = [build_files(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()]
+        # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
-        built = {name: build_method(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()}
+        built = {files.work.name: record_method(job.methods, files) for files in made}
         return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.context_rows import Pair
+from sparsekv.formats.growing_file import Told
 from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Prefill, Split, layer_file
@@ -90,10 +91,22 @@ class ContextFiles:
         self._write(layer_file("context", layer), tensors)
         self._write(layer_file("queries", layer), queries)
 
-    def end(self, layer: int, queries: Tensors) -> None:
-        """Write its queries as `write` does, and end its file of rows, of which all processes have written theirs."""
+    def written(self, layer: int, seconds: float) -> bool:
+        """Wait so long until this process's rows of a layer are in the file that it shares; returns whether they are.
+
+        Raises:
+            ArtifactError: they could not be written.
+        """
+        return self.writer.rows_written(layer_file("context", layer), seconds)
+
+    def end(self, layer: int, queries: Tensors, told: Told) -> None:
+        """Write its queries as `write` does, and end its file of rows, of which all processes have written theirs.
+
+        Args:
+            told: waits for the sum of that file, if another process makes it.
+        """
         if (name := layer_file("context", layer)) in self.missing:
-            self.writer.end_rows(name, self.recipe)
+            self.writer.end_rows(name, self.recipe, told)
         self._write(layer_file("queries", layer), queries)
 
     def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts, layer_file
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone
-from sparsekv.indexing.capture.team import Captured
+from sparsekv.indexing.capture.team import Captured, SharedRows
 from sparsekv.indexing.context_files import ContextFiles
 from sparsekv.indexing.plan import BuildJob
 
@@ -17,21 +17,34 @@ class EarlyRows:
 
     Args:
         rows_done: as of `capture`.
-        by_all: whether each process of the team writes those of its heads, so that none need to be put together.
     """
 
     rows_done: RowsDone
-    by_all: bool
 
     def write_layer(self, captured: Captured, files: ContextFiles, layer: int, facts: LayerFacts) -> CapturedQueries:
         """Write what is missing of a layer's files; returns its queries. Raises ArtifactError as these do."""
-        if self.by_all:
-            queries = captured.take_queries(layer)
-            files.end(layer, queries.queries)
-            return queries
         rows = captured.take(layer)
         files.write(layer, (rows.keys, rows.values), rows.queries, facts)
         return rows
+
+
+@dataclass(frozen=True)
+class RowsByAll(EarlyRows):
+    """The same where each process of a team writes the rows of its heads, so that none need to be put together.
+
+    Args:
+        shared: how they do.
+        names: the files that they write.
+    """
+
+    shared: SharedRows
+    names: set[str]
+
+    def write_layer(self, captured: Captured, files: ContextFiles, layer: int, facts: LayerFacts) -> CapturedQueries:
+        name = layer_file("context", layer)
+        queries, told = self.shared.end(layer, lambda seconds: name not in self.names or files.written(layer, seconds))
+        files.end(layer, queries.queries, told)
+        return queries
 
 
 def early_rows(job: BuildJob, recipe: str, missing: set[str]) -> EarlyRows:
@@ -44,20 +57,23 @@ def early_rows(job: BuildJob, recipe: str, missing: set[str]) -> EarlyRows:
         ArtifactError: the files cannot be written.
     """
     files = [layer_file("context", layer) for layer in range(job.plan.num_hidden_layers)]
-    names, alone = missing.intersection(files), job.team.has_all_heads
-    if job.plan.kv_dtype is not None or not (alone or _shared(job, names, recipe)):
-        return EarlyRows(lambda layer, keys, values, end: None, by_all=False)
+    names = [name for name in files if name in missing]
 
     def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
-        if (name := files[layer]) in names:
+        if (name := files[layer]) in missing:
             job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end, job.team.part)
 
-    return EarlyRows(rows_done, by_all=not alone)
+    shared = job.team.shared_rows
+    if job.plan.kv_dtype is None and shared is not None and _begun(job, shared, names, recipe):
+        return RowsByAll(rows_done, shared, set(names))
+    if job.plan.kv_dtype is None and job.team.has_all_heads:
+        return EarlyRows(rows_done)
+    return EarlyRows(lambda layer, keys, values, end: None)
 
 
-def _shared(job: BuildJob, names: set[str], recipe: str) -> bool:
+def _begun(job: BuildJob, shared: SharedRows, names: list[str], recipe: str) -> bool:
     """Begin files for all processes of the team; returns whether they all write to them, and removes them if not."""
-    shared = job.team.share_files(job.writer.folder, {name: job.writer.share_rows(name, recipe) for name in names})
-    if not shared:
+    begun = shared.share(job.writer.folder, {name: job.writer.share_rows(name, recipe) for name in names})
+    if not begun:
         job.writer.unshare_rows()
-    return shared
+    return begun

@@ -2,10 +2,9 @@
 
 from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.writer import HELD_BYTES
+from sparsekv.indexing.indexers.built_layers import AHEAD
 from sparsekv.indexing.plan import BuildJob, BuildPlan
 
-AHEAD = 2
-"""Layers that are read while a method is built for one."""
 LAYERS_AT_ONCE = AHEAD + 2
 """How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
 one before that, which may still be in use."""

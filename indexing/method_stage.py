@@ -1,50 +1,75 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
-from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.ahead import read_ahead
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
-from sparsekv.indexing.cores import share_cores
+from sparsekv.indexing.indexers.built_layers import ahead_on
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
-from sparsekv.indexing.memory import AHEAD
+from sparsekv.indexing.indexers.layer_work import LayerWork, lend
 from sparsekv.indexing.plan import MethodJob
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class MethodFiles:
+    """A method's files, one a layer, as a build has written or reused them: `new` says whether it wrote any."""
+
+    work: LayerWork
+    layers: list[int]
+    new: bool
 
 
 def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodRecord:
     """Reuse or write each layer's file; then calibrate, or keep the old calibration where no file changed."""
-    parameters = stored_parameters(indexer)
-    layers, recipe = facts.indexed_layers, hash_json([name, indexer.revision, parameters, job.split.model_dump()])
-    sources = {layer: _sources(indexer, layer) for layer in layers}
+    return record_method(job, build_files(job, name, indexer, facts))
+
+
+def build_files(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodFiles:
+    """Reuse or write each layer's file."""
+    work, layers = _work(job, name, indexer, facts), facts.indexed_layers
+    recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump()])
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
-    missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], sources[one])]
-    with closing(_built_layers(job, name, indexer, facts, missing)) as built:
+    missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
+    with closing(job.build_layers(work, missing, job.writer, job.device)) as built:
         for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
-            job.writer.write(layer_file(name, layer), tensors, recipes[layer], sources[layer])
+            job.writer.write(layer_file(name, layer), tensors, recipes[layer], work.sources(layer))
             job.progress(f"index {name}", done, len(recipes))
-    calibration = (None if missing else _known_calibration(job, name)) or _calibrate(job, name, indexer, facts)
+    return MethodFiles(work, layers, new=bool(missing))
+
+
+def record_method(job: MethodJob, files: MethodFiles) -> MethodRecord:
+    """The manifest's record of a method, once its files' sources are on disk: its calibration, made or kept."""
+    indexer, sources = files.work.indexer, [path for layer in files.layers for path in files.work.sources(layer)]
     return MethodRecord(
         revision=indexer.revision,
-        parameters=parameters,
+        parameters=stored_parameters(indexer),
         seed=indexer.seed,
-        calibration=calibration,
-        built_from={path: job.writer.record(path).sha256 for paths in sources.values() for path in paths},
+        calibration=(None if files.new else _known_calibration(job, files.work.name)) or _calibrate(job, files),
+        built_from={path: job.writer.record(path).sha256 for path in sources},
     )
 
 
-def _sources(indexer: Indexer, layer: int) -> list[str]:
-    """The files that a method's file of a layer is made from."""
-    folders = ["context", "samples"] if indexer.queries_wanted() else ["context"]
-    return [layer_file(folder, layer) for folder in folders]
+def _work(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> LayerWork:
+    own = (name, indexer, job.split, job.dtype, facts.layers)
+    return LayerWork(*own) if job.growth is None else _GrownWork(*own, job)
+
+
+@dataclass(frozen=True)
+class _GrownWork(LayerWork):
+    """The work of an append: what a method has of a layer grows, where the method takes tokens."""
+
+    job: MethodJob
+
+    def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
+        path, base = layer_file(self.name, layer), self.job.writer.base
+        if base and _grows(self.job, path):
+            return self.indexer.append_layer(self.job.read_base(path), rows, base.split.middle)
+        return self.indexer.build_layer(rows)
 
 
 def _grows(job: MethodJob, path: str) -> bool:
@@ -55,63 +80,6 @@ def _layer_recipe(job: MethodJob, path: str, recipe: str) -> str:
     # The result of an append depends on the old file: a build from scratch of the same tokens gives another one.
     base = job.writer.base
     return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
-
-
-def _built_layers(
-    job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts, layers: list[int]
-) -> Generator[dict[str, torch.Tensor], None, None]:
-    """What a method makes of each layer, in order: on a GPU of one after the other, on a CPU of several at a time."""
-
-    def read(layer: int) -> LayerInput:
-        return _layer_input(job, indexer, layer, facts)
-
-    def build(layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
-        return _build_layer(job, layer_file(name, layer), indexer, rows)
-
-    if job.device.type == "cpu":
-        yield from share_cores(layers, job.split.middle, lambda layer: build(layer, read(layer)))
-    else:
-        with closing(_read_ahead(job, layers, read)) as inputs:
-            yield from map(build, layers, inputs)
-
-
-def _build_layer(job: MethodJob, path: str, indexer: Indexer, rows: LayerInput) -> dict[str, torch.Tensor]:
-    base = job.writer.base
-    if base and _grows(job, path):
-        return indexer.append_layer(job.read_base(path), rows, base.split.middle)
-    return indexer.build_layer(rows)
-
-
-def _read_ahead(job: MethodJob, layers: list[int], read: Callable[[int], T]) -> Generator[T, None, None]:
-    """Yields `read(layer)` for each layer; threads read the next ones, so up to LAYERS_AT_ONCE are on the device."""
-    device = job.device
-
-    def use_own_stream() -> None:
-        # On the default stream, a copy to the device would wait for the layer that is being built.
-        if device.type == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream(device))
-
-    def read_whole(layer: int) -> T:
-        rows = read(layer)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return rows
-
-    return read_ahead(layers, read_whole, AHEAD, use_own_stream)
-
-
-def _read(job: MethodJob, name: str) -> dict[str, torch.Tensor]:
-    tensors = job.read(name)
-    _lend(tensors.values())
-    return tensors
-
-
-def _lend(tensors: Iterable[torch.Tensor]) -> None:
-    """Let the default stream use tensors that were allocated on a thread's stream."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            # The thread's stream must not reuse the memory before the default stream is done.
-            tensor.record_stream(torch.cuda.default_stream(tensor.device))
 
 
 def keep_methods(job: MethodJob) -> dict[str, MethodRecord]:
@@ -140,28 +108,17 @@ def _known_calibration(job: MethodJob, name: str) -> dict[str, object] | None:
     return base.methods[name].calibration if same else None
 
 
-def _calibrate(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> dict[str, object]:
+def _calibrate(job: MethodJob, files: MethodFiles) -> dict[str, object]:
+    work = files.work
+
     def read(layer: int) -> BuiltLayer:
         queries = _read(job, layer_file("queries", layer))["tail"]
-        return BuiltLayer(_read(job, layer_file(name, layer)), queries, facts.layers[layer])
+        return BuiltLayer(_read(job, layer_file(work.name, layer)), queries, work.facts[layer])
 
-    return indexer.calibrate(lambda: _read_ahead(job, facts.indexed_layers, read))
+    return work.indexer.calibrate(lambda: ahead_on(job.device, files.layers, read))
 
 
-def _layer_input(job: MethodJob, indexer: Indexer, layer: int, facts: ContextFacts) -> LayerInput:
-    stored = context_rows(_read(job, layer_file("context", layer)), getattr(torch, job.dtype))
-    # From what is stored, not from what was captured: a resumed build and a converted index have nothing else.
-    keys, values = stored.part(slice(job.split.sinks + job.split.middle))
-    _lend([keys, values])
-    middle = slice(job.split.sinks, job.split.sinks + job.split.middle)
-    sample = _read(job, layer_file("samples", layer)) if indexer.queries_wanted() else {}
-    return LayerInput(
-        keys=keys[:, middle],
-        values=values[:, middle],
-        facts=facts.layers[layer],
-        split=job.split,
-        queries=sample.get("queries"),
-        positions=sample.get("positions"),
-        sink_keys=keys[:, : middle.start],
-        sink_logits=_read(job, layer_file("queries", layer)).get("sink_logits"),
-    )
+def _read(job: MethodJob, name: str) -> dict[str, torch.Tensor]:
+    tensors = job.read(name)
+    lend(tensors.values())
+    return tensors

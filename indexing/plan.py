@@ -15,6 +15,7 @@ from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIde
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Team
+from sparsekv.indexing.indexers.built_layers import BuildLayers, build_layers
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
@@ -128,7 +129,11 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class MethodJob:
-    """What the methods of an index are built with, once the context's files are written or reused: no model."""
+    """What the methods of an index are built with, once the context's files are written or reused: no model.
+
+    Args:
+        build_layers: makes the tensors of layers, in this process or in several.
+    """
 
     methods: dict[str, Indexer]
     split: Split
@@ -138,6 +143,7 @@ class MethodJob:
     progress: Progress
     force: bool = False
     growth: Growth | None = None
+    build_layers: BuildLayers = build_layers
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of this build, on the device."""
@@ -167,7 +173,15 @@ class BuildJob:
         """The part of the build that needs no model."""
         plan, device = self.plan, self.plan.loaded.model.device
         return MethodJob(
-            plan.methods, self.split, plan.dtype, device, self.writer, self.progress, plan.force, plan.growth
+            plan.methods,
+            self.split,
+            plan.dtype,
+            device,
+            self.writer,
+            self.progress,
+            plan.force,
+            plan.growth,
+            self.team.build_layers,
         )
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`build-index` by several ranks: each runs its share of the model, and the first writes and indexes."""
+"""`build-index` by several ranks: each runs its share of the model and makes its share of the indices."""
 
 from functools import partial
 from typing import TYPE_CHECKING

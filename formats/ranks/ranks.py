@@ -1,6 +1,6 @@
 """Ranks that share one model: what they tell and send each other, through `torch.distributed`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.ranks.channel import Channel
 from sparsekv.formats.ranks.place import Place
 
 T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]
+Form = tuple[torch.Size, torch.dtype, str]
+"""A tensor's shape, dtype and kind of device."""
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for another before it gives up: longer than any disk delays one layer, or one shard."""
 _ANSWER = 60.0  # seconds after which a rank that waits for its disk tells the others that it is there
@@ -60,6 +64,10 @@ class Ranks:
         while not all(self.collect(done(_ANSWER))):
             pass
 
+    def open_channel(self) -> Channel:
+        """A way for threads of the ranks to tell the first one something meanwhile."""
+        return Channel(dist.new_group(backend="gloo", timeout=PATIENCE))
+
     def spread(self, tensor: torch.Tensor) -> None:
         """Replace a tensor's numbers by those that the first rank has."""
         dist.broadcast(tensor, 0)
@@ -82,6 +90,38 @@ class Ranks:
         for number in range(1, self.size):
             dist.recv(whole[number * heads : (number + 1) * heads], number)
         return whole
+
+    def give(self, own: Tensors | None) -> None:
+        """Send tensors of any shapes and types, or none, to the first rank, which calls `take` meanwhile."""
+        self.collect(None if own is None else {name: _form(tensor) for name, tensor in own.items()})
+        for tensor in (own or {}).values():
+            if tensor.numel():
+                dist.send(_bytes(tensor.contiguous()), 0)
+
+    def take(self) -> Iterator[Tensors]:
+        """Yields what each of the others gives, in their order, as it comes; all of it must be taken."""
+        forms: list[dict[str, Form] | None] = self.collect(None)
+        for number, given in enumerate(forms):
+            if given is not None:
+                yield self._received(given, number)
+
+    def _received(self, given: Mapping[str, Form], number: int) -> Tensors:
+        found = {}
+        for name, (shape, dtype, kind) in given.items():
+            # A backend sends within one kind of device: what was on a CPU there is on a CPU here.
+            found[name] = torch.empty(shape, dtype=dtype, device=self.device if kind == self.device.type else kind)
+            if found[name].numel():
+                dist.recv(_bytes(found[name]), number)
+        return found
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.dtype, tensor.device.type
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes [n] uint8: a backend need not know each type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def join(place: Place) -> Ranks:

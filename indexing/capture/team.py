@@ -1,16 +1,18 @@
-"""The processes that run a build's model: this one alone, or this one as the leader of others."""
+"""The processes that make an index: this one alone, or this one as the leader of others."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told
 from sparsekv.formats.schema import LayerFacts, Probe
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
+from sparsekv.indexing.indexers.built_layers import BuildFiles, Tensors, build_layers
+from sparsekv.indexing.indexers.layer_work import LayerWork
 
 
 class Captured(Protocol):
@@ -25,7 +27,27 @@ class Captured(Protocol):
 
     def take(self, layer: int) -> CapturedLayer: ...
 
-    def take_queries(self, layer: int) -> CapturedQueries: ...
+
+class SharedRows(ABC):
+    """How processes that each captured some heads write these into the same files of an index."""
+
+    @abstractmethod
+    def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        """Whether each process will write its heads' rows of the next capture into these files of an index, by name.
+
+        All processes can open them then, or none of them writes.
+        """
+
+    @abstractmethod
+    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, Told]:
+        """Wait until all have written a layer's rows, and drop what was captured of it.
+
+        Args:
+            written: waits for so many seconds, and says whether this process has.
+
+        Returns:
+            the layer's queries, and what waits for the sum of its file.
+        """
 
 
 class Team(ABC):
@@ -33,6 +55,8 @@ class Team(ABC):
 
     part: HeadPart
     """Which heads are those of the tensors that this process captures."""
+    shared_rows: SharedRows | None
+    """How the processes write rows together; None where each captures all heads, and this one writes them."""
     starts_after_prefix: bool
     """Whether a run can start after tokens whose keys and values the folder's index has."""
 
@@ -40,13 +64,6 @@ class Team(ABC):
     def has_all_heads(self) -> bool:
         """Whether the tensors that this process captures are those of all heads."""
         return self.part == ALL_HEADS
-
-    @abstractmethod
-    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Whether each process will write its heads' rows of the next capture into these files of an index, by name.
-
-        All processes can open them then, or none of them writes.
-        """
 
     @abstractmethod
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -61,17 +78,20 @@ class Team(ABC):
         """A call of `measure_rotations` over input_ids [N] follows."""
 
     @abstractmethod
+    def build_layers(
+        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    ) -> Generator[Tensors, None, None]:
+        """As `BuildLayers`: what a method makes of layers, whichever process does the work."""
+
+    @abstractmethod
     def release(self) -> None:
-        """No run follows."""
+        """Nothing follows that the other processes take part in."""
 
 
 class Alone(Team):
     """This process has the whole model."""
 
-    part, starts_after_prefix = ALL_HEADS, True
-
-    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        return True
+    part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Nobody is to be told."""
@@ -81,6 +101,11 @@ class Alone(Team):
 
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         """Nobody is to be told."""
+
+    def build_layers(
+        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    ) -> Generator[Tensors, None, None]:
+        return build_layers(work, layers, files, device)
 
     def release(self) -> None:
         """Nobody waits."""

@@ -1,19 +1,24 @@
-"""A rank of a build that is not the first: it runs its share of the model whenever the first does."""
+"""A rank of a build that is not the first: it does its share of what that one asks of all."""
 
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from sparsekv.formats.folder import Folder
 from sparsekv.formats.growing_file import HeadPart
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.part_writer import PartWriter
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.schema import layer_file
+from sparsekv.formats.whole_file import WholeFile, find_whole
 from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
+    BuildLayers,
     CheckNumbers,
     EndLayer,
     MeasureRotations,
@@ -22,48 +27,102 @@ from sparsekv.indexing.ranks.requests import (
     SendLayer,
     ShareFiles,
 )
+from sparsekv.indexing.ranks.sums import MadeSums
+from sparsekv.indexing.ranks.turns import give_turns
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
-    """Do what the first rank asks until its build needs the model no more.
+    """Do what the first rank asks until its build needs this one no more.
 
     Memory: this rank's share of the model and its own heads' cache of N rows; a layer's rows go once they are written
-    or sent. Writing takes 16 MiB of page-locked memory for each thread, as of the first rank's.
+    or sent. Then what `built_layers` takes, as on the first rank: there are layers of all heads. Writing takes 16 MiB
+    of page-locked memory for each thread, as of the first rank's, reading 128 MiB.
 
     Raises:
-        ArtifactError: its rows could not be written.
+        ArtifactError: its rows could not be written, or files not be read.
+        UsageError: a method cannot be built for this model.
     """
     identify(loaded)  # a build begins with it, and weights that are shared out are gathered for it
+    with ExitStack() as stack:
+        writer = stack.enter_context(PartWriter(HeadPart(ranks.number, ranks.size)))
+        follower = _Follower(ranks, loaded, writer, stack)
+        while follower.does(ranks.share(None)):
+            pass
+
+
+@dataclass
+class _Follower:
+    """What a rank has between two requests; `own` is what it captured last, and `sums` makes those of shared files."""
+
+    ranks: Ranks
+    loaded: LoadedModel
+    writer: PartWriter
+    stack: ExitStack
     own: Capture | None = None
-    with PartWriter(HeadPart(ranks.number, ranks.size)) as writer:
-        while True:
-            request: Request = ranks.share(None)
-            match request:
-                case ShareFiles():
-                    if not all(ranks.collect(writer.join(request.folder, request.files))):
-                        writer.leave()
-                case RunPrompt():
-                    own = _captured(loaded, request, writer)
-                case CheckNumbers():
-                    assert own is not None
-                    ranks.collect(own.not_finite())
-                case MeasureRotations():
-                    measure_rotations(loaded.model, request.input_ids)
-                case SendLayer():
-                    assert own is not None
-                    join_layer(ranks, own.take(request.layer))
-                case EndLayer():
-                    assert own is not None
-                    ranks.wait_for_all(partial(writer.end, layer_file("context", request.layer)))
-                    join_queries(ranks, own.take_queries(request.layer))
-                case _:
-                    return
+    sums: MadeSums | None = None
 
+    def does(self, request: Request) -> bool:
+        """Do what is asked; False at the end."""
+        match request:
+            case ShareFiles():
+                self._share_files(request)
+            case RunPrompt():
+                self.own = self._captured(request)
+            case CheckNumbers():
+                self.ranks.collect(self._capture.not_finite())
+            case MeasureRotations():
+                measure_rotations(self.loaded.model, request.input_ids)
+            case SendLayer():
+                join_layer(self.ranks, self._capture.take(request.layer))
+            case EndLayer():
+                self._end_layer(request)
+            case BuildLayers():
+                self._build_layers(request)
+            case _:
+                return False
+        return True
 
-def _captured(loaded: LoadedModel, request: RunPrompt, writer: PartWriter) -> Capture:
-    """The capture of a prompt, of which the rows are written as they come to be."""
+    def _share_files(self, request: ShareFiles) -> None:
+        if all(self.ranks.collect(self.writer.join(request.folder, request.files))):
+            self.sums = self.stack.enter_context(MadeSums(self.ranks.open_channel()))
+        else:
+            self.writer.leave()
 
-    def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
-        writer.put(layer_file("context", layer), {"keys": keys, "values": values}, end)
+    @property
+    def _capture(self) -> Capture:
+        assert self.own is not None
+        return self.own
 
-    return capture(loaded.model, request.input_ids, **request.options, rows_done=rows_done)
+    def _captured(self, request: RunPrompt) -> Capture:
+        """The capture of a prompt, of which the rows are written as they come to be."""
+
+        def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+            self.writer.put(layer_file("context", layer), {"keys": keys, "values": values}, end)
+
+        return capture(self.loaded.model, request.input_ids, **request.options, rows_done=rows_done)
+
+    def _end_layer(self, request: EndLayer) -> None:
+        name = layer_file("context", request.layer)
+        self.ranks.wait_for_all(partial(self.writer.end, name))
+        if request.summed_by == self.ranks.number:
+            assert self.sums is not None
+            self.sums.make(self.writer.whole(name))
+        join_queries(self.ranks, self._capture.take_queries(request.layer))
+
+    def _build_layers(self, request: BuildLayers) -> None:
+        found = self._opened(request)
+        if not all(self.ranks.collect(found is not None)) or found is None:
+            return
+
+        def read(name: str) -> dict[str, torch.Tensor]:
+            return (found.get(name) or self.writer.whole(name)).read(self.ranks.device)
+
+        give_turns(self.ranks, request.work, request.layers, read)
+
+    def _opened(self, request: BuildLayers) -> dict[str, WholeFile] | None:
+        """The files that are named, by name; None where not all of them are here, as on another machine."""
+        try:
+            folder = Folder(request.folder)
+            return {name: find_whole(folder, shared) for name, shared in request.found.items()}
+        except OSError:
+            return None

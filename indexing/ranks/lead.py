@@ -1,33 +1,69 @@
-"""The first rank of a build: it writes and indexes, and has the others run the model with it."""
+"""The first rank of a build: it writes, and has the others run the model and make indices with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told
 from sparsekv.formats.ranks.ranks import Ranks
-from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.formats.schema import LayerFacts, Probe, layer_file
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.capture.team import Captured, Team
+from sparsekv.indexing.capture.team import Captured, SharedRows, Team
+from sparsekv.indexing.indexers.built_layers import BuildFiles, Tensors, build_layers
+from sparsekv.indexing.indexers.layer_work import LayerWork
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
+    BuildLayers,
     CheckNumbers,
     End,
     EndLayer,
     MeasureRotations,
-    Request,
     RunPrompt,
     SendLayer,
     ShareFiles,
 )
+from sparsekv.indexing.ranks.sums import ToldSums
+from sparsekv.indexing.ranks.turns import take_turns
+
+
+class SplitRows(SharedRows):
+    """The rows of a model whose KV heads are split over ranks."""
+
+    own: Capture | None = None
+    """What this rank captured last."""
+    files = frozenset[str]()
+    """Those that all ranks write, and can read once they have."""
+    _sums: ToldSums
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
+        self.ranks.share(ShareFiles(folder, files))
+        shared = all(self.ranks.collect(True))
+        if shared:
+            self.files, self._sums = frozenset(files), ToldSums(self.ranks, self.ranks.open_channel())
+        return shared
+
+    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, Told]:
+        """Once it returns, no rank writes to the layer's file."""
+        assert self.own is not None
+        # A file that was reused has its sum.
+        number = self._sums.give() if layer_file("context", layer) in self.files else 0
+        self.ranks.share(EndLayer(layer, number))
+        # What they send is no sign of that: on a GPU it may be received after this process has gone on.
+        self.ranks.wait_for_all(written)
+        joined = join_queries(self.ranks, self.own.take_queries(layer))
+        assert joined is not None
+        return joined, self._sums.told(number)
 
 
 class Leader(Team):
-    """Asks the other ranks for each run of the model, and for the heads that they captured.
+    """Asks the other ranks for each run of the model, for the heads that they captured, and for layers' indices.
 
     Args:
         split: whether each rank captures heads of its own; False: all capture all heads.
@@ -37,25 +73,46 @@ class Leader(Team):
 
     def __init__(self, ranks: Ranks, *, split: bool):
         self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
-
-    def share_files(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        self._ask(ShareFiles(folder, files))
-        return all(self.ranks.collect(True))
+        self._rows = self.shared_rows = SplitRows(ranks) if split else None
+        self._released = False
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
-        self._ask(RunPrompt(input_ids, options))
+        self.ranks.share(RunPrompt(input_ids, options))
 
     def whole(self, own: Capture) -> Captured:
-        return own if self.has_all_heads else JoinedCapture(self.ranks, own)
+        if self._rows is None:
+            return own
+        self._rows.own = own
+        return JoinedCapture(self.ranks, own)
 
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
-        self._ask(MeasureRotations(input_ids))
+        self.ranks.share(MeasureRotations(input_ids))
+
+    def build_layers(
+        self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
+    ) -> Generator[Tensors, None, None]:
+        """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
+        if layers and not self._released:
+            if self._others_read(work, layers, files):
+                return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
+            # They would wait for hours.
+            self.release()
+        return build_layers(work, layers, files, device)
 
     def release(self) -> None:
-        self._ask(End())
+        if not self._released:
+            self._released = True
+            self.ranks.share(End())
 
-    def _ask(self, request: Request) -> None:
-        self.ranks.share(request)
+    def _others_read(self, work: LayerWork, layers: Sequence[int], files: BuildFiles) -> bool:
+        """Whether the others can read all that the work on these layers is made from, without waiting for sums."""
+        shared = self._rows.files if self._rows else frozenset()
+        context = {layer_file("context", layer) for layer in layers} - shared
+        if any(files.is_new(name) for name in context):
+            return False
+        names = {name for layer in layers for name in work.files(layer)} - shared
+        self.ranks.share(BuildLayers(work, layers, files.folder, {name: files.find(name) for name in sorted(names)}))
+        return all(self.ranks.collect(True))
 
 
 @dataclass(frozen=True)
@@ -80,14 +137,5 @@ class JoinedCapture:
     def take(self, layer: int) -> CapturedLayer:
         self.ranks.share(SendLayer(layer))
         joined = join_layer(self.ranks, self.own.take(layer))
-        assert joined is not None
-        return joined
-
-    def take_queries(self, layer: int) -> CapturedQueries:
-        """Once it returns, no other rank writes to the layer's file, or has it open."""
-        self.ranks.share(EndLayer(layer))
-        # What they send is no sign of that: on a GPU it may be received after this process has gone on.
-        self.ranks.wait_for_all(lambda seconds: True)
-        joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
         return joined

@@ -1,6 +1,6 @@
 """What the first rank of a build asks of the others; it is sent to all of them before each thing that all do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.unfinished_file import SharedFile
+from sparsekv.indexing.indexers.layer_work import LayerWork
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,27 @@ class SendLayer:
 
 @dataclass(frozen=True)
 class EndLayer:
-    """Tell once a layer's rows are in its file, send what else was captured of it, and drop all."""
+    """Tell once a layer's rows are in its file, send what else was captured of it, and drop all; the rank `summed_by`
+    then sends the file's sum from a thread. The first one does it by itself, where that is needed at all."""
 
     layer: int
+    summed_by: int
+
+
+@dataclass(frozen=True)
+class BuildLayers:
+    """Tell whether all files that the work on these layers reads can be read: by what finds them, or as files whose
+    rows this rank has ended. If so for all ranks, make the layers that are this rank's turns, and send them."""
+
+    work: LayerWork
+    layers: Sequence[int]
+    folder: Path
+    found: Mapping[str, SharedFile]
 
 
 @dataclass(frozen=True)
 class End:
-    """The build needs the model no more."""
+    """The build needs this rank no more."""
 
 
-Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | End
+Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | BuildLayers | End

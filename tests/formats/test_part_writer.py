@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +18,13 @@ from safetensors.torch import save
 
 from sparsekv.formats.checksums import hash_bytes, hash_file
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
 from sparsekv.formats.growing_file import HeadPart
 from sparsekv.formats.part_writer import PartWriter
+from sparsekv.formats.reader import CPU
+from sparsekv.formats.schema import TOKENS
 from sparsekv.formats.unfinished_file import JoinedFile, SharedFile
+from sparsekv.formats.whole_file import find_whole
 from sparsekv.formats.writer import ArtifactWriter
 
 NAME = "context/layer_000.safetensors"
@@ -176,24 +182,75 @@ def test_who_outlives_the_first_process_does_not_find_the_file_of_the_next_build
         assert not late.join(writer.folder, {NAME: outlived})
 
 
-def test_a_file_that_is_ended_is_closed(writer: ArtifactWriter, second: PartWriter) -> None:
+def test_a_file_that_is_ended_can_be_read_alone(writer: ArtifactWriter, second: PartWriter) -> None:
     """Nothing can write to it once it has its name."""
     shared = writer.share_rows(NAME, "recipe")
     assert second.join(writer.folder, {NAME: shared})
     second.put(NAME, _own(_rows(), SECOND), 60)
-    assert _open(shared) == 2
+    assert _open(shared) == [os.O_WRONLY, os.O_RDWR]
     assert second.end(NAME, LONG)
-    assert _open(shared) == 1
+    assert _open(shared) == [os.O_RDONLY, os.O_RDWR]
 
 
-def _open(shared: SharedFile) -> int:
-    """How many descriptors of this process are of a file."""
-    found = 0
+def _open(shared: SharedFile) -> list[int]:
+    """How the descriptors of this process that are of a file are open, in the order of these numbers."""
+    found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # other threads close theirs meanwhile
             one = os.stat(f"/proc/self/fd/{name}")
-            found += (one.st_dev, one.st_ino) == (shared.device, shared.inode)
-    return found
+            if (one.st_dev, one.st_ino) == (shared.device, shared.inode):
+                found.append(fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE)
+    return sorted(found, key=[os.O_RDONLY, os.O_WRONLY, os.O_RDWR].index)
+
+
+def test_what_all_have_written_is_read_before_it_has_its_sum(writer: ArtifactWriter, second: PartWriter) -> None:
+    """And the sum may be another's; both keep reading once it has its name."""
+    rows, told = _rows(), threading.Event()
+    assert second.join(writer.folder, {NAME: writer.share_rows(NAME, "recipe")})
+    second.put(NAME, _own(rows, SECOND), 60)
+    assert second.end(NAME, LONG)
+    writer.write_rows(NAME, _own(rows, FIRST), "recipe", 60, FIRST)
+    writer.end_rows(NAME, "recipe", lambda: second.whole(NAME).sha256() if told.wait(LONG) else None)
+    for found in (writer.read(NAME), second.whole(NAME).read(CPU)):
+        assert all(torch.equal(tensor, rows[name]) for name, tensor in found.items())
+    assert not (writer.folder / NAME).exists()
+    told.set()
+    assert writer.record(NAME).sha256 == hash_bytes(save(rows)) == hash_file(writer.folder / NAME)
+    for found in (writer.read(NAME), second.whole(NAME).read(CPU)):
+        assert all(torch.equal(tensor, rows[name]) for name, tensor in found.items())
+
+
+def test_a_sum_that_another_could_not_make_is_made_here(writer: ArtifactWriter) -> None:
+    rows = _rows()
+    writer.share_rows(NAME, "recipe")
+    writer.write_rows(NAME, rows, "recipe", 60)
+    writer.end_rows(NAME, "recipe", lambda: None)
+    assert writer.record(NAME).sha256 == hash_bytes(save(rows))
+
+
+def test_what_waits_for_sums_of_others_keeps_nothing_from_being_written(writer: ArtifactWriter) -> None:
+    """However many there are, and files that are made from them wait, too."""
+    told, rows, names = threading.Event(), _rows(), [f"context/layer_{number:03}.safetensors" for number in range(40)]
+    for name in names:
+        writer.share_rows(name, "recipe")
+        writer.write_rows(name, rows, "recipe", 60)
+        writer.end_rows(name, "recipe", lambda: None if told.wait(LONG) else "")
+    writer.write(TOKENS, {"input_ids": torch.arange(5)}, "recipe")
+    assert writer.record(TOKENS).bytes
+    for name in names:
+        writer.write(name.replace("context", "made"), rows, "recipe", [name])
+    told.set()
+    assert len({record.sha256 for record in writer.files.values()}) == 2
+
+
+def test_a_file_that_is_whole_is_found_by_another_process(writer: ArtifactWriter) -> None:
+    rows = _rows()
+    writer.write(NAME, rows, "recipe")
+    shared = writer.find(NAME)
+    found = find_whole(Folder(writer.folder), shared).read(CPU)
+    assert all(torch.equal(tensor, rows[name]) for name, tensor in found.items())
+    with pytest.raises(FileNotFoundError):
+        find_whole(Folder(writer.folder), replace(shared, inode=1))
 
 
 def test_a_slow_disk_is_told_from_a_file_that_is_written(

@@ -2,7 +2,7 @@
 
 Arguments: the folder, families, methods and what keys and values are stored in. In the folder are the models `FAMILY/`,
 the document and the indices `FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes
-what was answered to `answers.json`.
+what was answered to `answers.json`. Each writes what it did of the builds to `deeds-NUMBER.json`, in its own folder.
 """
 
 import json
@@ -28,6 +28,8 @@ from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.share import join_answer
+
+from .rank_deeds import Deeds
 
 QUESTION = "What does line 7 say?"
 TOKENS = 12
@@ -81,10 +83,13 @@ def answers(folder: Path, families: list[str], methods: list[str], ranks: Ranks 
 def main(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -> None:
     ranks = join_ranks("auto")
     assert ranks is not None
+    deeds = Deeds()
+    deeds.note_all()
     for family in families:
         target = Target(str(folder / "doc.txt"), folder / f"{family}-ranks.skv")
         index_by_ranks(ranks, recipe(folder / family, methods, kv_dtype), target, lambda stage, done, of: None)
         ranks.share("built")
+    Path(f"deeds-{ranks.number}.json").write_text(json.dumps(deeds.done))
     found = answers(folder, families, methods, ranks)
     if ranks.first:
         (folder / "answers.json").write_text(json.dumps(found))

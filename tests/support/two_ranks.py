@@ -1,6 +1,7 @@
 """The same indices and answers by one process and by two ranks."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from sparsekv.cli.building.targets import Target
 from sparsekv.formats.kv_storage import AUTO
+from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.ranks.place import FOLDER
 
 from . import rank_job
@@ -22,20 +24,28 @@ DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number 
 @dataclass(frozen=True)
 class Both:
     """A folder with indices `FAMILY-alone.skv` and `FAMILY-ranks.skv`, and the answers of one process and of ranks over
-    each of them, by "FAMILY alone|ranks METHOD"."""
+    each of them, by "FAMILY alone|ranks METHOD"; and `deeds`, what each rank did of the builds, as `Deeds` counts."""
 
     folder: Path
     alone: dict[str, Any]
     ranks: dict[str, Any]
+    deeds: list[dict[str, int]]
 
 
 def run_both(
-    folder: Path, families: list[str], methods: list[str], kv_dtype: str = AUTO, *, apart: bool = False
+    folder: Path,
+    families: list[str],
+    methods: list[str],
+    kv_dtype: str = AUTO,
+    *,
+    apart: bool = False,
+    resumed: bool = False,
 ) -> Both:
     """Build and ask by one process and by two ranks.
 
     Args:
         apart: the second rank does not find the index by the path that the first one has for it.
+        resumed: ranks begin with the one process's index, which has lost its methods' files.
     """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
@@ -44,27 +54,43 @@ def run_both(
         recipe = rank_job.recipe(folder / family, methods, kv_dtype)
         target = Target(str(folder / "doc.txt"), folder / f"{family}-alone.skv")
         recipe.index(target, recipe.load, lambda stage, done, of: None)
+        if resumed:
+            without_methods(target.folder, folder / f"{family}-ranks.skv")
     _run_ranks(folder, ",".join(families), ",".join(methods), kv_dtype, apart=apart)
     return Both(
         folder,
         rank_job.answers(folder, families, methods, None),
         json.loads((folder / "answers.json").read_text()),
+        [json.loads((cwd / f"deeds-{number}.json").read_text()) for number, cwd in enumerate(_homes(folder))],
     )
+
+
+def without_methods(index: Path, copy: Path) -> None:
+    """A copy of an index that has lost its methods' files."""
+    shutil.copytree(index, copy)
+    for method in read_manifest(index).methods:
+        shutil.rmtree(copy / method)
+
+
+def _homes(folder: Path) -> tuple[Path, Path]:
+    """The ranks' current folders."""
+    return folder, folder / "meeting"
 
 
 def _run_ranks(folder: Path, *arguments: str, apart: bool) -> None:
     meeting = folder / "meeting"
     meeting.mkdir()
     own = environment() | {FOLDER: str(meeting), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    own["PYTHONPATH"] = str(Path(__file__).parents[1])
     both = [
         subprocess.Popen(
-            [sys.executable, rank_job.__file__, "." if apart and number == 0 else str(folder), *arguments],
+            [sys.executable, "-m", rank_job.__name__, "." if apart and number == 0 else str(folder), *arguments],
             env=own | {"RANK": str(number), "LOCAL_RANK": str(number)},
-            cwd=(folder, meeting)[number],
+            cwd=cwd,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in (0, 1)
+        for number, cwd in enumerate(_homes(folder))
     ]
     for one in both:
         _, told = one.communicate()

@@ -71,6 +71,8 @@ def test_ranks_answer_as_one_process_over_both_indices(llama: Both) -> None:
 def test_a_rank_that_cannot_open_the_index_leaves_its_rows_to_the_first_to_write(llama: Both, tmp_path: Path) -> None:
     """As one on another machine. The files are the same to the byte as those that both write."""
     apart = run_both(tmp_path, ["llama"], ["multipole", "dense"], apart=True)
+    assert llama.deeds[1]["rows"]
+    assert apart.deeds[1].get("rows", 0) == 0
     _assert_same_index(apart, "llama")
     written, joined = (Artifact(both.folder / "llama-ranks.skv").manifest.files for both in (llama, apart))
     assert {name: file.sha256 for name, file in joined.items()} == {name: file.sha256 for name, file in written.items()}

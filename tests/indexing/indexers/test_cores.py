@@ -14,7 +14,7 @@ from support.small_index import small_plan
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.cores import MOST, MOST_TOKENS, share_cores
+from sparsekv.indexing.indexers.cores import MOST, MOST_TOKENS, share_cores
 from sparsekv.indexing.indexers.registry import indexers
 
 

@@ -1,0 +1,41 @@
+"""What a rank does of a build, noted while it does it."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsekv.formats import growing_file
+from sparsekv.formats.part_writer import PartWriter
+from sparsekv.formats.whole_file import WholeFile
+from sparsekv.indexing.indexers.layer_work import LayerWork
+
+
+@dataclass
+class Deeds:
+    """How often this process has made a layer's index (`layers`) and the sum of a shared file (`sums`), and has put
+    rows into a file that another process began (`rows`)."""
+
+    done: Counter[str] = field(default_factory=Counter)
+
+    def note_all(self) -> None:
+        """Note them from now on, for the life of the process."""
+        self._note(LayerWork, "build", "layers")
+        self._note(WholeFile, "sha256", "sums")
+        self._note(growing_file, "hash_descriptor", "sums")
+        joined = PartWriter.put
+
+        def put(writer: PartWriter, name: str, *given: Any) -> None:
+            self.done["rows"] += name in writer._files
+            joined(writer, name, *given)
+
+        PartWriter.put = put  # type: ignore[method-assign]
+
+    def _note(self, where: Any, name: str, what: str) -> None:
+        does: Callable[..., Any] = getattr(where, name)
+
+        def noted(*given: Any) -> Any:
+            self.done[what] += 1
+            return does(*given)
+
+        setattr(where, name, noted)
