@@ -50,7 +50,7 @@ def build_index(
             "--output",
             "-o",
             help="Folder of the index; of several documents the folder that their indices go to. Default: each DOC "
-            "with the ending .skv.",
+            "with .skv in the place of its extension (.txt, .md, ...).",
         ),
     ] = None,
     from_file: Annotated[

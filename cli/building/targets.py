@@ -7,10 +7,10 @@ from pathlib import Path
 
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index_name import ENDING, with_ending
 
 _LONGEST_NAME = 255  # bytes of a file's name
 _LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
-ENDING = ".skv"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
     if not Path(document).name:
         raise UsageError(f"{document} is a folder; name a text file in it")
-    beside = Path(document).with_suffix(ENDING)
+    beside = with_ending(Path(document))
     # A name that is too long itself is told when it is opened.
     if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
