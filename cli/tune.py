@@ -115,7 +115,7 @@ def tune(
     machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes
     the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
-    tighter one. That takes some 20 rounds, minutes on a CPU, as a line says before it starts; fewer --method take less.
+    tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
     `generate` uses the default
     when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
     --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
@@ -149,9 +149,9 @@ def tune(
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
     where = choose_device(device)
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
-    note(cost_ahead(artifact, goal, method or []), quiet=quiet)
+    ahead = cost_ahead(artifact, goal, method or [])
     with progress(quiet=quiet) as tell:
-        time, rounds = None if times is None else times.sparse, Rounds(tell)
+        time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
         tuned, before = find(artifact, goal, method or [], rounds.show, where, time, _present(artifact))
     note(rounds.taken(), quiet=quiet)
     dense_ms, best = None if times is None else times.dense(), tuned[0]

@@ -1,6 +1,7 @@
-"""What a search of `tune` costs: how much it measures, told before it starts, and what it took, told at its end."""
+"""What a search of `tune` costs: how much it measures, told as it starts, and what it took, told at its end."""
 
 import time
+from collections.abc import Callable
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.tuning.candidates import candidates
@@ -24,13 +25,16 @@ class Rounds:
 
     Args:
         show: shows a round's progress.
+        begin: called before the first is shown; not earlier, for a goal may find that its model cannot be loaded.
     """
 
-    def __init__(self, show: Progress):
-        self._show, self._stages, self._began = show, set[str](), time.monotonic()
+    def __init__(self, show: Progress, begin: Callable[[], None]):
+        self._show, self._begin, self._stages, self._began = show, begin, set[str](), time.monotonic()
 
     def show(self, stage: str, done: int, of: int) -> None:
         """Show a round's progress."""
+        if not self._stages:
+            self._begin()
         self._stages.add(stage)
         self._show(stage, done, of)
 

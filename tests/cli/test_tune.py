@@ -104,7 +104,7 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert "recall" in run_here("inspect").stdout
 
 
-def test_what_a_search_costs_is_told_before_it_starts_and_at_its_end(place: Path) -> None:
+def test_what_a_search_costs_is_told_as_it_starts_and_at_its_end(place: Path) -> None:
     """For every target; an error is searched with a residual too, which makes more forms."""
     forms = []
     for target in ("recall", "error"):
