@@ -92,9 +92,10 @@ def main(
     """Sparse-attention indices for long, fixed prompts: build once, answer many times, measure what is kept.
 
     Results go to stdout, notes and errors to stderr. The exit code is 0 when done, 1 after a failure, 2 after wrong
-    usage, such as the name of a file or an index that is not there, and 130 after Ctrl-C. When the reader of stdout
-    closes the pipe (`| head -1`), the command ends silently and the shell reports 141, except that `generate --save-to`
-    still saves.
+    usage, and 130 after Ctrl-C. Wrong usage is also a file or an index that is not there, and a document that cannot be
+    one: a folder, a file that you may not read, an empty one, one that is not text in UTF-8, one too short to index.
+    When the reader of stdout closes the pipe (`| head -1`), the command ends silently and the shell reports 141, except
+    that `generate --save-to` still saves.
 
     The pages of docs/ explain more: docs/newcomers.md where to begin, docs/reference/measures.md the words of the
     output.

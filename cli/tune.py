@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.reporting.search_cost import Rounds, cost_ahead
 from sparsekv.cli.reporting.tuned import print_table, record, row, told_budget
 from sparsekv.formats.defaults import refuse_unwritable, write_defaults
 from sparsekv.formats.documents.document_hints import eval_hint
@@ -114,7 +115,8 @@ def tune(
     machine: --cheapest time measures it for each method's settings that meet the target and read least, and takes
     the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
-    tighter one. That takes some 20 rounds, minutes on a CPU; fewer --method take less. `generate` uses the default
+    tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
+    `generate` uses the default
     when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
     --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
@@ -147,9 +149,11 @@ def tune(
         goal = PerplexityGoal(target_perplexity, reference, open_model=open_model)
     where = choose_device(device)
     times = SettingTimes(artifact, clock_for(where, RUNS, cold=True)) if cheapest == "time" else None
+    ahead = cost_ahead(artifact, goal, method or [])
     with progress(quiet=quiet) as tell:
-        time = None if times is None else times.sparse
-        tuned, before = find(artifact, goal, method or [], tell, where, time, _present(artifact))
+        time, rounds = None if times is None else times.sparse, Rounds(tell, partial(note, ahead, quiet=quiet))
+        tuned, before = find(artifact, goal, method or [], rounds.show, where, time, _present(artifact))
+    note(rounds.taken(), quiet=quiet)
     dense_ms, best = None if times is None else times.dense(), tuned[0]
     target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
     defaults = _defaults(best, target) if best.holds else None

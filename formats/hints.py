@@ -2,9 +2,9 @@
 
 import shlex
 from collections.abc import Iterable, Iterator
-from glob import escape
 from pathlib import Path
 
+from sparsekv.formats.index_name import beside, with_ending
 from sparsekv.formats.schema import Target
 from sparsekv.formats.suggestions import suggestion
 
@@ -27,7 +27,7 @@ def build_hint(folder: Path) -> str:
     named = folder.with_name(f"{folder.name}.skv")
     if named.is_dir():
         return f"name {named}, which is there"
-    for text in _texts(path for path in folder.parent.glob(f"{escape(folder.stem)}.*") if path != folder):
+    for text in _texts(beside(folder)):
         return f"build it with {command('build-index', text, '-o', folder)}"
     near = suggestion(folder.name, (index.name for index in folder.parent.glob("*.skv") if index.is_dir()))
     return f"name one that is there{near}, or build it: {command('build-index', '--help')} says how"
@@ -57,7 +57,7 @@ def no_folder(given: Path) -> str:
     """What a file is that was named in the place of an index, and what to do."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is no folder, and an index is one; name the folder that build-index printed"
-    index = given.with_suffix(".skv")
+    index = with_ending(given)
     if index.is_dir():
         return f"is a text, not an index; name the index beside it, {index}"
     return f"is a text, not an index; build one with {command('build-index', given)}"

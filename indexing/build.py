@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from sparsekv.formats.checksums import BLOCK_TOKENS, chained_block_hashes, common_prefix_tokens, hash_tokens
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.schema import Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
+from sparsekv.formats.schema import TOKENS, Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
@@ -24,6 +24,7 @@ from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 from sparsekv.indexing.prefill.interface import prefill_name
+from sparsekv.indexing.same_document import LEAST_IN_COMMON, share_in_common
 from sparsekv.indexing.versions import library_versions
 
 WAYS_OUT = "choose another folder with --output, or give --force to replace it"
@@ -44,7 +45,8 @@ def build_index(
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
         team: the processes that run the model and make the indices; this one alone by default.
-        tell: called with a line for the user, before a prefill on a GPU: what memory it needs.
+        tell: called with a line for the user: before an earlier text is replaced, how much of it stays, and before a
+            prefill on a GPU what memory it needs.
 
     Raises:
         SparsekvError: the keys and values do not fit the GPU.
@@ -61,6 +63,7 @@ def build_index(
         _keep_others(plan, model, writer)
         _keep_additions(plan, writer)
         _keep_dense(plan, writer)
+        _tell_replaced(plan, writer, tell)
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
@@ -93,14 +96,36 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
         return
     if base.model.weights_hash != model.weights_hash:
         raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
-    hashes, own = base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist())
-    # A text that is shorter than a block may be what the index was before others were appended.
-    compared = hashes and (own or not base.additions)
-    if compared and not common_prefix_tokens(hashes, own) and base.prompt.text_sha256 != plan.prompt.text_sha256:
+    if base.prompt.text_sha256 == plan.prompt.text_sha256:
+        return
+    if (share := _in_common(plan, base, writer)) < LEAST_IN_COMMON:
         raise ArtifactError(
-            f"{writer.folder} is the index of another document: this one differs in its first {BLOCK_TOKENS} tokens; "
-            f"{WAYS_OUT}"
+            f"{writer.folder} is the index of another document, {base.split.tokens:,} tokens, which has {share:.0%} of "
+            f"its passages in common with this one; {WAYS_OUT}"
         )
+
+
+def _in_common(plan: BuildPlan, base: Manifest, writer: ArtifactWriter) -> float:
+    """How much the text and that of the index have in common; where its tokens are damaged, what both begin with."""
+    if writer.is_whole(base.files[TOKENS]):
+        return share_in_common(writer.read_base(TOKENS)["input_ids"], plan.prompt.input_ids)
+    same = _same_beginning(plan, base)
+    return same / min(base.split.tokens, len(plan.prompt.input_ids))
+
+
+def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
+    """Tokens, in whole blocks, that both texts begin with."""
+    return common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
+
+
+def _tell_replaced(plan: BuildPlan, writer: ArtifactWriter, tell: Callable[[str], None]) -> None:
+    """Tell how much of an earlier text stays, before any of it is replaced: Ctrl-C then leaves all of it."""
+    base = writer.base
+    if base is None or plan.growth or base.prompt.text_sha256 == plan.prompt.text_sha256:
+        return
+    if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
+        told = f"the first {_same_beginning(plan, base):,} are those of this text, the others are replaced"
+        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of an earlier text: {told}")
 
 
 def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:

@@ -109,6 +109,9 @@ class Index:
     ) -> list[dict[str, Any]]:
         """What methods keep of dense attention and what they read: one flat dict a row, as `recall-report --json`.
 
+        `method` is the name, and `variant` what tells a form from the method's others: `without replacement`, `flat
+        threshold`, `page_size=8`. It never repeats the name, and is empty where the name says all.
+
         Args:
             names: methods; by default all that can run.
             by: rows for each value of `layer`, of `kv_head`, or of both; without it one row averages over all.

@@ -9,7 +9,6 @@ from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
-from sparsekv.formats.checksums import common_prefix_tokens
 from sparsekv.formats.device_memory import peak_told
 from sparsekv.formats.documents.document import open_document
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
@@ -126,10 +125,6 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
         return
-    if before is not None and before.prompt.text_sha256 != manifest.prompt.text_sha256:
-        same = common_prefix_tokens(before.prompt.block_hashes, manifest.prompt.block_hashes)
-        told = f"the first {same:,} are those of this text, the others were replaced"
-        note(f"{folder} held {before.split.tokens:,} tokens of an earlier text: {told}", quiet=quiet)
     if (stored := stored_line(manifest)) is not None:
         note(stored, quiet=quiet)
     if before is not None and before.defaults is not None and manifest.defaults is None:

@@ -1,16 +1,18 @@
 """Which documents are indexed, and the folder of each one's index."""
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.hints import TEXT_ENDINGS
+from sparsekv.formats.index_name import ENDING, with_ending
 
 _LONGEST_NAME = 255  # bytes of a file's name
 _LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
-ENDING = ".skv"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:
         raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
-    _check_holds_several(output)
+    _check_holds_several(output, {Path(one).suffix for one in named})
     return _apart([Target(one, folder_of(one, output)) for one in named])
 
 
@@ -59,7 +61,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
     if not Path(document).name:
         raise UsageError(f"{document} is a folder; name a text file in it")
-    beside = Path(document).with_suffix(ENDING)
+    beside = with_ending(Path(document))
     # A name that is too long itself is told when it is opened.
     if len(os.fsencode(Path(document).name)) <= _LONGEST_NAME < len(os.fsencode(beside.name)):
         raise UsageError(f"{document}: its name is too long for one with .skv; name the index with --output NAME.skv")
@@ -72,9 +74,18 @@ def _names(from_file: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _check_holds_several(output: Path | None) -> None:
-    if output is not None and (output.suffix == ENDING or (output.exists() and not output.is_dir())):
-        raise UsageError(f"--output {output}: of several documents it is the folder that their indices go to; name one")
+def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
+    """Raise UsageError for what is no folder of several indices: an index, a file, or a new name like a document's."""
+    if output is None or (output.is_dir() and output.suffix != ENDING):
+        return
+    texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}
+    if output.suffix in {ENDING, *texts} or output.exists():
+        folder = output.with_suffix("")
+        instead = "such as -o indices" if folder.exists() else f"such as -o {shlex.quote(str(folder))}"
+        raise UsageError(
+            f"--output {output}: each of several documents has an index of its own; name the folder that they go to, "
+            f"{instead}"
+        )
 
 
 def _apart(targets: list[Target]) -> list[Target]:

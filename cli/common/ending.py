@@ -8,7 +8,7 @@ from typing import NoReturn
 from sparsekv.cli.common.failures import causes, describe
 from sparsekv.cli.common.printable import printable
 from sparsekv.cli.common.streams import flush_streams
-from sparsekv.cli.common.wrong_usage import described_usage
+from sparsekv.cli.common.wrong_usage import described_usage, known_options
 
 
 def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
@@ -19,7 +19,11 @@ def fail(error: BaseException, command: str, *, debug: bool) -> NoReturn:
     for one in causes(error):
         one.__traceback__ = None  # frees what its frames hold: memory may have run out
     usage = getattr(error, "format_message", None)  # typer's usage errors, by attribute: typer may not be loaded
-    message = describe(error, command) if usage is None else described_usage(usage(), command, sys.argv[1:])
+    message = (
+        describe(error, command)
+        if usage is None
+        else described_usage(usage(), command, sys.argv[1:], options=known_options(error))
+    )
     notes = getattr(error, "__notes__", [])
     message += f" ({'; '.join(notes)})" if notes else ""
     end(int(getattr(error, "exit_code", 1)), f"error: {message}")

@@ -16,21 +16,24 @@ NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a vali
 QUESTION_FIRST = ("generate", "trace")
 """Commands whose argument is a question."""
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
+UNKNOWN = re.compile(rf"{NO_OPTION} (--[^ ]+)")
 
 
-def described_usage(message: str, command: str, arguments: Sequence[str]) -> str:
+def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
     """Typer's message with a remedy.
 
     Args:
         command: the command that was called, or empty.
         arguments: of the whole call.
+        options: the names of those that the command has.
     """
     message = message.replace("Value error, ", "").rstrip(".")
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
-    if command == "build-index" and message.startswith(f"{NO_OPTION} --budget"):
+    unknown = UNKNOWN.match(message)
+    if unknown and command == "build-index" and _meant(unknown[1], [*options, "--budget"]).endswith(" --budget?)"):
         asked = shown("generate", "--budget", "5%")
         return f"a budget is given where an index is asked, not where it is built: {asked} ..."
     if wrong := NO_NUMBER.match(message):
@@ -40,8 +43,29 @@ def described_usage(message: str, command: str, arguments: Sequence[str]) -> str
         return f"{message}; an index is named by an option: --index {named}"
     if message.startswith(EXTRA) and command in QUESTION_FIRST:
         return f"{message}; put a question of several words in quotes"
+    if unknown:
+        message = f"{NO_OPTION} {unknown[1]}{_meant(unknown[1], options)}"
     page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
+
+
+def known_options(error: BaseException) -> list[str]:
+    """The long names of the options of the command that an error of typer's is about; none where it is not known."""
+    parameters = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
+    shown_in_help = (one for one in parameters if not getattr(one, "hidden", False))
+    return [name for one in shown_in_help for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
+
+
+def _meant(given: str, options: Sequence[str]) -> str:
+    """` (did you mean --NAME?)`: all options that begin so, or the one that is near; typer names far ones too."""
+    begin = [name for name in options if name.startswith(given)]
+    if not begin:
+        from sparsekv.formats.suggestions import suggestion  # here, for it loads a library
+
+        # Without the dashes, by which all options are alike.
+        return suggestion(given[2:], [name[2:] for name in options]).replace("mean ", "mean --")
+    *first, last = begin
+    return f" (did you mean {', '.join(first)} or {last}?)" if first else f" (did you mean {last}?)"
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:

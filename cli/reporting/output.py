@@ -10,6 +10,7 @@ from rich.table import Table
 from sparsekv.cli.common.console import say, say_csv, show
 from sparsekv.cli.common.stats import MORE_THAN_EVERYTHING
 from sparsekv.cli.common.stored import storage_record
+from sparsekv.cli.reporting.legend import legend
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import add_methods_hint
@@ -35,11 +36,6 @@ ANSWERING = 2
 """How many methods a report suggests to evaluate."""
 RIVALS = 3
 """Times the least error that another method may have to be suggested too."""
-LEGEND = """\
-*: on the Pareto front: no method here reads less of the document and errs less.
-recall: share of the oracle's tokens that were selected. attention mass: share of the attention on the document that
-they have. output error: of attention's output, relative. kv fraction: what is read of the document's keys and values,
-index included. missed: share of all attention on tokens that were not selected."""
 
 
 def report_record(report: RecallReport, rows: Sequence[RecallRow], within: float) -> dict[str, Any]:
@@ -66,7 +62,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
     """
     rows, best = report.by(*groups), report.best_within(within)
     show(_table(report, rows, groups))
-    say(LEGEND)
+    say("\n".join(legend(rows, report.n_middle)))
     say(best_line(best, within))
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)

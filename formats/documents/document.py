@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from sparsekv.formats.documents.text_source import open_source
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import UsageError
 
 _PIECE = 2**20  # bytes
 
@@ -16,7 +16,7 @@ _PIECE = 2**20  # bytes
 class Document:
     """A text read in pieces: everything read is checked and hashed, and what `first` or `whole` returned is kept.
 
-    A byte order mark at the start is dropped. Each method but `of` raises SparsekvError if what it reads is not UTF-8
+    A byte order mark at the start is dropped. Each method but `of` raises UsageError if what it reads is not UTF-8
     text, or if the whole text is white space.
 
     Args:
@@ -65,13 +65,13 @@ class Document:
         try:
             text = self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError:
-            raise SparsekvError(f"{self._name} is not text in UTF-8; convert it to plain text first") from None
+            raise UsageError(f"{self._name} is not text in UTF-8; convert it to plain text first") from None
         if "\0" in text:
-            raise SparsekvError(f"{self._name} is not text: it contains zero bytes; convert it to plain text first")
+            raise UsageError(f"{self._name} is not text: it contains zero bytes; convert it to plain text first")
         self._sum.update(data)
         self._blank = self._blank and not text.strip()
         if self._ended and self._blank:
-            raise SparsekvError(f"{self._name} is empty; give a document with text in it")
+            raise UsageError(f"{self._name} is empty; give a document with text in it")
         return text
 
 
@@ -83,8 +83,8 @@ def open_document(source: str, *, whole: bool) -> Iterator[Document]:
         whole: read all of it now; otherwise only its first MiB, which mostly suffices to find that it is not text.
 
     Raises:
-        UsageError: no such file, or a folder.
-        SparsekvError: empty, not UTF-8 text, or it cannot be read.
+        UsageError: no such file, a folder, one that may not be read, empty, or not UTF-8 text.
+        SparsekvError: reading it failed.
     """
     with open_source(source) as reader:
         document = Document("standard input" if source == "-" else source, reader)

@@ -1,10 +1,10 @@
 """Commands about the document of an index that messages show: each runs when it is pasted into a shell."""
 
-from glob import escape
 from pathlib import Path
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.hints import TEXT_ENDINGS, command
+from sparsekv.formats.index_name import beside
 from sparsekv.formats.models.embedded import EMBEDDED
 from sparsekv.formats.models.named import is_named
 from sparsekv.formats.schema import Manifest
@@ -21,7 +21,7 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
     An index that text was appended to has no such file.
     """
     texts = [path for ending in TEXT_ENDINGS for path in Path().glob(ending)]
-    for path in dict.fromkeys([*folder.parent.glob(f"{escape(folder.stem)}.*"), *texts]):
+    for path in dict.fromkeys([*beside(folder), *texts]):
         try:
             if path.is_file() and path.stat().st_size <= _MOST_HASHED:
                 data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)

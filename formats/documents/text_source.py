@@ -29,8 +29,8 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
         option: the option by which the user named the file, for error messages.
 
     Raises:
-        UsageError: no such file, a folder, a socket, or standard input that is closed.
-        SparsekvError: it cannot be read, or nobody writes to the pipe.
+        UsageError: no such file, one that may not be read, a folder, a socket, or standard input that is closed.
+        SparsekvError: reading it failed, or nobody writes to the pipe.
     """
     if source == "-":
         if sys.stdin is None:
@@ -86,6 +86,8 @@ def _open(source: str, name: str) -> io.FileIO:
         if (Path(source) / MANIFEST).exists():
             raise UsageError(f"{name} is an index; name a text file") from None
         raise UsageError(f"{name} is a folder; name a text file in it") from None
+    except PermissionError as error:
+        raise UsageError(str(_unreadable(name, error))) from None
     except OSError as error:
         raise _unreadable(name, error) from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index_name import with_ending
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.schema import MANIFEST
 from sparsekv.runtime.evaluation.comparison import Comparison
@@ -89,7 +90,7 @@ def work_folder(document: str | None, data: str | None, given: Path | None) -> P
     name = Path(data or document or "eval").name
     if given is None and not name:
         raise UsageError(f"{data or document} is a folder; name a text file in it")
-    return given or Path(name).with_suffix(".eval")
+    return given or with_ending(Path(name), ".eval")
 
 
 def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:

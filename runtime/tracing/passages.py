@@ -38,7 +38,7 @@ class Passages:
 
 
 def split_passages(texts: Sequence[str]) -> Passages:
-    """The sentences of a prompt from the texts of its tokens, which are cut where they are longer than `LONGEST`.
+    """The sentences of a prompt from the texts of its tokens; those longer than `LONGEST` are cut between words.
 
     White space belongs to the sentence before it, where it is a token of its own.
     """
@@ -52,9 +52,24 @@ def split_passages(texts: Sequence[str]) -> Passages:
             edges.append(edge)
     if edges[-1] < len(texts):
         edges.append(len(texts))
-    return Passages(texts, [*_cut(edges), edges[-1]])
+    return Passages(texts, [*_cut(texts, edges), edges[-1]])
 
 
-def _cut(edges: Sequence[int]) -> Iterator[int]:
+def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
     for start, stop in pairwise(edges):
-        yield from range(start, stop, LONGEST)
+        while stop - start > LONGEST:
+            yield start
+            start = _last_word(texts, start)
+        yield start
+
+
+def _last_word(texts: Sequence[str], start: int) -> int:
+    """Where the last word begins that the longest passage from `start` cannot hold as a whole; its end where none does
+    in its second half, as in languages without spaces."""
+    end = start + LONGEST
+    words = (at for at in range(end, start + LONGEST // 2, -1) if _begins_word(texts, at))
+    return next(words, end)
+
+
+def _begins_word(texts: Sequence[str], at: int) -> bool:
+    return texts[at][:1].isspace() or texts[at - 1][-1:].isspace()

@@ -233,3 +233,20 @@ def test_all_of_it_is_printed(opened: Open, trace: dict[str, Any]) -> None:
     assert clipped == 0
     assert one.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert one.page.pdf().count(b"/Type /Page\n") > 3
+
+
+def test_a_sentence_that_was_cut_is_quoted_in_whole_words_and_goes_on(opened: Open, trace: dict[str, Any]) -> None:
+    row = ".passages li button"
+    cut = int(opened(trace).page.locator(row).first.get_attribute("data-passage") or -1)
+    passages = [dict(one) for one in trace["passages"]]
+    passages[cut]["tokens"] = [*(" quite" for _ in passages[cut]["tokens"][:-1]), " long"]
+    one = opened(trace | {"passages": passages})
+    words = one.page.locator(row).first.locator(".snippet").inner_text().split()
+    assert words[-1] == "\u2026"
+    assert set(words[:-1]) <= {"quite", "long"}
+    one.page.locator(row).first.click()
+    assert one.text("#detail .text").endswith("quite long \u2026")
+    one.page.locator(f"#document [data-passage='{cut + 1}']").click()
+    assert one.text("#detail .text").startswith("\u2026 ")
+    one.page.locator(f"#document [data-passage='{cut + 2}']").click()
+    assert "\u2026" not in one.text("#detail .text")

@@ -20,10 +20,10 @@ BUILD = ("build-index", "doc.txt", "--model", "model")
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        (b"", 1, ("doc.txt is empty", "give a document")),
-        (b" \n\t\n", 1, ("doc.txt is empty",)),
-        (b"\x89PNG\r\n\x1a\n\x00\xff", 1, ("doc.txt is not text", "convert")),
-        (b"abc\0def", 1, ("doc.txt is not text", "zero bytes")),
+        (b"", 2, ("doc.txt is empty", "give a document")),
+        (b" \n\t\n", 2, ("doc.txt is empty",)),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", 2, ("doc.txt is not text", "convert")),
+        (b"abc\0def", 2, ("doc.txt is not text", "zero bytes")),
         (b"A short one.", 2, ("too short", "138", "--tail")),
     ],
 )

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command import EXECUTABLE, environment, run_here, shell, sparsekv, start
+from support.command import EXECUTABLE, environment, fails, run_here, shell, sparsekv, start
 
 from sparsekv.cli.app import COMMANDS
 from sparsekv.cli.common.failures import LESS_MEMORY, REMEDIES, describe
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -77,6 +78,39 @@ def test_remedies_name_options_that_the_command_has() -> None:
         options = [word.strip(",;") for word in remedy.split() if word.startswith("--")]
         assert all(f"{option} " in shown for option in options), (command, options)
     assert all(errno.errorcode[number] for number in REMEDIES)
+
+
+NO_DOCUMENT = {
+    "empty": (b"", "is empty"),
+    "blank": (b" \n", "is empty"),
+    "binary": (b"PK\0\0", "is not text: it contains zero bytes"),
+    "latin-1": (b"caf\xe9", "is not text in UTF-8"),
+    "short": (b"Two words.", "too short to index"),
+    "a folder": (None, "is a folder"),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), NO_DOCUMENT.values(), ids=NO_DOCUMENT)
+def test_every_document_that_cannot_be_one_is_wrong_usage(place: Path, data: bytes | None, says: str) -> None:
+    """With one exit code, so that a script tells what to mend in its call from what failed."""
+    Path("it").mkdir() if data is None else Path("it").write_bytes(data)
+    fails(2, "build-index", "it", "--model", "model", says=(says,))
+    if says != "too short to index":  # any text can be appended
+        fails(2, "append", "--index", "doc.skv", "it", "--rebuild", says=(says,))
+        fails(2, "eval", "it", "--model", "model", says=(says,))
+
+
+def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:
+    """As a user whom permissions bind, which root is not."""
+    place.chmod(0o755)
+    Path("doc.txt").chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; allow reading it"):
+            read_document("doc.txt")
+    finally:
+        os.seteuid(user)
 
 
 @pytest.mark.parametrize(("command", "unbuffered"), [("--version", ""), ("--help", "1"), ("inspect -q", "1")])

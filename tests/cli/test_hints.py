@@ -175,6 +175,13 @@ def test_eval_of_an_index_is_shown_with_its_text(place: Path, wrong: tuple[str, 
         (("generate", "Why?", "--lookup", "hierarchicl"), "hierarchical"),
         (("tune", "--target-recall", "0.5", "--cheapest", "tim"), "time"),
         (("eval", "doc.txt", "--task", "niah-singel"), "niah-single"),
+        (("generate", "Why?", "--bugdet", "5%"), "--budget"),
+        (("recall-report", "--methods", "codes"), "--method"),
+        (("build-index", "doc.txt", "--methods=codes"), "--method"),
+        (("bench", "--methods", "codes"), "--method"),
+        (("generate", "Why?", "--top_k", "3"), "--top-k"),
+        (("generate", "Why?", "--device-map", "auto"), "--device"),
+        (("tune", "--target", "0.5"), "--target-recall, --target-error or --target-perplexity"),
         (("build-index", "doc.txt", "--model", "smollm"), EMBEDDED),
         (("build-index", "doc.txt", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct"), EMBEDDED),
     ],
@@ -183,7 +190,14 @@ def test_what_was_meant_is_suggested(place: Path, arguments: tuple[str, ...], me
     fails(2, *arguments, says=(f"(did you mean {meant}?)",))
 
 
+def test_a_misspelt_budget_of_a_build_is_told_as_a_budget_is(place: Path) -> None:
+    """No option of a build is meant: one of them, --prefill-budget, is only named alike."""
+    fails(2, "build-index", "doc.txt", "--bugdet", "5%", says=("a budget is given where an index is asked",))
+
+
 def test_nothing_is_suggested_where_nothing_is_near(place: Path) -> None:
+    for options in (("--bogus",), ("--out", "x")):
+        assert "did you mean" not in run_here("recall-report", *options).error()
     assert "did you mean" not in run_here("recall-report", "--method", "xyz").error()
     message = run_here("build-index", "doc.txt", "--model", "xyz").error()
     assert "did you mean" not in message

@@ -16,7 +16,9 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
     before = read_manifest(place / "doc.skv")
     (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q")
-    assert "doc.skv is the index of another document: this one differs in its first 256 tokens" in refused.error()
+    told = f"doc.skv is the index of another document, {before.split.tokens:,} tokens, which has "
+    assert refused.error().startswith(told)
+    assert "give --force to replace it" in refused.error()
     assert refused.code == 1
     assert read_manifest(place / "doc.skv") == before
     assert run_here("build-index", "doc.md", "--model", "model", "-q", "--force").code == 0
@@ -28,17 +30,42 @@ def test_another_document_is_told_of_before_what_was_appended(place: Path) -> No
     (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q").error()
     assert "doc.skv is the index of another document" in refused
-    (place / "doc.md").write_text("Too short for a block.")
+    (place / "doc.md").write_text((place / "doc.txt").read_text()[:80])  # less than a block, of the same document
     refused = run_here("build-index", "doc.md", "--model", "model", "--sinks", "2", "--tail", "2", "-q").error()
     assert "tokens that were appended and that this document lacks" in refused
 
 
-def test_what_an_earlier_text_loses_is_told(place: Path) -> None:
+def test_another_document_with_the_same_beginning_is_replaced_by_force_alone(place: Path) -> None:
+    """As of two files under one licence: more than a block of tokens is the same, which must not be all that counts."""
+    beginning = (place / "doc.txt").read_text()[:500]
+    (place / "other.txt").write_text(beginning + "Other words follow here, on quite another thing. " * 60)
+    before = read_manifest(place / "doc.skv")
+    refused = run_here("build-index", "other.txt", "--model", "model", "-q", "-o", "doc.skv")
+    assert "doc.skv is the index of another document" in refused.error()
+    assert read_manifest(place / "doc.skv") == before
+    assert run_here("build-index", "other.txt", "--model", "model", "-q", "-o", "doc.skv", "--force").code == 0
+    hashes = read_manifest(place / "doc.skv").prompt.block_hashes
+    assert hashes[0] == before.prompt.block_hashes[0]
+    assert hashes[-1] != before.prompt.block_hashes[-1]
+
+
+@pytest.mark.parametrize("line", [0, 20, 39], ids=["first", "middle", "last"])
+def test_a_line_may_be_edited_anywhere(place: Path, line: int) -> None:
+    lines = (place / "doc.txt").read_text().splitlines()
+    lines[line] = "This line says something else now."
+    (place / "doc.txt").write_text("\n".join(lines))
+    rebuilt = run_here("build-index", "doc.txt", "--model", "model", "-q")
+    assert (rebuilt.code, rebuilt.stdout) == (0, "doc.skv\n"), rebuilt.stderr
+
+
+def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> None:
     held = read_manifest(place / "doc.skv").split.tokens
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model").stderr
-    assert f"doc.skv held {held:,} tokens of an earlier text: the first " in told
+    line = f"doc.skv holds {held:,} tokens of an earlier text: the first "
+    assert told.index(line) < told.index("indexing ")
+    assert "earlier text" not in run_here("build-index", "doc.txt", "--model", "model").stderr
 
 
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:

@@ -134,6 +134,8 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
     assert not (documents / "out").exists()
 
 
-@pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt"])
+@pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt", "new.txt", "out.md"])
 def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
-    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=(f"--output {output}: of several documents",))
+    fails(
+        2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=(f"--output {output}: each of several documents",)
+    )

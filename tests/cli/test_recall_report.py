@@ -52,6 +52,22 @@ def test_the_table_is_in_the_order_of_errors_and_marks_the_front(place: Path) ->
     assert "*: on the Pareto front" in printed()
 
 
+def test_the_legend_explains_odd_rows_where_they_are_there_alone(place: Path) -> None:
+    told = {
+        "oracle": "known in hindsight",
+        "window": "so it has a star whatever its error",
+        "quoka": "reads every key to choose",
+        "sampleattention": "chooses what the oracle does",
+        "tidaldecode": "selects more than the budget",
+        "squeezed": "missed estimate: what a step can tell",
+    }
+    for name in told:
+        legend = run_here("recall-report", "--method", name, "--budget", "10%", "-q").stdout.partition("*: on the")[2]
+        said = {other for other, words in told.items() if words in legend}
+        assert said - {"quoka"} == {name} - {"quoka"}, legend
+        assert ("quoka" in said) == (name in ("quoka", "sampleattention")), legend
+
+
 def test_all_methods_are_drawn_on_a_slide(place: Path) -> None:
     outcome = run_here("recall-report", "--budget", "5%", "--budget", "10%", "--plot", "all.png", "-q")
     assert outcome.code == 0, outcome.stderr

@@ -1,6 +1,7 @@
 """`tune`, and `generate` that takes what it found."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_a_table_names_the_best_and_a_note_the_default(place: Path) -> None:
     assert [("best" in row, "does not hold it" in row) for row in rows][::2] == [(True, False), (False, True)]
     assert "; tune --reset takes it away" in outcome.stderr
     assert "recall" in run_here("inspect").stdout
+
+
+def test_what_a_search_costs_is_told_as_it_starts_and_at_its_end(place: Path) -> None:
+    """For every target; an error is searched with a residual too, which makes more forms."""
+    forms = []
+    for target in ("recall", "error"):
+        search = ("tune", f"--target-{target}", "0.5", "--method", "squeezed", "--method", "quest", "--dry-run")
+        told = run_here(*search).stderr
+        ahead = re.match(rf"searching (\d+) forms of 2 methods for {target} .*: some 20 rounds over 3 layers, ", told)
+        after = re.search(r"\nsearched in (\d+) rounds, \d+ s\n", told)
+        assert ahead is not None, told
+        assert after is not None, told
+        assert int(after[1]) >= 2
+        forms.append(int(ahead[1]))
+        assert "search" not in run_here(*search, "-q").stderr
+    assert forms[1] > forms[0]
 
 
 def test_what_was_the_default_is_measured_beside_what_is_found(place: Path, setting: Defaults) -> None:

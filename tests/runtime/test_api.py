@@ -115,3 +115,11 @@ def test_many_questions_are_answered_in_their_order(index: api.Index) -> None:
     ]
     with pytest.raises(UsageError, match="differs from question to question; ask one question at a time"):
         index.asker("magicpig").ask_all(questions)
+
+
+def test_a_variant_says_only_what_the_method_does_not(index: api.Index) -> None:
+    rows = [*index.recall_report([], ["10%"]), *index.recall_report("quest", "10%", page_size=8)]
+    assert all(row["method"] not in row["variant"] for row in rows)
+    assert rows[-1]["variant"] == "page_size=8"
+    assert len({(row["method"], row["variant"]) for row in rows}) == len(rows)
+    assert next(row for row in rows if row["method"] == "window")["variant"] == ""

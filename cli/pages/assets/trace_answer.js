@@ -79,9 +79,11 @@ function comparedAnswers(trace) {
     element("p", { class: "small faint" }, "Taken out, and struck through in the document: ", passages.map((text) => quoted(shortened(text), { class: "quote" }))));
 }
 
-/** The beginning of a text, on one line. */
+/** The beginning of a text, on one line, cut between words where there is a space in its second half. */
 function shortened(text, most = 90) {
   const line = text.replace(/\s+/g, " ").trim();
   const letters = [...line.slice(0, 2 * most)];
-  return letters.length > most ? `${letters.slice(0, most - 1).join("")}\u2026` : line;
+  if (letters.length <= most) return line;
+  const space = letters.lastIndexOf(" ", most - 2);
+  return space > most / 2 ? `${letters.slice(0, space).join("")} \u2026` : `${letters.slice(0, most - 1).join("")}\u2026`;
 }

@@ -1,6 +1,7 @@
 // A trace as the page uses it: what `packed_trace.py` packed, in typed arrays.
 
 const KINDS = ["chosen", "stood_for", "missed"];
+const SENTENCE_END = /[.!?\u2026\u3002\uff01\uff1f]["'\u201d\u2019)\]*_`\u300d\u300f\uff09]*\s*$|\n\s*$/;
 const KIND_NAMES = { chosen: "Chosen", stood_for: "Stood for", missed: "Missed" };
 
 function readTrace(packed) {
@@ -23,6 +24,10 @@ function readPrompt({ text, lengths, start, tokens }) {
   const prompt = { text, tokenAt, starts, first: readColumn(start), passages: counts.length };
   prompt.from = (passage) => tokenAt[starts[passage]];
   prompt.textOf = (passage) => text.slice(prompt.from(passage), prompt.from(passage + 1));
+  // A long sentence is cut into passages: they say that it goes on, or that it began before.
+  const goesOn = (passage) => passage >= 0 && passage < prompt.passages - 1 && !SENTENCE_END.test(prompt.textOf(passage));
+  prompt.quoteOf = (passage, written = prompt.textOf(passage).trim()) =>
+    `${goesOn(passage - 1) ? "\u2026 " : ""}${written}${goesOn(passage) && !written.endsWith("\u2026") ? " \u2026" : ""}`;
   prompt.passageOfToken = (token) => Math.min(runOf(starts, token), counts.length - 1);
   prompt.passageOfText = (at) => prompt.passageOfToken(runOf(tokenAt, at));
   return prompt;

@@ -30,7 +30,7 @@ function passageList(trace, onpick) {
 function passageRow(trace, { passage, sum, kind }, brightest, onpick) {
   const bar = element("span", { class: "length", dataset: { kind } });
   bar.style.width = `${(100 * sum) / brightest}%`;
-  const text = quoted(shortened(trace.prompt.textOf(passage)) || "\u23ce", { class: "snippet", lang: "" });
+  const text = quoted(trace.prompt.quoteOf(passage, shortened(trace.prompt.textOf(passage)) || "\u23ce"), { class: "snippet", lang: "" });
   const button = element("button", { type: "button", class: "plain", dataset: { passage }, onclick: () => onpick(passage) },
     element("span", { class: "number" }, percent(sum)), text, bar);
   return element("li", {}, button);
@@ -44,7 +44,7 @@ function passageDetail(trace, passage, shares) {
     swatch(kind), ` ${KIND_NAMES[kind]} `, shares ? percent(shares[at]) : kind === "missed" && !trace.truth ? "\u2013" : "not listed"));
   return [
     element("h3", {}, `Passage ${count(passage + 1)}, tokens ${count(first)} to ${count(last)}`),
-    element("p", { class: "text", lang: "", dir: "auto" }, visible(prompt.textOf(passage).trim())),
+    element("p", { class: "text", lang: "", dir: "auto" }, visible(prompt.quoteOf(passage))),
     element("p", { class: "row small" }, numbers),
     withoutButton(trace, passage),
   ];

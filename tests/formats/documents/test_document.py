@@ -62,7 +62,7 @@ def test_a_document_without_text_is_refused_with_its_name(data: bytes, reason: s
     with pytest.raises(SparsekvError, match=reason) as refusal:
         read()
     assert str(path) in str(refusal.value)
-    assert refusal.value.exit_code == 1
+    assert refusal.value.exit_code == 2
 
 
 def test_a_missing_file_and_a_folder_are_wrong_usage(tmp_path: Path) -> None:

@@ -100,6 +100,15 @@ def test_passages_hold_every_token_once_in_order_and_are_short(texts: list[str])
     assert all(passages.of_tokens()[start] == number for number, start in enumerate(starts))
 
 
+def test_a_long_sentence_is_cut_between_words() -> None:
+    """Words of three tokens each, of which 64 are no multiple."""
+    texts = [part for word in range(100) for part in (f" w{word}", "or", "d")]
+    found = ["".join(tokens) for _, tokens in split_passages(texts)]
+    assert len(found) == 5
+    assert all(one.startswith(" w") and one.endswith("ord") for one in found)
+    assert [len(tokens) for _, tokens in split_passages(["\u597d"] * 100)] == [LONGEST, 100 - LONGEST]
+
+
 def test_passages_are_sentences() -> None:
     sentences = [
         'He said: "Stop!"',
