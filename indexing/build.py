@@ -58,11 +58,7 @@ def build_index(
     model, tokenizer = identify(plan.loaded)
     ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
-        if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
-            raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
-        _keep_others(plan, model, writer)
-        _keep_additions(plan, writer)
-        _keep_dense(plan, writer)
+        _keep_what_is_there(plan, model, writer)
         _tell_replaced(plan, writer, tell)
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
@@ -72,6 +68,15 @@ def build_index(
         team.release()
         built = {files.work.name: record_method(job.methods, files) for files in made}
         return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
+
+
+def _keep_what_is_there(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) -> None:
+    """Raise ArtifactError if the build would lose what only --force gives up, or append to another index."""
+    if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
+        raise ArtifactError(f"{writer.folder} was changed meanwhile by another process; run the same command again")
+    _keep_others(plan, model, writer)
+    _keep_additions(plan, writer)
+    _keep_dense(plan, writer)
 
 
 def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:

@@ -21,7 +21,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 
 Progress = Callable[[str, int, int], None]
 
-CHUNK, CHUNK_ON_A_GPU = 512, 8192
+CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
 
 
 def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:
@@ -31,7 +31,9 @@ def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill)
     """
     if asked is not None:
         return asked
-    return CHUNK_ON_A_GPU if prefill.exact and device.type == "cuda" else CHUNK
+    if not prefill.exact:
+        return CHUNK
+    return CHUNK_ON_A_GPU if device.type == "cuda" else CHUNK_ON_A_CPU
 
 
 @dataclass(frozen=True)

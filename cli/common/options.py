@@ -84,7 +84,9 @@ SpecialTokensOption = Annotated[
 ]
 ChunkSizeOption = Annotated[
     int | None,
-    typer.Option(help="Tokens per forward pass of the prefill. Default: 512; of a dense prefill on a GPU 8,192."),
+    typer.Option(
+        help="Tokens per forward pass of the prefill. Default: 2,048, on a GPU 8,192, of a sparse prefill 512."
+    ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]

@@ -111,8 +111,7 @@ def load_model(
 
     scaling = None if rope_scaling is None else RopeScaling.parse(rope_scaling)
     target = choose_device(device)
-    if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
+    _check_dtype(dtype)
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
         files = thread.submit(hash_tokenizer_files, folder)
@@ -120,8 +119,7 @@ def load_model(
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
-        mapped = _mapped(folder, config, target) if ranks == 1 else None
-        tokenizer = _tokenizer(folder, name)
+        mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
         model = causal_model(folder, name, config, target, chosen, ranks, mapped)
         return LoadedModel(model, tokenizer, name, revision, files.result())
 
@@ -136,6 +134,12 @@ def load_tokenizer(name: str) -> "Tokenizer":
     folder = local_folder(name)
     with silent_transformers():
         return _tokenizer(folder, name)
+
+
+def _check_dtype(dtype: str) -> None:
+    """Raise UsageError for an unknown dtype."""
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype}: {choose_one(dtype, ('auto', *DTYPES))}")
 
 
 def _auto_dtype(config: "PreTrainedConfig", device: torch.device) -> torch.dtype:
