@@ -4,7 +4,7 @@
 # Of the parts all, unless some are named. What each command prints goes to a file of its own in FOLDER; the last lines
 # are shown. Needs an NVIDIA GPU and what `pip install '.[dev]'` installs.
 set -u
-ALL="tests sanitizer steps model prefill kmeans index"
+ALL="tests sanitizer steps model prefill kmeans whole"
 [ $# -gt 0 ] || { echo "usage: docs/benchmarks/measure_gpu.sh FOLDER [PART...], of: $ALL" >&2; exit 2; }
 folder=$(realpath -m "$1")
 shift
@@ -59,7 +59,7 @@ model() {
 }
 prefill() { measure prefill 20 python docs/benchmarks/time_prefill.py; }
 kmeans() { measure kmeans 20 python docs/benchmarks/time_kmeans.py; }
-index() { measure index 20 python docs/benchmarks/time_index.py; }
+whole() { measure whole 30 python docs/benchmarks/real_size.py "$folder/whole"; }
 
 # shellcheck disable=SC2086  # names of parts
 for part in ${*:-$ALL}; do "$part"; done
