@@ -1,39 +1,25 @@
 """Writes an artifact so that an interruption at any point neither leaves a wrong index nor loses a good one.
 
-Every file is written under a temporary name, synced and renamed; a journal (`unfinished.json`) lists whole files, each
-with the hash of what decides its content (its recipe); the manifest is written last. If the folder already has a
-finished index, the base, that stays valid until the new manifest replaces its own: changed files get other paths.
-Several threads write files, and each file is in the journal as soon as it is whole.
-
-The journal also lists every path before it is written, and the paths of the base. At the end the paths in the journal
-that are not in the new manifest are removed; nothing else in the folder is ever touched.
+Every file is written under a temporary name, synced and renamed; the journal lists whole files, each with the hash of
+what decides its content (its recipe); the manifest is written last. Several threads write files, and each file is in
+the journal as soon as it is whole.
 """
 
-import contextlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
 
 import torch
 
+from sparsekv.formats.build_folder import BuildFolder
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.folder import Folder
 from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told, untold
 from sparsekv.formats.growing_files import GrowingFiles
 from sparsekv.formats.held_tensors import HeldTensors
-from sparsekv.formats.journal import JOURNAL, KeptJournal
-from sparsekv.formats.lock import acquire_lock
-from sparsekv.formats.manifest import manifest_bytes, manifest_in
-from sparsekv.formats.marker import MARKER, mark
-from sparsekv.formats.ours import refuse_foreign
 from sparsekv.formats.reader import CPU
-from sparsekv.formats.recorded_file import is_whole, read_recorded
-from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
+from sparsekv.formats.schema import FileRecord, Manifest
 from sparsekv.formats.tensor_bytes import write_tensors
 from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
 from sparsekv.formats.ways_out import WaysOut
@@ -44,48 +30,22 @@ SUMS = min(64, os.cpu_count() or 1)
 HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and were made for that
 
 
-class ArtifactWriter:
-    """One build of one index, under the lock of its folder.
+class ArtifactWriter(BuildFolder):
+    """One build of one index: its files, in its folder.
 
     Keeps the tensors of files that wait to be written, and writes one file per core at a time, up to 16. Tensors on a
     GPU stay there, and pass through host memory 16 MiB at a time for each file.
-
-    Args:
-        folder: the artifact, `NAME.skv`; created when missing.
-        force: reuse nothing; a finished index in the folder still stays valid until `finish`.
-
-    Raises:
-        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
-        self.folder = folder
-        self.force = force
-        self.base: Manifest | None = None
-        self._ways_out = ways_out or WaysOut()
+        super().__init__(folder, force=force, ways_out=ways_out)
         self._made: dict[str, Future[FileRecord]] = {}
         self._held = HeldTensors(HELD_BYTES)
-        self._journal: KeptJournal
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
         # Apart, so that what is small is not written after gigabytes are summed, nor any sum made after those awaited.
         self._summing, self._told = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(1)
         self._growing = GrowingFiles(self._begin, self._threads)
-
-    def __enter__(self) -> Self:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._folder = Folder(self.folder)
-            refuse_foreign(self._folder)
-            self._lock = acquire_lock(self.folder)
-        except OSError as error:
-            raise self._cannot_write(error) from None
-        try:
-            self._recover()
-        except BaseException:
-            self._lock.release()
-            raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,11 +73,6 @@ class ArtifactWriter:
     def record(self, name: str) -> FileRecord:
         """The record of one of these files; waits until it is on disk, and raises what `files` raises."""
         return self._made[name].result()
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """Notes of this build, and of the interrupted builds that it resumes."""
-        return self._journal.notes
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
         """Reuse a whole file of an earlier build if the same recipe made it; returns whether there was one.
@@ -163,7 +118,8 @@ class ArtifactWriter:
         """
         self._wait_for_earlier(name)
         self._held.add(name, tensors, wait=wait)
-        self._submit(name, tensors, recipe, of)
+        self._new.add(name)
+        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
 
     def share_rows(self, name: str, recipe: str) -> SharedFile:
         """Begin a file of which other processes write the rows of their heads, and return what they find it by.
@@ -173,10 +129,8 @@ class ArtifactWriter:
         Raises:
             ArtifactError: it cannot be written.
         """
-        try:
+        with self._writing():
             return self._growing.share(name, recipe)
-        except OSError as error:
-            raise self._cannot_write(error) from None
 
     def unshare_rows(self) -> None:
         """Remove what `share_rows` began: other processes do not write, and this one has not begun to."""
@@ -193,10 +147,8 @@ class ArtifactWriter:
         Raises:
             ArtifactError: it cannot be written.
         """
-        try:
+        with self._writing():
             self._growing.put(name, tensors, recipe, end, part)
-        except OSError as error:
-            raise self._cannot_write(error) from None
 
     def rows_written(self, name: str, seconds: float) -> bool:
         """Wait so long until this process's rows of a shared file are written; returns whether they are.
@@ -204,10 +156,8 @@ class ArtifactWriter:
         Raises:
             ArtifactError: they could not be written.
         """
-        try:
+        with self._writing():
             return self._growing.wait(name, seconds)
-        except OSError as error:
-            raise self._cannot_write(error) from None
 
     def end_rows(self, name: str, recipe: str, told: Told = untold) -> None:
         """End a file that `share_rows` began, in a thread, once the other processes have written their rows.
@@ -222,10 +172,8 @@ class ArtifactWriter:
         """
         assert name in self._growing
         self._wait_for_earlier(name)
-        try:
+        with self._writing():
             self._growing.end(name, f"{name} of {self.folder}")
-        except OSError as error:
-            raise self._cannot_write(error) from None
         self._new.add(name)
         threads = self._summing if told is untold else self._told
         self._made[name] = threads.submit(self._store, name, {}, recipe, (), told)
@@ -241,10 +189,8 @@ class ArtifactWriter:
             ArtifactError: it could not be written, or is there no more.
         """
         path = self._made[name].result().path
-        try:
+        with self._writing():
             descriptor = self._folder.open(path)
-        except OSError as error:
-            raise self._cannot_write(error) from None
         try:
             return SharedFile.of(path, descriptor)
         finally:
@@ -259,50 +205,9 @@ class ArtifactWriter:
             return whole.read(device)
         return self._read(name, self._made[name].result(), device)
 
-    def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the base, the finished index that was in the folder, on a device."""
-        assert self.base is not None
-        return self._read(name, self.base.files[name], device)
-
-    def is_whole(self, record: FileRecord) -> bool:
-        """Whether the file of a record exists with the content that was written."""
-        return is_whole(self._folder, record)
-
-    def leave_as_it_was(self) -> None:
-        """End a build that changed nothing in the finished index."""
-        assert self.base is not None
-        self._remove_strays(self.base)
-
-    def clear_finished(self) -> None:
-        """Remove leftovers of a build that was interrupted after it wrote the manifest; keep those of one to resume."""
-        assert self.base is not None
-        if all(record in self.base.files.values() for record in self._journal.files.values()):
-            self._remove_strays(self.base)
-
-    def note(self, name: str, value: Any) -> None:
-        """Store a small JSON value until the manifest is written; `notes` returns it after an interruption."""
-        try:
-            self._journal.note(name, value)
-        except OSError as error:
-            raise self._cannot_write(error) from None
-
-    def need_space(self, size: int) -> None:
-        """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
-        free = shutil.disk_usage(self.folder).free
-        if free < size:
-            raise self._ways_out.no_space(self.folder, size, free)
-
     def finish(self, manifest: Manifest) -> Manifest:
-        """Seal the index: write the manifest in place of an earlier one, and remove files that are no longer named."""
-        data, sealed = manifest_bytes(manifest.model_copy(update={"files": self.files}))
-        try:
-            self._journal.write()
-            self._folder.write(MANIFEST, [data])
-        except OSError as error:
-            raise self._cannot_write(error) from None
-        self._remove_strays(sealed)
-        self.base, self._journal = sealed, KeptJournal(self._folder, forget=True)
-        return sealed
+        """Seal the index: write the manifest, with all files of this build, in place of an earlier one."""
+        return self._seal(manifest.model_copy(update={"files": self.files}))
 
     def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
         """A recipe that includes the contents of files of this build, which it waits for."""
@@ -317,10 +222,6 @@ class ArtifactWriter:
         if name in self._made:
             self._made[name].result()
 
-    def _submit(self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str]) -> None:
-        self._new.add(name)
-        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
-
     def _check_made(self) -> None:
         for made in self._made.values():
             if made.done():
@@ -333,57 +234,13 @@ class ArtifactWriter:
             # Threads take files in order, and others take shared ones: what this one waits for is being written.
             recipe = self._whole_recipe(recipe, of)
             path = self._free_path(name, recipe)
-            try:
+            with self._writing():
                 if name in self._growing:
                     record = self._growing.finish(name, path, recipe, told)
                 else:
                     record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
                 self._journal.add(name, record)
-            except OSError as error:
-                raise self._cannot_write(error) from None
             return record
         finally:
             self._held.drop(name)
             self._growing.drop(name)
-
-    def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
-        return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
-
-    def _recover(self) -> None:
-        try:
-            if MANIFEST in self._folder.names():
-                self.base = manifest_in(self._folder)
-        except ArtifactError:
-            if not self.force:
-                raise
-        self._journal = KeptJournal(self._folder, forget=self.force)
-        # What a killed build had written of its files may be as large as the index.
-        with contextlib.suppress(OSError):
-            self._folder.remove([], leftovers_of=self._journal.paths)
-        if self.base is not None:
-            # So that they are still known once a new manifest has replaced the one that names them.
-            self._journal.know(record.path for record in self.base.files.values())
-        try:
-            mark(self._folder)
-        except OSError as error:
-            raise self._cannot_write(error) from None
-
-    def _free_path(self, name: str, recipe: str) -> str:
-        """The logical name itself, or one with the recipe's hash while the base still uses the name."""
-        in_use = {record.path for record in self.base.files.values()} if self.base else set()
-        if name not in in_use:
-            return name
-        stem, suffix = os.path.splitext(name)
-        return f"{stem}.{recipe[:8]}{suffix}"
-
-    def _cannot_write(self, error: OSError) -> ArtifactError:
-        return self._ways_out.cannot_write(self.folder, error)
-
-    def _remove_strays(self, manifest: Manifest) -> None:
-        kept = {record.path for record in manifest.files.values()}
-        try:
-            self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
-            # Last, because it lists what is still to be removed if this process dies.
-            self._folder.remove([JOURNAL])
-        except OSError as error:
-            raise self._cannot_write(error) from None

@@ -1,0 +1,149 @@
+"""The folder of an index while it is built: its lock, the finished index in it, and what is left of earlier builds.
+
+If the folder already has a finished index, the base, that stays valid until the new manifest replaces its own: changed
+files get other paths. A journal (`unfinished.json`) lists every path before it is written, whole files with what made
+them, and the paths of the base. At the end the paths in the journal that are not in the new manifest are removed;
+nothing else in the folder is ever touched.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.folder import Folder
+from sparsekv.formats.journal import JOURNAL, KeptJournal
+from sparsekv.formats.lock import acquire_lock
+from sparsekv.formats.manifest import manifest_bytes, manifest_in
+from sparsekv.formats.marker import MARKER, mark
+from sparsekv.formats.ours import refuse_foreign
+from sparsekv.formats.reader import CPU
+from sparsekv.formats.recorded_file import is_whole, read_recorded
+from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
+from sparsekv.formats.ways_out import WaysOut
+
+
+class BuildFolder:
+    """The folder of one build, whose lock it takes when it is entered.
+
+    Args:
+        folder: the artifact, `NAME.skv`; created when missing.
+        force: reuse nothing; a finished index in the folder still stays valid until it is replaced.
+
+    Raises:
+        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
+    """
+
+    def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
+        self.folder = folder
+        self.force = force
+        self.base: Manifest | None = None
+        self._ways_out = ways_out or WaysOut()
+        self._journal: KeptJournal
+
+    def __enter__(self) -> Self:
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._folder = Folder(self.folder)
+            refuse_foreign(self._folder)
+            self._lock = acquire_lock(self.folder)
+        try:
+            self._recover()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Notes of this build, and of the interrupted builds that it resumes."""
+        return self._journal.notes
+
+    def note(self, name: str, value: Any) -> None:
+        """Store a small JSON value until the manifest is written; `notes` returns it after an interruption."""
+        with self._writing():
+            self._journal.note(name, value)
+
+    def need_space(self, size: int) -> None:
+        """Raise ArtifactError if the disk has fewer than `size` free bytes; called before hours of work are spent."""
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
+            raise self._ways_out.no_space(self.folder, size, free)
+
+    def read_base(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """Tensors of a file of the base, the finished index that was in the folder, on a device."""
+        assert self.base is not None
+        return self._read(name, self.base.files[name], device)
+
+    def is_whole(self, record: FileRecord) -> bool:
+        """Whether the file of a record exists with the content that was written."""
+        return is_whole(self._folder, record)
+
+    def leave_as_it_was(self) -> None:
+        """End a build that changed nothing in the finished index."""
+        assert self.base is not None
+        self._remove_strays(self.base)
+
+    def clear_finished(self) -> None:
+        """Remove leftovers of a build that was interrupted after it wrote the manifest; keep those of one to resume."""
+        assert self.base is not None
+        if all(record in self.base.files.values() for record in self._journal.files.values()):
+            self._remove_strays(self.base)
+
+    def _seal(self, manifest: Manifest) -> Manifest:
+        """Write the manifest in place of an earlier one, and remove files that are no longer named."""
+        data, sealed = manifest_bytes(manifest)
+        with self._writing():
+            self._journal.write()
+            self._folder.write(MANIFEST, [data])
+        self._remove_strays(sealed)
+        self.base, self._journal = sealed, KeptJournal(self._folder, forget=True)
+        return sealed
+
+    def _read(self, name: str, record: FileRecord, device: torch.device) -> dict[str, torch.Tensor]:
+        return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
+
+    def _recover(self) -> None:
+        try:
+            if MANIFEST in self._folder.names():
+                self.base = manifest_in(self._folder)
+        except ArtifactError:
+            if not self.force:
+                raise
+        self._journal = KeptJournal(self._folder, forget=self.force)
+        # What a killed build had written of its files may be as large as the index.
+        with contextlib.suppress(OSError):
+            self._folder.remove([], leftovers_of=self._journal.paths)
+        if self.base is not None:
+            # So that they are still known once a new manifest has replaced the one that names them.
+            self._journal.know(record.path for record in self.base.files.values())
+        with self._writing():
+            mark(self._folder)
+
+    def _free_path(self, name: str, recipe: str) -> str:
+        """The logical name itself, or one with the recipe's hash while the base still uses the name."""
+        in_use = {record.path for record in self.base.files.values()} if self.base else set()
+        if name not in in_use:
+            return name
+        stem, suffix = os.path.splitext(name)
+        return f"{stem}.{recipe[:8]}{suffix}"
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise ArtifactError, with what the user can do, where the system refuses to write."""
+        try:
+            yield
+        except OSError as error:
+            raise self._ways_out.cannot_write(self.folder, error) from None
+
+    def _remove_strays(self, manifest: Manifest) -> None:
+        kept = {record.path for record in manifest.files.values()}
+        with self._writing():
+            self._folder.remove(self._journal.paths - kept, leftovers_of={*kept, MANIFEST, MARKER})
+            # Last, because it lists what is still to be removed if this process dies.
+            self._folder.remove([JOURNAL])
