@@ -20,7 +20,6 @@ from sparsekv.cli.common.options import (
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
 from sparsekv.indexing.append import (
@@ -70,8 +69,7 @@ def append(
         _refuse_fixed_methods(artifact)
     text = read_document(document)
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
-    identity = artifact.manifest.model
-    loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
+    loaded = opened.loaded
     chat = artifact.manifest.prompt.chat
     addition = encode_addition(loaded.tokenizer, text, chat, special_tokens=special_tokens)
     record = addition_record(addition)

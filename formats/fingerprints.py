@@ -96,12 +96,11 @@ def identify_model(
 
 
 def identify_tokenizer(
-    serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any], files_hash: str | None = None
+    serialized: str, chat_template: str | None, special_tokens: Mapping[str, Any]
 ) -> TokenizerIdentity:
-    """Identity of a tokenizer from its own serialisation, its chat template, its special tokens, and its files."""
+    """Identity of a tokenizer from its own serialisation, its chat template and its special tokens."""
     return TokenizerIdentity(
         tokenizer_hash=hash_bytes(serialized.encode()),
         chat_template_hash=None if chat_template is None else hash_bytes(chat_template.encode()),
         special_tokens_hash=hash_json({name: str(token) for name, token in special_tokens.items()}),
-        files_hash=files_hash,
     )

@@ -41,9 +41,6 @@ class TokenizerIdentity(Record):
     tokenizer_hash: str
     chat_template_hash: str | None
     special_tokens_hash: str
-    files_hash: Sha256 | None = Field(
-        default=None, description="of the files it was loaded from; the same files need not be loaded to be compared"
-    )
 
 
 class ChatFrame(Record):
@@ -213,6 +210,9 @@ class Manifest(Record):
     created: str
     model: ModelIdentity
     tokenizer: TokenizerIdentity
+    tokenizer_files: Sha256 | None = Field(
+        default=None, description="hash of the files that the tokenizer was loaded from; those of equal files are equal"
+    )
     prompt: Prompt
     split: Split
     dtype: Annotated[str, StringConstraints(pattern="^(float32|float16|bfloat16)$")]

@@ -9,7 +9,6 @@ import torch
 from sparsekv.cli.common.console import note, progress
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import command
-from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.append import Addition, growing_plan, refuse_other_dtype, stored_indexers
 from sparsekv.indexing.build import build_index
@@ -48,13 +47,12 @@ def save_session(
     Raises:
         ArtifactError: it cannot be written, or the index that it extends is damaged.
     """
-    identity, chat = opened.artifact.manifest.model, opened.artifact.manifest.prompt.chat
+    chat = opened.artifact.manifest.prompt.chat
     for turn in () if raw else turns:
         chat = chat_after(opened, chat, turn)
     tokens = torch.cat([turn.tokens for turn in turns])
-    loaded = LoadedModel(opened.model, opened.tokenizer, identity.id, identity.revision)
     addition = Addition(tokens, str(opened.tokenizer.decode(tokens)), chat, special_tokens)
-    plan = growing_plan(opened.artifact, loaded, addition)
+    plan = growing_plan(opened.artifact, opened.loaded, addition)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

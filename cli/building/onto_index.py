@@ -8,7 +8,6 @@ from sparsekv.cli.building.recipe import Recipe, tell_built
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.loading import load_for
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST
 from sparsekv.indexing.append import refuse_other_dtype
@@ -53,7 +52,6 @@ def add_methods(folder: Path, recipe: Recipe, given: Iterable[str], show: Progre
     before = artifact.manifest
     refuse_other_dtype(before, recipe.dtype)
     opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)
-    loaded = LoadedModel(opened.model, opened.tokenizer, before.model.id, before.model.revision)
-    plan = adding_plan(artifact, loaded, recipe.methods, chunk_size=recipe.chunk_size)
+    plan = adding_plan(artifact, opened.loaded, recipe.methods, chunk_size=recipe.chunk_size)
     manifest = build_index(plan, folder, show, tell=partial(note, quiet=recipe.quiet))
     tell_built(folder, before, manifest, quiet=recipe.quiet)

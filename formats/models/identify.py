@@ -4,18 +4,18 @@ from typing import TYPE_CHECKING
 
 from sparsekv.formats.fingerprints import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.formats.schema import Manifest, ModelIdentity, TokenizerIdentity
 
 if TYPE_CHECKING:  # transformers takes a second to import
     from transformers import PreTrainedTokenizerBase
 
 
-def identify(loaded: LoadedModel, stored: TokenizerIdentity | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
+def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelIdentity, TokenizerIdentity]:
     """Fingerprints of the model's KV-relevant config and weights, and of its tokenizer and chat template.
 
     Args:
-        stored: a tokenizer's of an index, which is this one's if both were loaded from the same files: it is returned
-            then, since serialising a tokenizer takes ten times as long as hashing its files, and no other thread runs.
+        index: one whose tokenizer this is, if both were loaded from the same files. Its identity is returned then:
+            serialising a tokenizer takes ten times as long as hashing its files, and holds Python's lock.
     """
     model = loaded.model
     adapters = getattr(model, "peft_config", None)
@@ -26,18 +26,13 @@ def identify(loaded: LoadedModel, stored: TokenizerIdentity | None = None) -> tu
         fingerprint_weights(model.state_dict().items()),
         ",".join(sorted(adapters)) if adapters else None,
     )
-    files = loaded.tokenizer_files
-    if stored is not None and files is not None and stored.files_hash == files:
-        return model_identity, stored
-    return model_identity, tokenizer_identity(loaded.tokenizer, files)
+    if index is not None and loaded.tokenizer_files is not None and index.tokenizer_files == loaded.tokenizer_files:
+        return model_identity, index.tokenizer
+    return model_identity, tokenizer_identity(loaded.tokenizer)
 
 
-def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase", files: str | None = None) -> TokenizerIdentity:
-    """Fingerprints of a tokenizer, its chat template and its special tokens.
-
-    Args:
-        files: the hash of the files that it was loaded from.
-    """
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
+    """Fingerprints of a tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = tokenizer.chat_template
@@ -45,5 +40,4 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase", files: str | None =
         serialized,
         template if template is None else str(template),
         tokenizer.special_tokens_map,
-        files,
     )

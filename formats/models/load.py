@@ -15,7 +15,7 @@ from sparsekv.formats.models.embedded import EMBEDDED, damaged_files, embedded_p
 from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
 from sparsekv.formats.models.hub import first_line, hub_folder
 from sparsekv.formats.models.rope import RopeScaling
-from sparsekv.formats.models.tokenizer_files import hash_tokenizer_files
+from sparsekv.formats.models.tokenizer_files import TokenizerFiles
 from sparsekv.formats.suggestions import choose_one
 
 if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
@@ -30,7 +30,7 @@ class LoadedModel:
     """A causal language model in evaluation mode, its tokenizer, and where they came from.
 
     `name` is the embedded name, the hub id or the folder's absolute path; `revision` a hub model's commit;
-    `tokenizer_files` what `hash_tokenizer_files` gives for the folder.
+    `tokenizer_files` is the hash of the files that the tokenizer was loaded from, if it is known.
     """
 
     model: "PreTrainedModel"
@@ -114,14 +114,14 @@ def load_model(
     _check_dtype(dtype)
     folder, name, revision = find_model(name, progress)
     with silent_transformers(), ThreadPoolExecutor(1) as thread:
-        files = thread.submit(hash_tokenizer_files, folder)
-        config = _config(folder, name, scaling)
+        files, config = TokenizerFiles(folder), _config(folder, name, scaling)
         chosen = DTYPES.get(dtype) or _auto_dtype(config, target)
         if target.type == "cuda":
             thread.submit(meanwhile, target, chosen)
         mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
+        hashed = thread.submit(files.hash)
         model = causal_model(folder, name, config, target, chosen, ranks, mapped)
-        return LoadedModel(model, tokenizer, name, revision, files.result())
+        return LoadedModel(model, tokenizer, name, revision, hashed.result())
 
 
 def load_tokenizer(name: str) -> "Tokenizer":

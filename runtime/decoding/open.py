@@ -12,6 +12,7 @@ from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
 from sparsekv.runtime.attention.executors import GatherMaker
@@ -42,12 +43,14 @@ class OpenIndex:
 
     Args:
         rows: layers' rows that are being read already, for the probe.
+        tokenizer_files: the hash of the files that the tokenizer was loaded from; None where it is not known.
     """
 
     artifact: Artifact
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     rows: dict[int, LayerRows] = field(default_factory=dict)
+    tokenizer_files: str | None = None
 
     def __post_init__(self) -> None:
         # The model looks through its modules for them each time.
@@ -64,6 +67,12 @@ class OpenIndex:
     @property
     def split(self) -> Split:
         return self.artifact.manifest.split
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model as it was loaded, under the name that the index has for it."""
+        named = self.artifact.manifest.model
+        return LoadedModel(self.model, self.tokenizer, named.id, named.revision, self.tokenizer_files)
 
     def sparse_cache(
         self,
@@ -209,18 +218,20 @@ def open_index(
     *,
     hold: bool = False,
     rows: dict[int, LayerRows] | None = None,
+    files: str | None = None,
 ) -> OpenIndex:
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
         rows: layers' rows that are being read already.
+        files: the hash of the files that the tokenizer was loaded from.
 
     Raises:
         IdentityError: names the field that differs, both values and the remedy.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
-    index = OpenIndex(artifact, model, tokenizer, rows or {})
+    index = OpenIndex(artifact, model, tokenizer, rows or {}, files)
     index.check_probe(hold=hold)
     return index

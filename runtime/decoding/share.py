@@ -53,7 +53,7 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: b
     """
     if len(set(ranks.collect(artifact.manifest.manifest_sha256))) > 1:
         raise ArtifactError(f"{artifact.folder} was changed meanwhile by another process; run the same command again")
-    model, tokenizer = identify(loaded, artifact.manifest.tokenizer)
+    model, tokenizer = identify(loaded, artifact.manifest)
     check_model(artifact.manifest, model, str(loaded.model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, tokenizer)
     share = ArtifactShare(artifact, ranks.number, ranks.size, heads_here(loaded.model))

@@ -61,6 +61,17 @@ def test_what_is_there_is_not_built_again(place: Path) -> None:
     assert read_manifest(Path("doc.skv")).uuid == uuid
 
 
+def test_other_versions_of_what_reads_a_tokenizer_build_nothing_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.formats.models.tokenizer_files.FORM", 0)
+    before = read_manifest(Path("doc.skv"))
+    again = run_here("build-index", "doc.skv", "--method", "multipole")
+    assert "doc.skv is up to date: nothing to build" in again.stderr
+    assert read_manifest(Path("doc.skv")) == before
+    assert run_here("generate", "-i", "doc.skv", "What?", "--max-new-tokens", "1").code == 0
+
+
 @pytest.mark.parametrize(
     "option",
     [("--tail", "32"), ("--output", "other.skv"), ("--raw",), ("--force",), ("--max-tokens", "5")],

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.artifacts import small_manifest
 from support.tiny_models import FAMILIES, tiny_tokenizer
 
 from sparsekv.formats.models.identify import identify
@@ -74,11 +75,9 @@ def test_adapters_are_named() -> None:
     assert identify(loaded)[0].adapter == "facts,style"
 
 
-def test_a_tokenizer_of_the_same_files_is_the_stored_one_and_of_others_is_compared() -> None:
-    loaded = replace(_loaded(), tokenizer_files="1" * 64)
-    _, stored = identify(loaded)
-    other = replace(loaded, tokenizer=tiny_tokenizer("{{ messages }}"))
-    assert identify(other, stored)[1] is stored
-    for files in ("2" * 64, None):
-        found = identify(replace(other, tokenizer_files=files), stored.model_copy(update={"files_hash": files and "3"}))
-        assert found[1].chat_template_hash not in (None, stored.chat_template_hash)
+def test_a_tokenizer_of_the_files_that_an_index_names_is_its_own_and_others_are_compared() -> None:
+    index = small_manifest().model_copy(update={"tokenizer_files": "1" * 64})
+    loaded = _loaded()
+    assert identify(replace(loaded, tokenizer_files="1" * 64), index)[1] is index.tokenizer
+    for files, named in (("2" * 64, index), (None, index), (None, index.model_copy(update={"tokenizer_files": None}))):
+        assert identify(replace(loaded, tokenizer_files=files), named)[1] == identify(loaded)[1]

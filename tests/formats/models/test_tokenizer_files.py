@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.formats.models import tokenizer_files
-from sparsekv.formats.models.tokenizer_files import hash_tokenizer_files
+from sparsekv.formats.models.tokenizer_files import TokenizerFiles
 
 
 @pytest.fixture
@@ -30,28 +30,36 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=["changed", "added", "removed", "renamed", "another template"],
 )
-def test_every_file_but_weights_counts(folder: Path, change: Callable[[Path], object]) -> None:
-    before = hash_tokenizer_files(folder)
+def test_every_file_of_a_tokenizer_counts(folder: Path, change: Callable[[Path], object]) -> None:
+    before = TokenizerFiles(folder).hash()
     change(folder)
-    assert hash_tokenizer_files(folder) not in (None, before)
+    assert TokenizerFiles(folder).hash() not in (None, before)
 
 
-def test_weights_and_the_place_do_not_count(folder: Path) -> None:
-    before = hash_tokenizer_files(folder)
+def test_other_files_and_the_place_do_not_count(folder: Path) -> None:
+    before = TokenizerFiles(folder).hash()
     (folder / "model.safetensors").write_bytes(b"others")
     (folder / "sha256.json").write_text("{}")
-    assert hash_tokenizer_files(folder) == before
-    assert hash_tokenizer_files(folder.rename(folder.parent / "moved")) == before
+    (folder / "README.md").write_text("words")
+    assert TokenizerFiles(folder).hash() == before
+    assert TokenizerFiles(folder.rename(folder.parent / "moved")).hash() == before
 
 
 @pytest.mark.parametrize("library", ["transformers", "tokenizers"])
 def test_the_versions_of_who_reads_them_count(folder: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = hash_tokenizer_files(folder)
+    before = TokenizerFiles(folder).hash()
     monkeypatch.setattr(f"{library}.__version__", "0.0")
-    assert hash_tokenizer_files(folder) != before
+    assert TokenizerFiles(folder).hash() != before
 
 
 def test_there_is_none_of_files_that_are_large_or_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hash_tokenizer_files(folder / "nowhere") is None
-    monkeypatch.setattr(tokenizer_files, "LARGEST", 1)
-    assert hash_tokenizer_files(folder) is None
+    assert TokenizerFiles(folder / "nowhere").hash() is None
+    monkeypatch.setattr(tokenizer_files, "MOST", 1)
+    assert TokenizerFiles(folder).hash() is None
+
+
+def test_there_is_none_of_files_that_change_while_the_tokenizer_is_loaded(folder: Path) -> None:
+    before = TokenizerFiles(folder)
+    (folder / "tokenizer.json").write_text("{ }")
+    assert before.hash() is None
+    assert TokenizerFiles(folder).hash() is not None
