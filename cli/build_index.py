@@ -102,10 +102,10 @@ def build_index(
 
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
-    together with those named here. An index of another document (less than a third of the shorter text is in the other)
-    or for another model is left alone unless --force is given, and so is a dense prefill that a sparse one would
-    replace. With an index in the place of DOC, methods are added to it from its own tokens, also where its text is gone
-    or more was appended.
+    together with those named here. An index of another document (DOC has less than a third of its passages, and is not
+    its beginning) or for another model is left alone unless --force is given, and so is a dense prefill that a sparse
+    one would replace. With an index in the place of DOC, methods are added to it from its own tokens, also where its
+    text is gone or more was appended.
 
     Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
     reported at the end, with exit code 1, and the others are built all the same.

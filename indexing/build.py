@@ -24,7 +24,7 @@ from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 from sparsekv.indexing.prefill.interface import prefill_name
-from sparsekv.indexing.same_document import LEAST_IN_COMMON, share_in_common
+from sparsekv.indexing.same_document import LEAST_IN_COMMON, is_cut, share_that_stays
 from sparsekv.indexing.versions import library_versions
 
 WAYS_OUT = "choose another folder with --output, or give --force to replace it"
@@ -103,19 +103,20 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
         raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
     if base.prompt.text_sha256 == plan.prompt.text_sha256:
         return
-    if (share := _in_common(plan, base, writer)) < LEAST_IN_COMMON:
+    if (share := _share_that_stays(plan, base, writer)) < LEAST_IN_COMMON:
         raise ArtifactError(
-            f"{writer.folder} is the index of another document, {base.split.tokens:,} tokens, which has {share:.0%} of "
-            f"its passages in common with this one; {WAYS_OUT}"
+            f"{writer.folder} is the index of another document, {base.split.tokens:,} tokens, of whose passages this "
+            f"one has {share:.0%}; {WAYS_OUT}"
         )
 
 
-def _in_common(plan: BuildPlan, base: Manifest, writer: ArtifactWriter) -> float:
-    """How much the text and that of the index have in common; where its tokens are damaged, what both begin with."""
-    if writer.is_whole(base.files[TOKENS]):
-        return share_in_common(writer.read_base(TOKENS)["input_ids"], plan.prompt.input_ids)
-    same = _same_beginning(plan, base)
-    return same / min(base.split.tokens, len(plan.prompt.input_ids))
+def _share_that_stays(plan: BuildPlan, base: Manifest, writer: ArtifactWriter) -> float:
+    """The share of an index's passages that the text has too: all, where it was cut; what both begin with, where the
+    index's tokens are damaged."""
+    if not writer.is_whole(base.files[TOKENS]):
+        return _same_beginning(plan, base) / base.split.tokens
+    before, after = writer.read_base(TOKENS)["input_ids"], plan.prompt.input_ids.cpu()
+    return 1.0 if is_cut(before, after) else share_that_stays(before, after)
 
 
 def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
@@ -124,13 +125,14 @@ def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
 
 
 def _tell_replaced(plan: BuildPlan, writer: ArtifactWriter, tell: Callable[[str], None]) -> None:
-    """Tell how much of an earlier text stays, before any of it is replaced: Ctrl-C then leaves all of it."""
+    """Tell how much of an index's text stays, before any of it is replaced: Ctrl-C then leaves all of it."""
     base = writer.base
     if base is None or plan.growth or base.prompt.text_sha256 == plan.prompt.text_sha256:
         return
     if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
-        told = f"the first {_same_beginning(plan, base):,} are those of this text, the others are replaced"
-        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of an earlier text: {told}")
+        same = _same_beginning(plan, base)
+        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
+        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of another text: {told}")
 
 
 def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:
@@ -187,6 +189,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=job.model,
         tokenizer=job.tokenizer,
+        tokenizer_files=plan.loaded.tokenizer_files,
         prompt=Prompt(
             text_sha256=plan.prompt.text_sha256,
             ids_sha256=hash_tokens(ids),

@@ -16,7 +16,7 @@ def test_the_index_of_another_document_is_replaced_by_force_alone(place: Path) -
     before = read_manifest(place / "doc.skv")
     (place / "doc.md").write_text("Another text altogether, of other words than the first one has. " * 60)
     refused = run_here("build-index", "doc.md", "--model", "model", "-q")
-    told = f"doc.skv is the index of another document, {before.split.tokens:,} tokens, which has "
+    told = f"doc.skv is the index of another document, {before.split.tokens:,} tokens, of whose passages "
     assert refused.error().startswith(told)
     assert "give --force to replace it" in refused.error()
     assert refused.code == 1
@@ -63,9 +63,9 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model").stderr
-    line = f"doc.skv holds {held:,} tokens of an earlier text: the first "
+    line = f"doc.skv holds {held:,} tokens of another text: the first "
     assert told.index(line) < told.index("indexing ")
-    assert "earlier text" not in run_here("build-index", "doc.txt", "--model", "model").stderr
+    assert "another text" not in run_here("build-index", "doc.txt", "--model", "model").stderr
 
 
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:

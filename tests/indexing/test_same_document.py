@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.indexing.same_document import LEAST_IN_COMMON, RUN, share_in_common
+from sparsekv.indexing.same_document import LEAST_IN_COMMON, RUN, is_cut, share_that_stays
 
 
 def _words(tokens: int, seed: int) -> torch.Tensor:
@@ -17,19 +17,36 @@ LATER = {
     "a paragraph of the middle": torch.cat([TEXT[:2000], OTHER[:300], TEXT[2300:]]),
     "a word in every fifty": torch.where(torch.arange(6000) % 50 == 0, OTHER, TEXT),
     "appended text": torch.cat([TEXT, OTHER]),
-    "the first tokens alone": TEXT[:600],
 }
 
 
 @pytest.mark.parametrize("after", LATER.values(), ids=LATER)
 def test_an_edited_text_is_the_same_document(after: torch.Tensor) -> None:
-    assert share_in_common(TEXT, after) > LEAST_IN_COMMON
+    assert share_that_stays(TEXT, after) > LEAST_IN_COMMON
 
 
 def test_another_text_under_the_same_licence_is_another_document() -> None:
     before, after = torch.cat([LICENCE, TEXT]), torch.cat([LICENCE, OTHER[:2000]])
-    assert share_in_common(before, after) == pytest.approx((256 - RUN + 1) / (2256 - RUN + 1))
+    assert share_that_stays(before, after) == pytest.approx((256 - RUN + 1) / (6256 - RUN + 1))
+
+
+@pytest.mark.parametrize("tokens", [RUN + 1, 600, 5999])
+def test_a_text_that_was_cut_is_the_same_document(tokens: int) -> None:
+    assert is_cut(TEXT, TEXT[:tokens])
+    assert is_cut(TEXT, torch.cat([TEXT[: tokens - RUN], OTHER[:RUN]]))  # a tokenizer may split its last words anew
+
+
+def test_a_part_of_the_middle_is_another_document() -> None:
+    chapter = TEXT[2000:3500]
+    assert not is_cut(TEXT, chapter)
+    assert share_that_stays(TEXT, chapter) < LEAST_IN_COMMON
+
+
+def test_a_note_behind_the_same_frame_does_not_replace_a_long_text() -> None:
+    before, after = torch.cat([LICENCE, TEXT]), torch.cat([LICENCE, OTHER[:100]])
+    assert not is_cut(before, after)
+    assert share_that_stays(before, after) < 0.05
 
 
 def test_a_text_of_less_than_a_passage_tells_nothing() -> None:
-    assert share_in_common(TEXT, TEXT[: RUN - 1]) == 1
+    assert share_that_stays(TEXT[: RUN - 1], TEXT) == 1
