@@ -15,8 +15,8 @@ from sparsekv.formats.schema import FileRecord
 from sparsekv.formats.tensor_bytes import file_record, host_pieces, safetensors_header
 from sparsekv.formats.unfinished_file import OpenFile, UnfinishedFile
 
-Told = Callable[[], str | None]
-"""Returns a file's sha256 once another process tells it; None if this one has to make it."""
+RemoteSum = Callable[[], str | None]
+"""Waits for the sha256 that another process makes of a file, and returns it; None if this one has to make it."""
 FLUSHED = 64 << 20  # bytes after which a file's are sent to the disk: else all of them would wait for its end
 
 
@@ -29,10 +29,6 @@ class HeadPart:
 
 
 ALL_HEADS = HeadPart()
-
-
-def untold() -> None:
-    """The `Told` of a file of which no other process makes the sum."""
 
 
 class GrowingRows:
@@ -107,17 +103,17 @@ class GrowingFile(GrowingRows):
         self._unfinished = file
         file.write(self._header, 0)
 
-    def finish(self, path: str, recipe: str, told: Told = untold) -> FileRecord:
+    def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
         """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
 
         Its hash is of what is read back, which the page cache holds. Other processes must be done with it.
 
         Args:
-            told: what waits for the hash that another process makes.
+            remote_sum: gives the hash, if another process makes it.
         """
         try:
             self.wait()
-            sha256 = told() or hash_descriptor(self._unfinished.descriptor)
+            sha256 = (remote_sum and remote_sum()) or hash_descriptor(self._unfinished.descriptor)
             self._unfinished.keep()
         except BaseException:
             self.discard()

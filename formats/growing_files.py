@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sparsekv.formats.growing_file import GrowingFile, HeadPart, Told
+from sparsekv.formats.growing_file import GrowingFile, HeadPart, RemoteSum
 from sparsekv.formats.schema import FileRecord
 from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
 from sparsekv.formats.whole_file import WholeFile
@@ -59,9 +59,9 @@ class GrowingFiles:
         """A file that has ended and has no name yet; None for all others."""
         return self._whole.get(name)
 
-    def finish(self, name: str, path: str, recipe: str, told: Told) -> FileRecord:
+    def finish(self, name: str, path: str, recipe: str, remote_sum: RemoteSum | None) -> FileRecord:
         """Name a file whose rows are all there, and return its record."""
-        return self._growing.pop(name).finish(path, recipe, told)
+        return self._growing.pop(name).finish(path, recipe, remote_sum)
 
     def drop(self, name: str) -> None:
         """Forget that a file is whole: it is read by its name from now on, or has been given up."""

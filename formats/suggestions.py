@@ -8,6 +8,12 @@ NEAR = 70.0
 
 def suggestion(given: str, known: Iterable[str]) -> str:
     """` (did you mean NAME?)` with the known name that is most like the given one; empty where none is."""
+    near = nearest(given, known)
+    return "" if near is None else f" (did you mean {near}?)"
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like the given one; None where none is."""
     from rapidfuzz import fuzz, process  # here: --help need not wait for it
 
     names = [*known]
@@ -15,8 +21,8 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     for alike in (fuzz.ratio, fuzz.WRatio):
         found = process.extractOne(given, names, scorer=alike, score_cutoff=NEAR, processor=str.lower)
         if found is not None:
-            return f" (did you mean {found[0]}?)"
-    return ""
+            return str(found[0])
+    return None
 
 
 def choose_one(given: str, known: Iterable[str]) -> str:

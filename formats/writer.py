@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.formats.build_folder import BuildFolder
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told, untold
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.growing_files import GrowingFiles
 from sparsekv.formats.held_tensors import HeldTensors
 from sparsekv.formats.reader import CPU
@@ -43,15 +43,16 @@ class ArtifactWriter(BuildFolder):
         self._held = HeldTensors(HELD_BYTES)
         self._new = set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
-        # Apart, so that what is small is not written after gigabytes are summed, nor any sum made after those awaited.
-        self._summing, self._told = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(1)
+        # Pools of their own: a small file need not wait for gigabytes to be summed, nor a sum for those of others.
+        self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
+        self._receiving = ThreadPoolExecutor(1)  # one, as sums come in the order in which files were ended
         self._growing = GrowingFiles(self._begin, self._threads)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for threads in (self._told, self._summing, self._threads):
+            for threads in (self._receiving, self._awaiting, self._summing, self._threads):
                 threads.shutdown()
             if error is None:
                 self._check_made()
@@ -119,7 +120,7 @@ class ArtifactWriter(BuildFolder):
         self._wait_for_earlier(name)
         self._held.add(name, tensors, wait=wait)
         self._new.add(name)
-        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of)
+        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of, None)
 
     def share_rows(self, name: str, recipe: str) -> SharedFile:
         """Begin a file of which other processes write the rows of their heads, and return what they find it by.
@@ -159,13 +160,13 @@ class ArtifactWriter(BuildFolder):
         with self._writing():
             return self._growing.wait(name, seconds)
 
-    def end_rows(self, name: str, recipe: str, told: Told = untold) -> None:
+    def end_rows(self, name: str, recipe: str, remote_sum: RemoteSum | None = None) -> None:
         """End a file that `share_rows` began, in a thread, once the other processes have written their rows.
 
         Nothing of it is held in memory: `read` reads the file, which need not have its sum and its name for that.
 
         Args:
-            told: waits for the sum, if another process makes it. Files that have one are ended in order.
+            remote_sum: gives the sum, if another process makes it; called in the order in which files are ended.
 
         Raises:
             ArtifactError: an earlier file could not be written, or this one cannot be read.
@@ -175,8 +176,9 @@ class ArtifactWriter(BuildFolder):
         with self._writing():
             self._growing.end(name, f"{name} of {self.folder}")
         self._new.add(name)
-        threads = self._summing if told is untold else self._told
-        self._made[name] = threads.submit(self._store, name, {}, recipe, (), told)
+        received = remote_sum and self._receiving.submit(remote_sum).result
+        threads = self._awaiting if received else self._summing
+        self._made[name] = threads.submit(self._store, name, {}, recipe, (), received)
 
     def is_new(self, name: str) -> bool:
         """Whether this build writes a file, rather than reuse it."""
@@ -228,7 +230,7 @@ class ArtifactWriter(BuildFolder):
                 made.result()
 
     def _store(
-        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str], told: Told = untold
+        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str], remote: RemoteSum | None
     ) -> FileRecord:
         try:
             # Threads take files in order, and others take shared ones: what this one waits for is being written.
@@ -236,7 +238,7 @@ class ArtifactWriter(BuildFolder):
             path = self._free_path(name, recipe)
             with self._writing():
                 if name in self._growing:
-                    record = self._growing.finish(name, path, recipe, told)
+                    record = self._growing.finish(name, path, recipe, remote)
                 else:
                     record = write_tensors(self._folder, self._journal.name(path), tensors, recipe)
                 self._journal.add(name, record)

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.context_rows import Pair
-from sparsekv.formats.growing_file import Told
+from sparsekv.formats.growing_file import RemoteSum
 from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, Prefill, Split, layer_file
@@ -99,14 +99,14 @@ class ContextFiles:
         """
         return self.writer.rows_written(layer_file("context", layer), seconds)
 
-    def end(self, layer: int, queries: Tensors, told: Told) -> None:
+    def end(self, layer: int, queries: Tensors, remote_sum: RemoteSum | None) -> None:
         """Write its queries as `write` does, and end its file of rows, of which all processes have written theirs.
 
         Args:
-            told: waits for the sum of that file, if another process makes it.
+            remote_sum: gives the sum of that file, if another process makes it.
         """
         if (name := layer_file("context", layer)) in self.missing:
-            self.writer.end_rows(name, self.recipe, told)
+            self.writer.end_rows(name, self.recipe, remote_sum)
         self._write(layer_file("queries", layer), queries)
 
     def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:

@@ -2,7 +2,7 @@
 
 from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.writer import HELD_BYTES
-from sparsekv.indexing.indexers.built_layers import AHEAD
+from sparsekv.indexing.indexers.layer_maker import AHEAD
 from sparsekv.indexing.plan import BuildJob, BuildPlan
 
 LAYERS_AT_ONCE = AHEAD + 2

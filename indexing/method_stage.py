@@ -9,8 +9,8 @@ from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
-from sparsekv.indexing.indexers.built_layers import ahead_on
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput
+from sparsekv.indexing.indexers.layer_maker import ahead_on
 from sparsekv.indexing.indexers.layer_work import LayerWork, lend
 from sparsekv.indexing.plan import MethodJob
 
@@ -35,7 +35,7 @@ def build_files(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts
     recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump()])
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
     missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
-    with closing(job.build_layers(work, missing, job.writer, job.device)) as built:
+    with closing(job.make_layers(work, missing, job.writer, job.device)) as built:
         for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):
             job.writer.write(layer_file(name, layer), tensors, recipes[layer], work.sources(layer))
             job.progress(f"index {name}", done, len(recipes))
@@ -61,7 +61,10 @@ def _work(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> L
 
 @dataclass(frozen=True)
 class _GrownWork(LayerWork):
-    """The work of an append: what a method has of a layer grows, where the method takes tokens."""
+    """The work of an append: what a method has of a layer grows, where the method takes tokens.
+
+    It stays in this process, which holds the writer: a build by several ranks appends nothing.
+    """
 
     job: MethodJob
 

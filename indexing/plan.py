@@ -15,8 +15,8 @@ from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIde
 from sparsekv.formats.schema import Prefill as PrefillRecord
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Team
-from sparsekv.indexing.indexers.built_layers import BuildLayers, build_layers
 from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.indexers.layer_maker import LayerMaker, make_layers
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
 Progress = Callable[[str, int, int], None]
@@ -134,7 +134,7 @@ class MethodJob:
     """What the methods of an index are built with, once the context's files are written or reused: no model.
 
     Args:
-        build_layers: makes the tensors of layers, in this process or in several.
+        make_layers: makes the tensors of layers, in this process or in several.
     """
 
     methods: dict[str, Indexer]
@@ -145,7 +145,7 @@ class MethodJob:
     progress: Progress
     force: bool = False
     growth: Growth | None = None
-    build_layers: BuildLayers = build_layers
+    make_layers: LayerMaker = make_layers
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of a file of this build, on the device."""
@@ -183,7 +183,7 @@ class BuildJob:
             self.progress,
             plan.force,
             plan.growth,
-            self.team.build_layers,
+            self.team.make_layers,
         )
 
     def read_base(self, name: str) -> dict[str, torch.Tensor]:

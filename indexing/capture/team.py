@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.schema import LayerFacts, Probe
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
-from sparsekv.indexing.indexers.built_layers import BuildFiles, Tensors, build_layers
+from sparsekv.indexing.indexers.layer_maker import BuildFiles, Tensors, make_layers
 from sparsekv.indexing.indexers.layer_work import LayerWork
 
 
@@ -39,7 +39,7 @@ class SharedRows(ABC):
         """
 
     @abstractmethod
-    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, Told]:
+    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
         """Wait until all have written a layer's rows, and drop what was captured of it.
 
         Args:
@@ -78,10 +78,10 @@ class Team(ABC):
         """A call of `measure_rotations` over input_ids [N] follows."""
 
     @abstractmethod
-    def build_layers(
+    def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
     ) -> Generator[Tensors, None, None]:
-        """As `BuildLayers`: what a method makes of layers, whichever process does the work."""
+        """As `LayerMaker`: what a method makes of layers, whichever process does the work."""
 
     @abstractmethod
     def release(self) -> None:
@@ -102,10 +102,10 @@ class Alone(Team):
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         """Nobody is to be told."""
 
-    def build_layers(
+    def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
     ) -> Generator[Tensors, None, None]:
-        return build_layers(work, layers, files, device)
+        return make_layers(work, layers, files, device)
 
     def release(self) -> None:
         """Nobody waits."""

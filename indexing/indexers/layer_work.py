@@ -15,7 +15,7 @@ Read = Callable[[str], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One method's work on any layer of an index; another process does the same with it.
+    """One method's work on any layer of an index. It can be sent to another process, which then does the same.
 
     Args:
         name: the method's.

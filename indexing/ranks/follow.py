@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
+from sparsekv.formats.fingerprints import fingerprint_weights
 from sparsekv.formats.folder import Folder
 from sparsekv.formats.growing_file import HeadPart
-from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.part_writer import PartWriter
 from sparsekv.formats.ranks.ranks import Ranks
@@ -18,16 +18,16 @@ from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
-    BuildLayers,
     CheckNumbers,
     EndLayer,
+    MakeLayers,
     MeasureRotations,
     Request,
     RunPrompt,
     SendLayer,
     ShareFiles,
 )
-from sparsekv.indexing.ranks.sums import MadeSums
+from sparsekv.indexing.ranks.sums import SentSums
 from sparsekv.indexing.ranks.turns import give_turns
 
 
@@ -35,14 +35,15 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
     """Do what the first rank asks until its build needs this one no more.
 
     Memory: this rank's share of the model and its own heads' cache of N rows; a layer's rows go once they are written
-    or sent. Then what `built_layers` takes, as on the first rank: there are layers of all heads. Writing takes 16 MiB
-    of page-locked memory for each thread, as of the first rank's, reading 128 MiB.
+    or sent. Then what `make_layers_from` takes, as on the first rank: there are layers of all heads. Writing takes
+    16 MiB of page-locked memory for each thread, as of the first rank's, reading 128 MiB.
 
     Raises:
         ArtifactError: its rows could not be written, or files not be read.
         UsageError: a method cannot be built for this model.
     """
-    identify(loaded)  # a build begins with it, and weights that are shared out are gathered for it
+    # The first rank's build begins with it, and weights that are shared out are gathered for it by all.
+    fingerprint_weights(loaded.model.state_dict().items())
     with ExitStack() as stack:
         writer = stack.enter_context(PartWriter(HeadPart(ranks.number, ranks.size)))
         follower = _Follower(ranks, loaded, writer, stack)
@@ -59,7 +60,7 @@ class _Follower:
     writer: PartWriter
     stack: ExitStack
     own: Capture | None = None
-    sums: MadeSums | None = None
+    sums: SentSums | None = None
 
     def does(self, request: Request) -> bool:
         """Do what is asked; False at the end."""
@@ -76,15 +77,15 @@ class _Follower:
                 join_layer(self.ranks, self._capture.take(request.layer))
             case EndLayer():
                 self._end_layer(request)
-            case BuildLayers():
-                self._build_layers(request)
+            case MakeLayers():
+                self._make_layers(request)
             case _:
                 return False
         return True
 
     def _share_files(self, request: ShareFiles) -> None:
         if all(self.ranks.collect(self.writer.join(request.folder, request.files))):
-            self.sums = self.stack.enter_context(MadeSums(self.ranks.open_channel()))
+            self.sums = self.stack.enter_context(SentSums(self.ranks.open_channel()))
         else:
             self.writer.leave()
 
@@ -106,10 +107,10 @@ class _Follower:
         self.ranks.wait_for_all(partial(self.writer.end, name))
         if request.summed_by == self.ranks.number:
             assert self.sums is not None
-            self.sums.make(self.writer.whole(name))
+            self.sums.make(request.layer, self.writer.whole(name))
         join_queries(self.ranks, self._capture.take_queries(request.layer))
 
-    def _build_layers(self, request: BuildLayers) -> None:
+    def _make_layers(self, request: MakeLayers) -> None:
         found = self._opened(request)
         if not all(self.ranks.collect(found is not None)) or found is None:
             return
@@ -119,7 +120,7 @@ class _Follower:
 
         give_turns(self.ranks, request.work, request.layers, read)
 
-    def _opened(self, request: BuildLayers) -> dict[str, WholeFile] | None:
+    def _opened(self, request: MakeLayers) -> dict[str, WholeFile] | None:
         """The files that are named, by name; None where not all of them are here, as on another machine."""
         try:
             folder = Folder(request.folder)

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, Told
+from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.schema import LayerFacts, Probe, layer_file
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.capture.team import Captured, SharedRows, Team
-from sparsekv.indexing.indexers.built_layers import BuildFiles, Tensors, build_layers
+from sparsekv.indexing.indexers.layer_maker import BuildFiles, Tensors, make_layers
 from sparsekv.indexing.indexers.layer_work import LayerWork
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
-    BuildLayers,
     CheckNumbers,
     End,
     EndLayer,
+    MakeLayers,
     MeasureRotations,
     RunPrompt,
     SendLayer,
     ShareFiles,
 )
-from sparsekv.indexing.ranks.sums import ToldSums
+from sparsekv.indexing.ranks.sums import ReceivedSums
 from sparsekv.indexing.ranks.turns import take_turns
 
 
@@ -37,7 +37,7 @@ class SplitRows(SharedRows):
     """What this rank captured last."""
     files = frozenset[str]()
     """Those that all ranks write, and can read once they have."""
-    _sums: ToldSums
+    _sums: ReceivedSums
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -46,10 +46,10 @@ class SplitRows(SharedRows):
         self.ranks.share(ShareFiles(folder, files))
         shared = all(self.ranks.collect(True))
         if shared:
-            self.files, self._sums = frozenset(files), ToldSums(self.ranks, self.ranks.open_channel())
+            self.files, self._sums = frozenset(files), ReceivedSums(self.ranks, self.ranks.open_channel())
         return shared
 
-    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, Told]:
+    def end(self, layer: int, written: Callable[[float], bool]) -> tuple[CapturedQueries, RemoteSum | None]:
         """Once it returns, no rank writes to the layer's file."""
         assert self.own is not None
         # A file that was reused has its sum.
@@ -59,7 +59,7 @@ class SplitRows(SharedRows):
         self.ranks.wait_for_all(written)
         joined = join_queries(self.ranks, self.own.take_queries(layer))
         assert joined is not None
-        return joined, self._sums.told(number)
+        return joined, self._sums.remote(layer, number)
 
 
 class Leader(Team):
@@ -88,7 +88,7 @@ class Leader(Team):
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         self.ranks.share(MeasureRotations(input_ids))
 
-    def build_layers(
+    def make_layers(
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
@@ -97,7 +97,7 @@ class Leader(Team):
                 return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))
             # They would wait for hours.
             self.release()
-        return build_layers(work, layers, files, device)
+        return make_layers(work, layers, files, device)
 
     def release(self) -> None:
         if not self._released:
@@ -111,7 +111,7 @@ class Leader(Team):
         if any(files.is_new(name) for name in context):
             return False
         names = {name for layer in layers for name in work.files(layer)} - shared
-        self.ranks.share(BuildLayers(work, layers, files.folder, {name: files.find(name) for name in sorted(names)}))
+        self.ranks.share(MakeLayers(work, layers, files.folder, {name: files.find(name) for name in sorted(names)}))
         return all(self.ranks.collect(True))
 
 

@@ -57,7 +57,7 @@ class EndLayer:
 
 
 @dataclass(frozen=True)
-class BuildLayers:
+class MakeLayers:
     """Tell whether all files that the work on these layers reads can be read: by what finds them, or as files whose
     rows this rank has ended. If so for all ranks, make the layers that are this rank's turns, and send them."""
 
@@ -72,4 +72,4 @@ class End:
     """The build needs this rank no more."""
 
 
-Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | BuildLayers | End
+Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | MakeLayers | End

@@ -1,22 +1,22 @@
-"""Sums of files that ranks make at the same time, each those of its share: who makes which, and how they are told."""
+"""Sums of files that ranks make at the same time, each those of its share, and send to the first rank."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from sparsekv.formats.growing_file import Told, untold
+from sparsekv.formats.growing_file import RemoteSum
 from sparsekv.formats.ranks.channel import Channel
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.whole_file import WholeFile
 from sparsekv.formats.writer import SUMS
 
-_SIZE = 32
-_UNREADABLE = bytes(_SIZE)  # no file has this sum
+_LAYER, _SUM = 8, 32  # bytes of a message
+_UNREADABLE = bytes(_SUM)  # no file has this sum
 
 
-class ToldSums:
-    """The first rank's side: gives out the sums of files in turn, and receives those that others make."""
+class ReceivedSums:
+    """The first rank's side: gives out the sums of layers' files in turn, and receives those that others make."""
 
     def __init__(self, ranks: Ranks, channel: Channel):
         self._ranks, self._channel, self._given = ranks, channel, 0
@@ -26,17 +26,20 @@ class ToldSums:
         self._given += 1
         return (self._given - 1) % self._ranks.size
 
-    def told(self, number: int) -> Told:
-        """What receives the next sum of a rank; to be called in the order in which they were given out."""
-        return partial(self._receive, number) if number else untold
+    def remote(self, layer: int, number: int) -> RemoteSum | None:
+        """What receives the sum of a layer's file from a rank, to be called in the order in which sums were given out;
+        None for those of this rank."""
+        return partial(self._receive, layer, number) if number else None
 
-    def _receive(self, number: int) -> str | None:
-        told = self._channel.receive(_SIZE, number)
+    def _receive(self, layer: int, number: int) -> str | None:
+        message = self._channel.receive(_LAYER + _SUM, number)
+        if (other := int.from_bytes(message[:_LAYER], "big")) != layer:
+            raise RuntimeError(f"rank {number} sent the sum of layer {other} in the place of {layer}")
         # Where it could not read the file, this rank finds that out by itself, and says so.
-        return None if told == _UNREADABLE else told.hex()
+        return None if message[_LAYER:] == _UNREADABLE else message[_LAYER:].hex()
 
 
-class MadeSums:
+class SentSums:
     """Another rank's side: makes sums in threads, and sends them in order.
 
     Args:
@@ -57,13 +60,15 @@ class MadeSums:
         for threads in (self._summing, self._sending):
             threads.shutdown(wait=error is None, cancel_futures=error is not None)
 
-    def make(self, file: WholeFile) -> None:
-        """Make and send a file's sum."""
-        self._sending.submit(self._send, self._summing.submit(file.sha256))
+    def make(self, layer: int, file: WholeFile) -> None:
+        """Make and send the sum of a layer's file."""
+        self._sending.submit(self._send, layer, self._summing.submit(file.sha256))
 
-    def _send(self, made: Future[str]) -> None:
+    def _send(self, layer: int, made: Future[str]) -> None:
         try:
             found = bytes.fromhex(made.result())
-        except OSError:
+        except CancelledError:
+            return
+        except Exception:
             found = _UNREADABLE
-        self._channel.send(found)
+        self._channel.send(layer.to_bytes(_LAYER, "big") + found)

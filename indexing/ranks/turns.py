@@ -10,7 +10,7 @@ from contextlib import closing
 import torch
 
 from sparsekv.formats.ranks.ranks import Ranks
-from sparsekv.indexing.indexers.built_layers import Tensors, built_layers
+from sparsekv.indexing.indexers.layer_maker import Tensors, make_layers_from
 from sparsekv.indexing.indexers.layer_work import LayerWork
 
 Read = Callable[[str], Tensors]
@@ -19,7 +19,7 @@ Read = Callable[[str], Tensors]
 def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     """The first rank's side: yields what a method makes of each layer, in order.
 
-    Memory: as of `built_layers`, and a layer's tensors of one other rank.
+    Memory: as of `make_layers_from`, and a layer's tensors of one other rank.
     """
     with closing(_own(ranks, work, layers, read)) as own:
         for tensors in own:
@@ -28,7 +28,7 @@ def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 
 def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> None:
-    """Another rank's side: makes the layers of its turns, and sends each. Memory: as of `built_layers`."""
+    """Another rank's side: makes the layers of its turns, and sends each. Memory: as of `make_layers_from`."""
     turns = range(0, len(layers), ranks.size)
     with closing(_own(ranks, work, layers, read)) as own:
         for _ in turns:
@@ -37,4 +37,4 @@ def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     device: torch.device = ranks.device
-    return built_layers(work, layers[ranks.number :: ranks.size], read, device)
+    return make_layers_from(work, layers[ranks.number :: ranks.size], read, device)

@@ -15,10 +15,11 @@ from support.interrupted import interrupted_builds
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.journal import JOURNAL
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST, Defaults, Manifest, Target
-from sparsekv.formats.writer import JOURNAL, ArtifactWriter
+from sparsekv.formats.writer import ArtifactWriter
 
 SETTING = Defaults(
     method="squeezed",

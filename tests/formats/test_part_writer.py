@@ -210,7 +210,7 @@ def test_what_all_have_written_is_read_before_it_has_its_sum(writer: ArtifactWri
     second.put(NAME, _own(rows, SECOND), 60)
     assert second.end(NAME, LONG)
     writer.write_rows(NAME, _own(rows, FIRST), "recipe", 60, FIRST)
-    writer.end_rows(NAME, "recipe", lambda: second.whole(NAME).sha256() if told.wait(LONG) else None)
+    writer.end_rows(NAME, "recipe", lambda: second.whole(NAME).sha256() if told.wait(LONG) else "late")
     for found in (writer.read(NAME), second.whole(NAME).read(CPU)):
         assert all(torch.equal(tensor, rows[name]) for name, tensor in found.items())
     assert not (writer.folder / NAME).exists()
@@ -230,17 +230,19 @@ def test_a_sum_that_another_could_not_make_is_made_here(writer: ArtifactWriter) 
 
 def test_what_waits_for_sums_of_others_keeps_nothing_from_being_written(writer: ArtifactWriter) -> None:
     """However many there are, and files that are made from them wait, too."""
-    told, rows, names = threading.Event(), _rows(), [f"context/layer_{number:03}.safetensors" for number in range(40)]
+    free, rows, names = threading.Event(), _rows(), [f"context/layer_{number:03}.safetensors" for number in range(40)]
     for name in names:
         writer.share_rows(name, "recipe")
         writer.write_rows(name, rows, "recipe", 60)
-        writer.end_rows(name, "recipe", lambda: None if told.wait(LONG) else "")
+        writer.end_rows(name, "recipe", lambda: None if free.wait(LONG) else "late")
     writer.write(TOKENS, {"input_ids": torch.arange(5)}, "recipe")
     assert writer.record(TOKENS).bytes
+    assert not (writer.folder / names[0]).exists()
     for name in names:
         writer.write(name.replace("context", "made"), rows, "recipe", [name])
-    told.set()
-    assert len({record.sha256 for record in writer.files.values()}) == 2
+    free.set()
+    made = {name: record.sha256 for name, record in writer.files.items() if name != TOKENS}
+    assert set(made.values()) == {hash_bytes(save(rows))}
 
 
 def test_a_file_that_is_whole_is_found_by_another_process(writer: ArtifactWriter) -> None:

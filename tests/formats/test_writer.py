@@ -18,10 +18,11 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.journal import JOURNAL
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.schema import MANIFEST, TensorRecord
 from sparsekv.formats.tensor_bytes import STAGING
-from sparsekv.formats.writer import JOURNAL, ArtifactWriter
+from sparsekv.formats.writer import ArtifactWriter
 
 TENSORS = small_files()[CONTEXT]
 RECIPE = small_recipe(CONTEXT, 0, 0)

@@ -31,18 +31,18 @@ class BuildFiles(Protocol):
     def find(self, name: str) -> SharedFile: ...
 
 
-BuildLayers = Callable[[LayerWork, Sequence[int], BuildFiles, torch.device], Generator[Tensors, None, None]]
+LayerMaker = Callable[[LayerWork, Sequence[int], BuildFiles, torch.device], Generator[Tensors, None, None]]
 """Yields what a method makes of each of some layers, in order, on a device, from the files of a build."""
 
 
-def build_layers(
+def make_layers(
     work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
 ) -> Generator[Tensors, None, None]:
-    """The `BuildLayers` of one process."""
-    yield from built_layers(work, layers, lambda name: files.read(name, device), device)
+    """The `LayerMaker` of one process."""
+    yield from make_layers_from(work, layers, lambda name: files.read(name, device), device)
 
 
-def built_layers(
+def make_layers_from(
     work: LayerWork, layers: Sequence[int], read: Callable[[str], Tensors], device: torch.device
 ) -> Generator[Tensors, None, None]:
     """Yields what a method makes of each layer, in order.
