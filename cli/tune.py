@@ -116,9 +116,8 @@ def tune(
     the fastest. Neither counts right answers, which `eval` does. Settings are searched on one half of the
     document's tail and verified on the other; if the other half misses the target, the search is repeated for a
     tighter one. That takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less.
-    `generate` uses the default
-    when it is given no --method, --budget, --residual or option of a method. --model and --dtype are for
-    --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
+    `generate` uses the default when it is given no --method, --budget, --residual or option of a method. --model and
+    --dtype are for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import TEXT_ENDINGS
-from sparsekv.formats.index_name import ENDING, with_ending
+from sparsekv.formats.index_name import ENDING, has_extension, with_ending
 
 _LONGEST_NAME = 255  # bytes of a file's name
 _LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
@@ -47,7 +47,7 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:
         raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
-    _check_holds_several(output, {Path(one).suffix for one in named})
+    _check_holds_several(output, {Path(one).suffix for one in named if has_extension(Path(one))})
     return _apart([Target(one, folder_of(one, output)) for one in named])
 
 

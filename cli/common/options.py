@@ -85,7 +85,7 @@ SpecialTokensOption = Annotated[
 ChunkSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per forward pass of the prefill. Default: 2,048, on a GPU 8,192, of a sparse prefill 512."
+        help="Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU; 512 of a sparse prefill)."
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]

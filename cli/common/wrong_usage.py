@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.hints import command as shown
+from sparsekv.formats.suggestions import nearest
 
 NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
 NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a valid (number|integer)")
@@ -33,7 +34,7 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
     if message.startswith(f"{NO_OPTION} --gpus"):
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
     unknown = UNKNOWN.match(message)
-    if unknown and command == "build-index" and _meant(unknown[1], [*options, "--budget"]).endswith(" --budget?)"):
+    if unknown and command == "build-index" and _near(unknown[1], [*options, "--budget"])[-1:] == ["--budget"]:
         asked = shown("generate", "--budget", "5%")
         return f"a budget is given where an index is asked, not where it is built: {asked} ..."
     if wrong := NO_NUMBER.match(message):
@@ -57,15 +58,20 @@ def known_options(error: BaseException) -> list[str]:
 
 
 def _meant(given: str, options: Sequence[str]) -> str:
-    """` (did you mean --NAME?)`: all options that begin so, or the one that is near; typer names far ones too."""
-    begin = [name for name in options if name.startswith(given)]
-    if not begin:
-        from sparsekv.formats.suggestions import suggestion  # here, for it loads a library
+    """` (did you mean --NAME?)`, with all options that are near; empty where none is."""
+    near = _near(given, options)
+    named = ", ".join(near[:-1]) + " or " * (len(near) > 1) + "".join(near[-1:])
+    return f" (did you mean {named}?)" if near else ""
 
-        # Without the dashes, by which all options are alike.
-        return suggestion(given[2:], [name[2:] for name in options]).replace("mean ", "mean --")
-    *first, last = begin
-    return f" (did you mean {', '.join(first)} or {last}?)" if first else f" (did you mean {last}?)"
+
+def _near(given: str, options: Sequence[str]) -> list[str]:
+    """The options that begin so, or else the one that is most alike; typer names far ones too."""
+    begin = [name for name in options if name.startswith(given)]
+    if begin:
+        return begin
+    # Without the dashes, by which all options are alike.
+    near = nearest(given[2:], [name[2:] for name in options])
+    return [] if near is None else [f"--{near}"]
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:

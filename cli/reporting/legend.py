@@ -19,27 +19,20 @@ OPTIONAL = {
     "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
 }
 """What optional columns say, by a field of theirs."""
-ALL_KEYS = 0.5
-"""The kv fraction of reading every key and no value."""
 ROUNDING = 1e-6
 
 
-def legend(rows: Sequence[RecallRow], n_middle: int) -> list[str]:
-    """The lines below a table.
-
-    Args:
-        rows: those of the table.
-        n_middle: the tokens that are indexed.
-    """
+def legend(rows: Sequence[RecallRow]) -> list[str]:
+    """The lines below a table of some rows."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
-    return [LEGEND, *columns, *_odd(rows, n_middle)]
+    return [LEGEND, *columns, *_odd(rows)]
 
 
-def _odd(rows: Sequence[RecallRow], n_middle: int) -> list[str]:
+def _odd(rows: Sequence[RecallRow]) -> list[str]:
     """A line for each figure that a reader would ask about, if a row has it."""
     bounds = [row for row in rows if methods()[row.method].is_bound]
     usable = [row for row in rows if row not in bounds]
-    all_keys = [row for row in usable if _reads_all_keys(row, n_middle)]
+    all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
     sharing = [row for row in usable if issubclass(methods()[row.method], LayerSharing)]
     found = {
         "the best tokens of each query, known in hindsight: a bound, no method to answer with.": bounds,
@@ -55,11 +48,6 @@ def _odd(rows: Sequence[RecallRow], n_middle: int) -> list[str]:
         ],
     }
     return [f"{_names(of)}: {what}" for what, of in found.items() if of]
-
-
-def _reads_all_keys(row: RecallRow, n_middle: int) -> bool:
-    """Whether a row reads as much as every key to choose, beside the keys and values of what it selects."""
-    return row.kv_fraction - row.selected_tokens / n_middle >= ALL_KEYS - ROUNDING
 
 
 def _names(rows: Iterable[RecallRow]) -> str:

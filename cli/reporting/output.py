@@ -62,7 +62,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
     """
     rows, best = report.by(*groups), report.best_within(within)
     show(_table(report, rows, groups))
-    say("\n".join(legend(rows, report.n_middle)))
+    say("\n".join(legend(rows)))
     say(best_line(best, within))
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)

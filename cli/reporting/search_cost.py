@@ -15,7 +15,7 @@ def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
     of = _counted(len({form.name for form in forms}), "method")
     layers = _counted(len(artifact.manifest.indexed_layers), "layer")
     return (
-        f"searching {_counted(len(forms), 'form')} of {of} for {goal}: some 20 rounds over {layers}, minutes on a CPU; "
+        f"searching {_counted(len(forms), 'form')} of {of} for {goal}: some 20 rounds over {layers}, on a CPU minutes; "
         "fewer --method take less"
     )
 
@@ -29,12 +29,13 @@ class Rounds:
     """
 
     def __init__(self, show: Progress, begin: Callable[[], None]):
-        self._show, self._begin, self._stages, self._began = show, begin, set[str](), time.monotonic()
+        self._show, self._begin, self._stages, self._began = show, begin, set[str](), 0.0
 
     def show(self, stage: str, done: int, of: int) -> None:
         """Show a round's progress."""
         if not self._stages:
             self._begin()
+            self._began = time.monotonic()
         self._stages.add(stage)
         self._show(stage, done, of)
 

@@ -5,6 +5,7 @@ a document's prefill; a decode step's query is used as it is.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sparsekv.formats.quoka import QuokaOptions
 from sparsekv.kernels.scores.quoka import key_norms, quoka_scores, subselect_queries
@@ -21,6 +22,8 @@ from sparsekv.runtime.selection.token_choice import top_tokens
 @dataclass(frozen=True)
 class Quoka(QuokaOptions, Method):
     """Ranks keys by cosine to normalised queries, averaged over the group."""
+
+    reads_all_keys: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "QuokaSelector":
         """Allocates one norm per key and head."""

@@ -4,6 +4,7 @@ Reads every key. It is a method for prefills: in decoding, with one query, it ra
 """
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from sparsekv.formats.quoka import check_prefill_queries
 from sparsekv.kernels.attention.sampled_attention import spaced_places
@@ -22,6 +23,7 @@ from sparsekv.runtime.selection.token_choice import group_probability, top_token
 class SampleAttention(Method):
     """Ranks keys by the mean attention of evenly spaced queries."""
 
+    reads_all_keys: ClassVar[bool] = True
     prefill_queries: int = field(
         default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
     )

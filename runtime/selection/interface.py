@@ -40,6 +40,9 @@ class Method(ABC):
     is_bound: ClassVar[bool] = False
     """Whether it is an upper bound for selections and no usable method: the rows it counts are known in hindsight."""
 
+    reads_all_keys: ClassVar[bool] = False
+    """Whether a decode step reads every key to choose."""
+
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:
         """The selector of one layer. Implementations say in their docstring what they allocate."""
