@@ -19,7 +19,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import tune_hint
+from sparsekv.formats.hints import add_methods_hint, tune_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
 from sparsekv.indexing.append import (
@@ -29,10 +29,14 @@ from sparsekv.indexing.append import (
     growing_plan,
     online_methods,
     refuse_other_dtype,
+    stored_indexers,
 )
 from sparsekv.indexing.build import build_index
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+MUCH = 0.25
+"""Of the tokens before, the share from which on an addition is told to be served worse by what methods learned."""
 
 
 @app.command()
@@ -59,8 +63,8 @@ def append(
     command stops before any work unless --rebuild is given.
 
     \b
-    sparsekv append --index manual.skv --rebuild chapter2.txt
-    sparsekv append --index multipole-alone.skv chapter2.txt
+    sparsekv append --index manual.skv chapter2.txt
+    sparsekv append --index with-squeezed.skv --rebuild chapter2.txt
     git log -3 | sparsekv append --index manual.skv -
     """
     artifact = open_artifact(index)
@@ -84,6 +88,7 @@ def append(
     with progress(quiet=quiet) as show:
         build_index(plan, artifact.folder, show, tell=partial(note, quiet=quiet))
     note(f"added {_named(record)}", quiet=quiet)
+    _note_learned(artifact, record, quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
         note(
@@ -91,6 +96,18 @@ def append(
             quiet=quiet,
         )
     say(str(artifact.folder))
+
+
+def _note_learned(artifact: Artifact, record: Addition, *, quiet: bool) -> None:
+    """Note which methods choose among many added tokens by what they learned of those before."""
+    before, online = artifact.manifest.split.tokens, online_methods(artifact.manifest)
+    kept = [name for name, one in stored_indexers(artifact.manifest).items() if one.learns and name in online]
+    if kept and record.tokens > MUCH * before:
+        note(
+            f"{', '.join(kept)} chooses among all by what it learned of the first {before:,} tokens, and finds less of "
+            f"so many others; build it from all of them: {add_methods_hint(artifact.folder, kept)}",
+            quiet=quiet,
+        )
 
 
 def _named(addition: Addition) -> str:

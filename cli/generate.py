@@ -206,7 +206,7 @@ def generate(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
     note_small_budgets([setting.budget], quiet=quiet)
-    note(setting.origin, quiet=quiet or not stats or not setting.origin)
+    note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=quiet or not stats)
     took = time.perf_counter() - started - sum(loading)
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
     left = sum(bool(one.strip()) for one in questions[len(done) :])
@@ -226,7 +226,7 @@ def generate(
     with output.ending_lines(), progress(quiet=quiet or seen) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
-            note_cut(result, quiet=quiet or as_json or batch_file is not None)
+            note_cut(result, max_new_tokens, quiet=quiet or as_json or batch_file is not None)
             tell("answers", number, len(questions))
     output.total()
     if save_to is not None and batch[0] is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sparsekv.formats.index_name import beside, with_ending
 from sparsekv.formats.schema import Target
-from sparsekv.formats.suggestions import suggestion
+from sparsekv.formats.suggestions import nearest
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
 _LOOKED_AT = 4096
@@ -29,8 +29,10 @@ def build_hint(folder: Path) -> str:
         return f"name {named}, which is there"
     for text in _texts(beside(folder)):
         return f"build it with {command('build-index', text, '-o', folder)}"
-    near = suggestion(folder.name, (index.name for index in folder.parent.glob("*.skv") if index.is_dir()))
-    return f"name one that is there{near}, or build it: {command('build-index', '--help')} says how"
+    # Without the ending, by which all of them are alike.
+    near = nearest(folder.stem, (index.stem for index in folder.parent.glob("*.skv") if index.is_dir()))
+    meant = "" if near is None else f" (did you mean {near}.skv?)"
+    return f"name one that is there{meant}, or build it: {command('build-index', '--help')} says how"
 
 
 def first_build_hint() -> str:

@@ -24,6 +24,12 @@ Progress = Callable[[str, int, int], None]
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
 
 
+def most_tokens(positions: int) -> int:
+    """A round number of a document's tokens that leaves some positions to a template, questions and answers."""
+    most = positions * 15 // 16
+    return most // 100 * 100 or most
+
+
 def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:
     """Tokens per forward pass of a prefill: as asked, else as many as the device needs to be busy.
 
@@ -119,12 +125,13 @@ class BuildPlan:
             factor = -(-tokens // positions)
             if self.growth is not None:
                 raise UsageError(
-                    f"the document and what is added have {tokens} tokens and {self.loaded.name} has {positions} "
+                    f"the document and what is added have {tokens:,} tokens and {self.loaded.name} has {positions:,} "
                     f"positions; add less, or build the index again with --rope-scaling yarn:{factor}"
                 )
             raise UsageError(
-                f"the document has {tokens} tokens and {self.loaded.name} has {positions} positions; shorten it with "
-                f"--max-tokens or stretch the model with --rope-scaling yarn:{factor}"
+                f"the document has {tokens:,} tokens and {self.loaded.name} has {positions:,} positions; shorten it "
+                f"with --max-tokens {most_tokens(positions)}, which leaves room for questions, or stretch the model "
+                f"with --rope-scaling yarn:{factor}"
             )
         return Split(sinks=self.sinks, middle=tokens - self.sinks - self.tail, tail=self.tail)
 

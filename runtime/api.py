@@ -28,7 +28,7 @@ from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.front import row_records
 from sparsekv.runtime.reporting.questions import question_queries
-from sparsekv.runtime.reporting.report import recall_report
+from sparsekv.runtime.reporting.report import GROUPS, recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configured_form, refuse_unused
 from sparsekv.runtime.selection.registry import methods, methods_of
@@ -133,6 +133,8 @@ class Index:
                 configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
                 device=self.opened.model.device,
             )
+        if unknown := sorted(set(_several(by)) - set(GROUPS)):
+            raise UsageError(f"by: no rows of {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
         return row_records(report.by(*_several(by)))
 
 

@@ -47,7 +47,7 @@ class Session:
                 say("")
         self.asked = question
         note("stopped; what came of the answer stays in the talk", quiet=self.quiet or not self.interrupts.came)
-        note_cut(answer, quiet=self.quiet)
+        note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet)
         if self.stats:
             print_stats(answer)
 

@@ -26,10 +26,12 @@ def print_stats(answer: "Answer") -> None:
         _print_layers(answer.layers)
 
 
-def note_cut(answer: "Answer", *, quiet: bool) -> None:
-    """Note that an answer ended because it may not be longer."""
+def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
+    """Note that an answer ended because it may not be longer than `most` tokens, or than the model's positions."""
     if answer.finish_reason == "length":
-        note(f"the answer was cut after {answer.generated_tokens} tokens (--max-new-tokens)", quiet=quiet)
+        cut = answer.generated_tokens
+        why = "--max-new-tokens" if cut >= most else "the model has no more positions"
+        note(f"the answer was cut after {cut:,} token{'s' * (cut != 1)} ({why})", quiet=quiet)
 
 
 def _summary(answer: "Answer") -> str:

@@ -40,7 +40,7 @@ def note_few_contexts(rows: Sequence[Row], *, quiet: bool) -> None:
     """A note where intervals are drawn from so few contexts that chance would move them by more than their width."""
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
-        counted = f"{fewest.questions} questions about {fewest.contexts} context{'s' * (fewest.contexts != 1)}"
+        counted = _counted(fewest)
         note(
             f"the intervals of {counted} are too narrow: other contexts would differ by more; ask about {FEW_CONTEXTS} "
             "contexts or more",
@@ -48,13 +48,18 @@ def note_few_contexts(rows: Sequence[Row], *, quiet: bool) -> None:
         )
 
 
+def _counted(row: Row) -> str:
+    questions, contexts = ("s" if number != 1 else "" for number in (row.questions, row.contexts))
+    return f"{row.questions} question{questions} about {row.contexts} context{contexts}"
+
+
 def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     first = rows[0]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
-    contexts, mean = ("context", "") if first.contexts == 1 else ("contexts", "on average ")
+    mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
     table = Table(
-        title=f"{first.task}: {first.questions} questions about {first.contexts} {contexts} of {mean}"
+        title=f"{first.task}: {_counted(first)} of {mean}"
         f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}",
         title_justify="left",
         title_style="",

@@ -41,6 +41,8 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a folder here nor a public id on the Hugging Face hub"
         remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
+        if name.startswith((".", "/", "~")):
+            problem, remedy = "is no folder that is there", f"check its spelling, or {OWN}"
     except LocalEntryNotFoundError:
         problem = "is no folder here, not in the hub's cache, and the Hugging Face hub cannot be reached"
         remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"

@@ -54,6 +54,8 @@ class Indexer(ABC):
 
     revision: ClassVar[int] = 1
     takes_tokens: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
+    """Whether it keeps what it learned of the tokens before those that it takes in, and may serve these worse."""
     by_default: ClassVar[bool] = True
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 

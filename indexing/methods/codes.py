@@ -30,6 +30,7 @@ class CodesIndexer(MultipoleIndexer):
     """Builds codes of all middle keys, and a cluster per 64 tokens with what its remainder weighs."""
 
     by_default: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
     levels: tuple[float, ...] = field(
         default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )

@@ -30,6 +30,7 @@ class CSAttentionIndexer(Indexer):
     """Builds query-centric tables; not a default method, as the tables are larger than the keys and values."""
 
     by_default: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
     subspace_size: int = field(
         default=16, metadata={"help": "Channels per subspace, a divisor of the head's channels."}

@@ -22,6 +22,7 @@ class PQCacheIndexer(Indexer):
     """Builds PQ codebooks and the codes of all middle keys."""
 
     by_default: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
     pq_bytes: int = field(default=8, metadata={"help": "Bytes per key's PQ code, a divisor of the head's channels."})
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})

@@ -79,8 +79,10 @@ class Asker:
         """Answer questions, so many `together`, in their order; raises what `ask` raises.
 
         Raises:
-            UsageError: this setting's questions cannot share a step.
+            UsageError: this setting's questions cannot share a step, or `questions` is a text.
         """
+        if isinstance(questions, str):
+            raise UsageError("questions is a text; give a list of them, or ask it alone")
         if reason := why_alone(self.index, self.setting.method, self.cache):
             raise UsageError(f"{reason}; ask one question at a time")
         ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]

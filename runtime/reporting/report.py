@@ -22,6 +22,8 @@ from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import methods
 
+GROUPS = ("layer", "kv_head")
+"""What rows can be averaged for each value of."""
 MEASURES = (
     "selected_tokens",
     "recall",
@@ -93,7 +95,7 @@ class RecallReport:
         groups: dict[RecallRow, list[RecallRow]] = {}
         for row in self.rows:
             group: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
-            group |= {name: getattr(row, name) if name in names else None for name in ("layer", "kv_head")}
+            group |= {name: getattr(row, name) if name in names else None for name in GROUPS}
             groups.setdefault(replace(row, **group), []).append(row)
         return [_mean(group, rows) for group, rows in groups.items()]
 

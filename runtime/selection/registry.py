@@ -11,6 +11,9 @@ from sparsekv.runtime.selection.interface import Method
 
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
+COMPARED_WITH = "dense"
+"""What users may take for a method where only methods can be named."""
+
 
 def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:
     """`choose_methods` for an index; the error for a method that it lacks shows how to add it."""
@@ -39,6 +42,8 @@ def choose_methods(
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
+        if name == COMPARED_WITH and name not in beside:
+            raise UsageError(f"{name} attention is what all methods are compared with; leave it out")
         if name not in known and name != "all":
             there = [*usable, *beside]
             several = "; name each by a --method of its own" if "," in name else ""

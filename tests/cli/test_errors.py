@@ -247,6 +247,11 @@ def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path
         fails(1, *measuring, "-q", says=("context/layer_001.safetensors", "sha256", "--force"))
 
 
+def test_an_answer_that_fills_the_positions_is_told_so(place: Path) -> None:
+    told = run_here("generate", "Why?", "--max-new-tokens", "99999", "--budget", "5%").stderr
+    assert "(the model has no more positions)" in told
+
+
 def test_a_question_longer_than_the_positions(place: Path) -> None:
     (place / "long.txt").write_text("why " * 1000)
     fails(2, "generate", "--prompt-file", "long.txt", says=("4096 positions", "--rope-scaling"))

@@ -208,3 +208,26 @@ def test_an_index_whose_name_is_nearly_right_is_suggested(place: Path) -> None:
     for name in ("manual.skv", "notes.skv"):
         Path(name).mkdir()
     fails(2, "generate", "Why?", "--index", "manul.skv", says=("no index at manul.skv", "(did you mean manual.skv?)"))
+
+
+def test_an_index_of_another_name_is_not_suggested_for_its_ending(place: Path) -> None:
+    message = run_here("generate", "-i", "far.skv", "Why?").error()
+    assert "did you mean" not in message
+
+
+def test_dense_attention_is_no_method_to_compare(place: Path) -> None:
+    fails(2, "recall-report", "--method", "dense", says=("dense attention is what all methods are compared with",))
+    fails(2, "tune", "--target-recall", "0.5", "--method", "dense", says=("leave it out",))
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(place: Path) -> None:
+    told = run_here("build-index", "doc.txt", "-o", "new.skv", "--model", "./nowhere").error()
+    assert told.startswith("model './nowhere' is no folder that is there; check its spelling, or take ")
+
+
+def test_a_text_that_is_too_long_is_told_what_fits(place: Path) -> None:
+    (place / "long.txt").write_text((place / "doc.txt").read_text() * 4)
+    told = run_here("build-index", "long.txt", "--model", "model").error()
+    (fits,) = re.findall(r"--max-tokens (\d+)", told)
+    assert run_here("build-index", "long.txt", "--model", "model", "--max-tokens", fits, "-q").code == 0
+    assert run_here("generate", "-i", "long.skv", "Why?", "--max-new-tokens", "1", "--model", "model").code == 0

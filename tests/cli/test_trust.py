@@ -61,7 +61,7 @@ def test_a_model_that_was_named_is_loaded_and_said_so(place: Path, own_cache: Pa
     assert run_here("generate", "Why?", "--model", "other", "--max-new-tokens", "1", "-q").code == 0
     assert json.loads((own_cache / NAMED).read_text()) == sorted([model, str(place.resolve() / "other")])
     told = run_here("generate", "Why?", "--max-new-tokens", "1")
-    cut = "the answer was cut after 1 tokens (--max-new-tokens)\n"
+    cut = "the answer was cut after 1 token (--max-new-tokens)\n"
     assert told.stderr == f"loading {model}, which the index names and you have named before\n{cut}"
     assert [path.name for path in own_cache.iterdir()] == [NAMED]
 

@@ -105,6 +105,10 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed", page_size=8)
     with pytest.raises(UsageError, match="no method 'nonsense'"):
         index.recall_report(["nonsense"])
+    with pytest.raises(UsageError, match="by: no rows of head; give layer or kv_head, or both"):
+        index.recall_report(["window"], by=["head"])
+    with pytest.raises(UsageError, match="questions is a text; give a list of them"):
+        index.asker("squeezed").ask_all(QUESTION)
 
 
 def test_many_questions_are_answered_in_their_order(index: api.Index) -> None:

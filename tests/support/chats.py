@@ -50,4 +50,4 @@ def prompt_tokens(said: str) -> int:
 
 def cut(tokens: int = ANSWER) -> str:
     """The line after an answer that was as long as it may be."""
-    return f"the answer was cut after {tokens} tokens (--max-new-tokens)\n"
+    return f"the answer was cut after {tokens:,} token{'s' * (tokens != 1)} (--max-new-tokens)\n"
