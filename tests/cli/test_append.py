@@ -93,7 +93,7 @@ def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_
         (("append", "none.txt"), 2, ("no such file", "none.txt")),
         (("append", "model"), 2, ("model is a folder",)),
         (("append", "empty.txt"), 2, ("empty.txt is empty",)),
-        (("append", "long.txt"), 2, (f"{POSITIONS} positions", "add less", "--rope-scaling")),
+        (("append", "long.txt"), 2, (f"{POSITIONS:,} positions", "add less", "--rope-scaling")),
         (("append", "more.txt", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("append", "more.txt", "--chunk-size", "0"), 2, ("--chunk-size 0",)),
         (("append", "more.txt", "--device", "tpu"), 2, ("--device tpu", "cpu")),
