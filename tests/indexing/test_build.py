@@ -231,7 +231,7 @@ def test_a_document_without_a_middle_or_past_the_positions_is_refused_before_any
     short = replace(plan, sinks=len(plan.prompt.input_ids) - plan.tail)
     assert f"{len(plan.prompt.input_ids)} tokens" in _refusal(short, tmp_path / "a.skv")
     long = replace(plan, prompt=encode_prompt(plan.loaded.tokenizer, TEXT, max_tokens=POSITIONS + 1))
-    assert f"{POSITIONS} positions" in _refusal(long, tmp_path / "a.skv")
+    assert f"{POSITIONS:,} positions" in _refusal(long, tmp_path / "a.skv")
     assert "--rope-scaling yarn:2" in _refusal(long, tmp_path / "a.skv")
 
 
