@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.ranks.place import FOLDER
+from sparsekv.formats.ranks.place import FOLDER, TOLD
 
 GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
 PAUSE = 0.05  # seconds between two looks at the ranks
@@ -40,11 +40,21 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
             _stop(ranks)
         if failed is None:
             return end.code
-        code = ranks[failed].returncode
-        if (Path(folder) / "told").exists() or end.code:
+        # Whoever told why decides the exit code: another one may have ended before it, for want of it.
+        told = _told(Path(folder) / TOLD)
+        code = ranks[failed if told is None else told].returncode
+        if told is not None or end.code:
             return end.code or max(code, 1)
     how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
     raise SparsekvError(f"rank {failed} of {size} {how}, and the others with it; run the same command again")
+
+
+def _told(file: Path) -> int | None:
+    """The number of the rank that told the user of an error; None where none has."""
+    try:
+        return int(file.read_text() or 0)
+    except OSError:
+        return None
 
 
 def _start(number: int, size: int, arguments: Sequence[str], folder: str) -> Rank:

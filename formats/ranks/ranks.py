@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.ranks.channel import Channel
-from sparsekv.formats.ranks.place import Place
+from sparsekv.formats.ranks.place import TOLD, Place
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -152,7 +152,8 @@ def is_first_to_tell(place: Place) -> bool:
     """Whether no rank has told the user of an error yet; True once for all ranks together."""
     if place.folder is not None:
         try:
-            (place.folder / "told").touch(exist_ok=False)
+            with (place.folder / TOLD).open("x") as file:
+                file.write(str(place.number))
         except OSError:  # also where the folder is gone, with the user's command
             return False
         return True
