@@ -3,9 +3,12 @@
 import pytest
 from support.sandbox import INDEX, Sandbox, changes, hash_tree
 
+from sparsekv.cli.common.memory_limit import LEAST_LEFT
+
 MEGABYTE = 1 << 20
-SOME = (("ask", 24), ("append", 650), ("build", 700), ("report", 660))
-SIZES = (0, 8, 32, 64, 128, 256, 352, 448, 512, 600, 640, 650, 660, 680, 704, 768, 1024)
+LEAST = LEAST_LEFT // MEGABYTE
+SOME = (("ask", 24), ("append", LEAST + 1), ("build", LEAST + 16), ("report", LEAST - 1))
+SIZES = (0, 8, 64, 128, 256, 448, 512, 640, *(LEAST + more for more in (-16, -1, 0, 1, 2, 4, 8, 16, 32, 64, 320)))
 ALL = [(name, size) for name in ("ask", "append", "build", "report") for size in SIZES]
 
 
