@@ -158,7 +158,7 @@ def generate(
         batch_size = one_at_a_time(batch_size, batch_file)
     hold = placement == "device"
     read = files_read(artifact, setting.name, setting.method)
-    early = None if ranks is not None else EarlyReading(artifact, device, read, hold=hold, method=setting.name)
+    early = None if ranks is not None else EarlyReading(artifact, device, read, hold=hold, form=setting.form)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions

@@ -108,7 +108,7 @@ def trace(
         residual_source(artifact)
     question = read_question(prompt, prompt_file)
     read = files_read(artifact, setting.name, setting.method)
-    early = EarlyReading(artifact, device, read, hold=True, method=setting.name)
+    early = EarlyReading(artifact, device, read, hold=True, form=setting.form)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids

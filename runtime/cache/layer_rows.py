@@ -15,15 +15,13 @@ class LayerRows:
 
     On a CPU they are views of one mapping of the index's file, so that whoever releases the pages of one view releases
     those of all. On a GPU they are a copy of what is stored: 0.5 GB for a layer of an 8B at 131,072 tokens in bfloat16,
-    half of that in 8 bits; or, once `on` has restored these, of what they mean in the index's dtype. Tensors that
-    methods built for the layer are held from `check_method` to `release`.
+    half of that in 8 bits; or, once `on` has restored these, of what they mean in the index's dtype.
     """
 
     artifact: Artifact
     layer: int
     _stored: dict[torch.device, ContextRows] = field(default_factory=dict)
     _restored: dict[torch.device, Pair] = field(default_factory=dict)
-    _checked: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def stored(self) -> ContextRows:
@@ -81,28 +79,18 @@ class LayerRows:
         first_half = self.artifact.queries(self.layer, device)["tail"][:, : self.artifact.manifest.split.tail // 2]
         return first_half.reshape(heads, -1, *first_half.shape[1:])
 
-    def check_method(self, name: str) -> None:
-        """Map the tensors that a method of the index built for this layer, check their values, and hold them.
+    def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+        """Tensors that a method of the index built for this layer, whose values are checked.
 
         Raises:
             ArtifactError: they hold what no build of ours writes.
         """
-        self._checked[name] = self._checked_tensors(name, CPU)
-
-    def method_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """Tensors that a method of the index built for this layer, whose values are checked; raises what `check_method`
-        raises."""
-        held = self._checked.get(name) if device == CPU else None
-        return self._checked_tensors(name, device) if held is None else held
-
-    def _checked_tensors(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
         tensors = self.artifact.method_tensors(name, self.layer, device)
         what = f"layer {self.layer} of {name} of {self.artifact.folder}"
         check_values(tensors, self.artifact.manifest.split, what)
         return tensors
 
     def release(self) -> None:
-        """Let go of the rows, and of methods' tensors."""
-        self._checked.clear()
+        """Let go of the rows."""
         self._restored.clear()
         self._stored.clear()

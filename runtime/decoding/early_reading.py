@@ -12,11 +12,13 @@ from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.pages import map_pages
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.decoding.prepare import PreparedMethod
+from sparsekv.runtime.selection.form import Form
 
 
 class EarlyReading:
     """The sums of an index's files, its keys and values, and a method's tensors: a thread checks the sums, maps the
-    rows' pages, and checks the tensors' values.
+    rows' pages, and prepares the method.
 
     What cannot be read is left for whoever needs it to read, and to tell why it cannot. For a GPU the thread only
     checks sums, and only from `begin_loading` on: threads that read and the one that imports would take turns, and the
@@ -25,23 +27,32 @@ class EarlyReading:
     Args:
         device: as `choose_device` takes it.
         files: files of the index whose sums are checked.
-        hold: map the rows of all layers but those with a window, and check the values of the method's tensors.
-        method: what the index will be asked by; nothing is checked of one that has no tensors in it.
+        hold: map the rows of all layers but those with a window, and prepare the method.
+        form: what the index will be asked by; one that has no tensors in it is not prepared.
     """
 
     def __init__(
-        self, artifact: Artifact, device: str, files: Sequence[str] = (), *, hold: bool = False, method: str = ""
+        self,
+        artifact: Artifact,
+        device: str,
+        files: Sequence[str] = (),
+        *,
+        hold: bool = False,
+        form: Form | None = None,
     ):
         self.rows: dict[int, LayerRows] = {}
-        """The layers' rows whose pages are being mapped, which hold the method's tensors once these are checked."""
+        """The layers' rows whose pages are being mapped."""
+        self.prepared: PreparedMethod | None = None
+        """The method, once all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
         if self._later:
             return
         if hold:
             self.rows = {layer: LayerRows(artifact, layer) for layer in artifact.manifest.indexed_layers}
-        rows, checked = list(self.rows.values()), method if method in artifact.manifest.methods else None
         # Asked here, so that this thread has its number before the other sets its own.
-        self._begin(_read(artifact, files, rows, checked, torch.get_num_threads()))
+        self._begin(
+            self._read(form if form and form.name in artifact.manifest.methods else None, torch.get_num_threads())
+        )
 
     def begin_loading(self) -> Self:
         """To be called once all is imported, before the model is loaded."""
@@ -51,6 +62,26 @@ class EarlyReading:
 
     def _begin(self, steps: Iterator[None]) -> None:
         run_beside(_as_far_as_can_be(steps), "early-reading")
+
+    def _read(self, form: Form | None, threads: int) -> Iterator[None]:
+        yield from _check_one_by_one(self._artifact, self._files)
+        for layer in self.rows.values():
+            yield from map_pages(layer.stored.tensors.values())
+        if self.rows and form is not None:
+            yield from self._prepare(form, threads)
+
+    def _prepare(self, form: Form, threads: int) -> Iterator[None]:
+        # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
+        # imports has. The number is each thread's own once it was asked for it; others get what was set last.
+        torch.set_num_threads(1)
+        try:
+            prepared = PreparedMethod(form.name, form.method, residual=form.residual)
+            for layer in self.rows.values():
+                prepared.prepare(layer)
+                yield
+            self.prepared = prepared
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _is_cpu(device: str) -> bool:
@@ -72,25 +103,3 @@ def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> Iterator[None
     for file in files:
         artifact.check_sums([file])
         yield
-
-
-def _read(
-    artifact: Artifact, files: Sequence[str], rows: list[LayerRows], method: str | None, threads: int
-) -> Iterator[None]:
-    yield from _check_one_by_one(artifact, files)
-    for layer in rows:
-        yield from map_pages(layer.stored.tensors.values())
-    if rows and method is not None:
-        yield from _check_method(rows, method, threads)
-
-
-def _check_method(rows: list[LayerRows], method: str, threads: int) -> Iterator[None]:
-    # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
-    # imports has. The number is each thread's own once it was asked for it; others get what was set last.
-    torch.set_num_threads(1)
-    try:
-        for layer in rows:
-            layer.check_method(method)
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -26,10 +26,10 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
-from sparsekv.runtime.decoding.prepare import files_read
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.decoding.room import check_room
-from sparsekv.runtime.decoding.sparse_layers import SparseLayers
+from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
@@ -43,6 +43,7 @@ class OpenIndex:
 
     Args:
         rows: layers' rows that are being read already, for the probe.
+        prepared: a method that is prepared already, for the first cache that is made with it.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None where it is not known.
     """
 
@@ -50,6 +51,7 @@ class OpenIndex:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     rows: dict[int, LayerRows] = field(default_factory=dict)
+    prepared: PreparedMethod | None = None
     tokenizer_files: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +121,10 @@ class OpenIndex:
         self.artifact.check_sums(files_read(self.artifact, name, method))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
         layers: list[StoredLayer] = []
+        where = search_device(method, placement, self.device)
+        prepared = self._take_prepared(PreparedMethod(name, method, where, residual))
         about = self.artifact, self.device, self.dtype, self.take_rows
-        sparse = SparseLayers(*about, name, method, split, placement, question, residual=residual, gather=gather)
+        sparse = SparseLayers(*about, prepared, split, placement, question, gather=gather)
         for layer, facts in enumerate(self.artifact.manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, split.tokens))
@@ -128,6 +132,11 @@ class OpenIndex:
             meter = MissedMeter(guard) if measured else None
             layers.append(sparse.make(layer, (budgets or {}).get(layer, budget), meter, prefetch=prefetch))
         return IndexCache(layers)
+
+    def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
+        """What is prepared of a method already, or else the method; the next cache gets none of it."""
+        early, self.prepared = self.prepared, None
+        return early if early is not None and early.is_like(wanted) else wanted
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """A cache for dense attention over the first `tokens` of the stored context, all by default.
@@ -218,6 +227,7 @@ def open_index(
     *,
     hold: bool = False,
     rows: dict[int, LayerRows] | None = None,
+    prepared: PreparedMethod | None = None,
     files: str | None = None,
 ) -> OpenIndex:
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
@@ -225,6 +235,7 @@ def open_index(
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
         rows: layers' rows that are being read already.
+        prepared: a method that is prepared already.
         files: the hash of the files that the tokenizer was loaded from.
 
     Raises:
@@ -232,6 +243,6 @@ def open_index(
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
-    index = OpenIndex(artifact, model, tokenizer, rows or {}, files)
+    index = OpenIndex(artifact, model, tokenizer, rows or {}, prepared, files)
     index.check_probe(hold=hold)
     return index

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,40 @@ def prepare_layer(
     with _told_of(source, artifact):
         replacing = ResidualSelector(selector, residual_clusters(lender.context.tensors))
     return PreparedLayer(replacing, stored.context, stored.mapped + lender.mapped)
+
+
+@dataclass
+class PreparedMethod:
+    """A method for the layers of one cache, some of which may be prepared before they are asked for.
+
+    Args:
+        device: where its tensors are searched.
+        residual: as `prepare_layer` takes it.
+        shared: the state shared by the layers.
+    """
+
+    name: str
+    method: Method
+    device: torch.device = CPU
+    residual: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
+    _prepared: dict[int, PreparedLayer] = field(default_factory=dict)
+
+    def is_like(self, other: "PreparedMethod") -> bool:
+        """Whether its layers are prepared as the other's would be."""
+        mine, theirs = ((one.name, one.method, one.device, one.residual) for one in (self, other))
+        return mine == theirs
+
+    def prepare(self, rows: LayerRows) -> None:
+        """Prepare the layer of `rows`, and hold it until it is taken; raises what `prepare_layer` raises."""
+        self._prepared[rows.layer] = self.take(rows)
+
+    def take(self, rows: LayerRows) -> PreparedLayer:
+        """The layer of `rows`, which no other cache gets; raises what `prepare_layer` raises."""
+        held = self._prepared.pop(rows.layer, None)
+        if held is not None:
+            return held
+        return prepare_layer(rows, self.name, self.method, self.device, residual=self.residual, shared=self.shared)
 
 
 @contextmanager

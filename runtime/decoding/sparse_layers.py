@@ -19,9 +19,14 @@ from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pa
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
-from sparsekv.runtime.decoding.prepare import PreparedLayer, prepare_layer
+from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
+
+
+def search_device(method: Method, placement: str, device: torch.device) -> torch.device:
+    """Where a method's tensors are searched: in the host's memory if it asks for that and its rows are there."""
+    return CPU if method.searched_on_host and placement != "device" else device
 
 
 @dataclass
@@ -31,37 +36,34 @@ class SparseLayers:
     Args:
         device, dtype: the model's.
         take_rows: gives a layer's stored keys and values, which are let go of afterwards.
+        prepared: the method.
         split: the prompt's, whose tail may be cut.
         placement: where the middle's rows are kept, one of PLACEMENTS.
-        shared, question_shared: what the layers of the method, and of the question's, share.
+        question_shared: what the layers of the question's method share.
     """
 
     artifact: Artifact
     device: torch.device
     dtype: torch.dtype
     take_rows: Callable[[int], LayerRows]
-    name: str
-    method: Method
+    prepared: PreparedMethod
     split: Split
     placement: str
     question: QuestionPrefill | None
     _: KW_ONLY
-    residual: bool
     gather: Callable[[int], GatherMaker] | None
-    shared: dict[str, Any] = field(default_factory=dict)
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
         """One layer with its plan; its middle is stored according to the placement."""
         facts, rows = self.artifact.manifest.layers[layer], self.take_rows(layer)
-        where = self._search_device(self.method)
-        prepared = prepare_layer(rows, self.name, self.method, where, residual=self.residual, shared=self.shared)
+        prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
         mapped = prepared.mapped if self.placement == "disk" else ()
         options = LayerOptions(
             prefetch=prefetch,
             meter=meter,
-            search_device=where,
+            search_device=self.prepared.device,
             mapped=mapped,
             question=self._question_search(rows, prepared.selector),
             gather=None if self.gather is None else self.gather(layer),
@@ -80,13 +82,9 @@ class SparseLayers:
             return None
         selector, where = None, self.device
         if question.method is not None:
-            where, shared = self._search_device(question.method), self.question_shared
+            where, shared = search_device(question.method, self.placement, self.device), self.question_shared
             selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
         return QuestionSearch(question, selector, where, decoding.layout, self.split.middle)
-
-    def _search_device(self, method: Method) -> torch.device:
-        on_host = method.searched_on_host and self.placement != "device"
-        return CPU if on_host else self.device
 
     def _exact(self, rows: LayerRows) -> Pair:
         """Keys and values [Hk, sinks + tail, D] of sinks and tail."""
@@ -111,7 +109,7 @@ class SparseLayers:
         if where.type == "cuda" and isinstance(rows.stored_on(where), Int8Rows):
             order = None if layout is None else layout.to(where)
             return RowsIn8Bits(of_tokens(rows.stored_on(where).tensors, middle), order, self.dtype)
-        if layout is None and where == self._search_device(self.method):
+        if layout is None and where == self.prepared.device:
             keys, values = prepared.context.keys, rows.middle_values(where)
         else:
             keys, values = rows.part(middle, where)

@@ -17,14 +17,17 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
-from sparsekv.runtime.cache import layer_rows
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding import prepare
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
-from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -108,17 +111,40 @@ def _wait_for_reading() -> None:
 def _early(stored: Stored) -> EarlyReading:
     """What is read early of an index that squeezed will answer from, once all of it is read."""
     artifact = stored.artifact
-    early = EarlyReading(artifact, "cpu", files_read(artifact, "squeezed", Squeezed()), hold=True, method="squeezed")
+    files, form = files_read(artifact, "squeezed", Squeezed()), Form("squeezed", "", Squeezed())
+    early = EarlyReading(artifact, "cpu", files, hold=True, form=form)
     _wait_for_reading()
     return early
 
 
-def test_values_of_a_methods_tensors_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_prepared_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, early = torch.get_num_threads(), _early(stored)
     assert torch.get_num_threads() == threads
-    monkeypatch.setattr(layer_rows, "check_values", pytest.fail)
-    opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
-    opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+    with monkeypatch.context() as forbidden:
+        forbidden.setattr(prepare, "prepare_layer", pytest.fail)
+        opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
+        cache = opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+    late = load_and_open(stored.artifact, stored.model, "cpu").sparse_cache("squeezed", Squeezed(), Budget(0.1))
+    assert torch.equal(_logits(opened, cache), _logits(opened, late))
+
+
+@pytest.mark.parametrize(("method", "residual"), [(Squeezed(opened=3.0), False), (Squeezed(), True)])
+def test_only_the_method_that_was_prepared_is_taken_and_once(stored: Stored, method: Squeezed, residual: bool) -> None:
+    """A cache with other parameters is made of its own, and one made later of none that another has."""
+    opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=_early(stored))
+    assert opened.prepared is not None
+    other = opened.sparse_cache("squeezed", method, Budget(0.1), residual=residual)
+    assert opened.prepared is None
+    plain = load_and_open(stored.artifact, stored.model, "cpu")
+    theirs = plain.sparse_cache("squeezed", method, Budget(0.1), residual=residual)
+    assert torch.equal(_logits(opened, other), _logits(plain, theirs))
+
+
+@torch.inference_mode()
+def _logits(opened: OpenIndex, cache: IndexCache) -> torch.Tensor:
+    """Of a question's two tokens."""
+    with route_attention(opened.model, cache.attend):
+        return opened.model(torch.tensor([[5, 7]]), past_key_values=cache, use_cache=True).logits
 
 
 @pytest.mark.parametrize("name", ["token_order", "level0.centroids"])
