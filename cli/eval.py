@@ -228,7 +228,8 @@ def evaluate_methods(
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}"
-    note(f"{counted}, each in {len(comparison.ways())} ways; answers are kept in {folder}", quiet=quiet)
+    counted = f"{counted}, each in {len(comparison.ways())} ways"
+    note(f"{counted}; answers are kept in {folder}, and none is computed twice", quiet=quiet)
     with progress(quiet=quiet) as show:
         if ray is not None:
             answer_by_ray(recipe, comparison, asked, ray, workers, show)

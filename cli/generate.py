@@ -228,7 +228,7 @@ def generate(
             output.answer(question, result)
             note_cut(result, max_new_tokens, quiet=quiet or as_json or batch_file is not None)
             tell("answers", number, len(questions))
-    output.total()
+    output.total(quiet=quiet or batch_file is None)
     if save_to is not None and batch[0] is not None:
         del asker  # frees memory for the prefill of the new tokens
         save_session(opened, save_to, [Turn(batch[0], result.ids)], **encoding, quiet=quiet)

@@ -45,6 +45,7 @@ class BuildFolder:
         self.base: Manifest | None = None
         self._ways_out = ways_out or WaysOut()
         self._journal: KeptJournal
+        self._left = 0
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -58,6 +59,11 @@ class BuildFolder:
             self._lock.release()
             raise
         return self
+
+    @property
+    def unfinished(self) -> int:
+        """How many files an interrupted build has left to this one."""
+        return self._left
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -116,6 +122,7 @@ class BuildFolder:
             if not self.force:
                 raise
         self._journal = KeptJournal(self._folder, forget=self.force)
+        self._left = len(self._journal.files)
         # What a killed build had written of its files may be as large as the index.
         with contextlib.suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths)

@@ -45,8 +45,8 @@ def build_index(
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
         team: the processes that run the model and make the indices; this one alone by default.
-        tell: called with a line for the user: before an earlier text is replaced, how much of it stays, and before a
-            prefill on a GPU what memory it needs.
+        tell: called with a line for the user: before an earlier text is replaced, how much of it stays; what an
+            unfinished build has left; and before a prefill on a GPU what memory it needs.
 
     Raises:
         SparsekvError: the keys and values do not fit the GPU.
@@ -60,6 +60,9 @@ def build_index(
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
         _keep_what_is_there(plan, model, writer)
         _tell_replaced(plan, writer, tell)
+        if writer.unfinished:
+            left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
+            tell(f"an unfinished build has left {left}; what fits this one is not made again")
         plan = _with_methods_there(plan, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)

@@ -34,6 +34,7 @@ class Output:
     resumed: AnswersFile | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     answers: int = 0
+    cut: int = 0
     tokens: int = 0
     within: bool = False
     began: float = field(default_factory=time.perf_counter)
@@ -62,6 +63,7 @@ class Output:
             self.resumed.add(line)
         say("" if self.streamed else line)
         self.within = False
+        self.cut += answer.finish_reason == "length"
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
             print_stats(answer)
@@ -73,8 +75,10 @@ class Output:
         settings = {"settings": self.settings} if self.settings else {}
         return {"question": question, **kept, **identity(self.setting), **settings}
 
-    def total(self) -> None:
-        """Print how fast several questions were answered, if times are asked for."""
+    def total(self, *, quiet: bool) -> None:
+        """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
+        told = f"{self.cut} of {self.answers} answers were cut (--max-new-tokens); --json says which"
+        note(told, quiet=quiet or self.as_json or not self.cut)
         seconds = time.perf_counter() - self.began
         all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"
         note(f"{self.answers} questions: {all_in_all}", quiet=not self.stats or self.answers < 2)

@@ -71,7 +71,7 @@ class Goal(ABC):
 
     def _check_share(self) -> None:
         if not 0 < self.value < 1:
-            raise UsageError(f"--target-{self.measure} {self.value:g}: give a share between 0 and 1")
+            raise UsageError(f"--target-{self.measure} {self.value:g}: give a share between 0 and 1, such as 0.9")
 
 
 @dataclass(frozen=True)

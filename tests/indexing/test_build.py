@@ -1,5 +1,6 @@
 """The build: resumed after an interruption, left alone when nothing changed, and never more than what changed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def test_an_interrupted_build_resumes_without_making_a_whole_file_again(stage: s
     }
     assert resumed.manifest.methods == straight.manifest.methods
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".safetensors", ".json", ".lock", ""}
+
+
+def test_a_build_tells_what_an_unfinished_one_has_left(tmp_path: Path) -> None:
+    plan, folder, told = small_plan(), tmp_path / "a.skv", list[str]()
+    _build_until(plan, folder, "index squeezed", 1)
+    written = len(json.loads((folder / "unfinished.json").read_text())["files"])
+    assert written > 1
+    for _ in range(2):
+        build_index(plan, folder, tell=told.append)
+    assert told == [f"an unfinished build has left {written} files; what fits this one is not made again"]
 
 
 def test_a_second_run_changes_nothing_at_all(tmp_path: Path) -> None:
