@@ -22,6 +22,7 @@ from sparsekv.cli.answering.options import (
     TopPOption,
 )
 from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
+from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
@@ -38,7 +39,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.runtime.cache.kv_store import check_placement
 from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -83,9 +84,11 @@ def chat(
     refuse_little_room()
     artifact = open_artifact(index)
     prefilling, hold = prefill_method(artifact, prefill), placement == "device"
-    early = EarlyReading(artifact, device, hold=hold)
+    choices = Choices(artifact, budget, parameters, prefilling, residual)
+    setting = choices.setting(method)
+    read = files_read(artifact, setting.name, setting.method)
+    early = EarlyReading(artifact, device, read, hold=hold, form=setting.form)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
-    from sparsekv.cli.chatting.choices import Choices
     from sparsekv.cli.chatting.loop import HOW, converse
     from sparsekv.cli.chatting.piped import is_piped, piped_questions
     from sparsekv.cli.chatting.session import Session, describe
@@ -93,8 +96,6 @@ def chat(
     from sparsekv.runtime.decoding.generate import Sampling
     from sparsekv.runtime.decoding.talk import Talk
 
-    choices = Choices(artifact, budget, parameters, prefilling, residual)
-    setting = choices.setting(method)
     asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     check_placement(placement)
