@@ -19,7 +19,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import add_methods_hint, tune_hint
+from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Addition
 from sparsekv.indexing.append import (
@@ -27,16 +27,13 @@ from sparsekv.indexing.append import (
     clear_finished,
     encode_addition,
     growing_plan,
+    learning_again,
     online_methods,
     refuse_other_dtype,
-    stored_indexers,
 )
 from sparsekv.indexing.build import build_index
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
-MUCH = 0.25
-"""Of the tokens before, the share from which on an addition is told to be served worse by what methods learned."""
 
 
 @app.command()
@@ -85,10 +82,12 @@ def append(
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
+    learning = sorted(learning_again(artifact.manifest, len(addition.input_ids)))
+    anew = f"{', '.join(learning)}: built anew, to learn from all tokens of a text that has grown so much"
+    note(anew, quiet=quiet or not learning)
     with progress(quiet=quiet) as show:
         build_index(plan, artifact.folder, show, tell=partial(note, quiet=quiet))
     note(f"added {_named(record)}", quiet=quiet)
-    _note_learned(artifact, record, quiet=quiet)
     if artifact.manifest.defaults is not None:
         again_with = tune_hint(artifact.folder, artifact.manifest.defaults.target)
         note(
@@ -96,18 +95,6 @@ def append(
             quiet=quiet,
         )
     say(str(artifact.folder))
-
-
-def _note_learned(artifact: Artifact, record: Addition, *, quiet: bool) -> None:
-    """Note which methods choose among many added tokens by what they learned of those before."""
-    before, online = artifact.manifest.split.tokens, online_methods(artifact.manifest)
-    kept = [name for name, one in stored_indexers(artifact.manifest).items() if one.learns and name in online]
-    if kept and record.tokens > MUCH * before:
-        note(
-            f"{', '.join(kept)} chooses among all by what it learned of the first {before:,} tokens, and finds less of "
-            f"so many others; build it from all of them: {add_methods_hint(artifact.folder, kept)}",
-            quiet=quiet,
-        )
 
 
 def _named(addition: Addition) -> str:

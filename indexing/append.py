@@ -1,5 +1,6 @@
 """Append tokens to an existing index: which of its methods can append, and the plan of the build that does it."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill, prefills
 
 BETWEEN = "\n\n"  # put between the document and appended text
+LEARNING_AGAIN = 1.25
+"""Whenever a text has grown by this factor, methods learn from all of it again, however little was added last."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,20 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
     return frozenset(name for name, indexer in stored_indexers(manifest).items() if indexer.takes_tokens)
 
 
+def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
+    """Names of the methods that can append, but learn from all tokens again when so many are added.
+
+    What they learned of a shorter text would serve the longer one worse.
+    """
+    first = max(1, manifest.split.tokens - sum(one.tokens for one in manifest.additions))
+    before = math.log(manifest.split.tokens / first, LEARNING_AGAIN)
+    after = math.log((manifest.split.tokens + added) / first, LEARNING_AGAIN)
+    if math.floor(after) == math.floor(before):
+        return frozenset()
+    indexers = stored_indexers(manifest)
+    return frozenset(name for name in online_methods(manifest) if indexers[name].learns)
+
+
 def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
     """Raise UsageError for a `--dtype` other than `auto` or the index's own: all rows of an index have one dtype."""
     if dtype not in ("auto", manifest.dtype):
@@ -128,6 +145,7 @@ def growing_plan(
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
     prefill = stored_prefill(manifest)
     chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
+    online = online_methods(manifest) - learning_again(manifest, len(addition.input_ids))
     return BuildPlan(
         loaded=loaded,
         prompt=FixedPrompt(
@@ -142,7 +160,7 @@ def growing_plan(
         chunk_size=chosen if prefill.exact else manifest.prefill.chunk_size,
         prefill=prefill,
         rope_scaling=manifest.rope.scaling,
-        growth=Growth(manifest.uuid, online_methods(manifest), addition_record(addition)),
+        growth=Growth(manifest.uuid, online, addition_record(addition)),
         kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
     )
 

@@ -55,7 +55,8 @@ class Indexer(ABC):
     revision: ClassVar[int] = 1
     takes_tokens: ClassVar[bool] = False
     learns: ClassVar[bool] = False
-    """Whether it keeps what it learned of the tokens before those that it takes in, and may serve these worse."""
+    """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
+    an append builds it anew when the text has grown by a quarter."""
     by_default: ClassVar[bool] = True
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 

@@ -74,6 +74,20 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
     assert_no_strays(tmp_path / "a.skv")
 
 
+def test_codes_learn_again_each_time_the_text_has_grown_by_a_quarter(tmp_path: Path) -> None:
+    """Until then their codebooks stay, and the codes that they gave."""
+    folder, codes = tmp_path / "a.skv", CodesIndexer(code_bytes=4, iterations=2)
+    plan = small_plan(text=FIRST, tokens=len(FIRST), methods={"codes": codes})
+    build_index(plan, folder)
+    for added, learn in ((100, False), (60, True), (100, False), (400, True)):
+        before = Artifact(folder).method_tensors("codes", 0)
+        _grow(folder, plan.loaded, TEXT[-added:])
+        after = Artifact(folder).method_tensors("codes", 0)
+        assert torch.equal(after["codebooks"], before["codebooks"]) is not learn
+        assert torch.equal(after["codes"][:, : before["codes"].shape[1]], before["codes"]) is not learn
+        assert after["codes"].shape[1] == Artifact(folder).manifest.split.middle
+
+
 def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: Path) -> None:
     coded = PQCacheIndexer(pq_bytes=4, iterations=2)
     of_codes = CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)
@@ -83,7 +97,7 @@ def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: 
     assert online_methods(first) == {"multipole", "pqcache", "codes"}
     books = Artifact(tmp_path / "a.skv").method_tensors("pqcache", 0)["codebooks"].clone()
     assert stored_indexers(first) == plan.methods
-    grown = _grow(tmp_path / "a.skv", plan.loaded)
+    grown = _grow(tmp_path / "a.skv", plan.loaded, MORE[:100])
     order = Artifact(tmp_path / "a.skv").method_tensors("squeezed", 0)["token_order"]
     middle = torch.arange(grown.split.sinks, grown.split.sinks + grown.split.middle, dtype=torch.int32)
     assert torch.equal(order.sort(dim=1).values, middle.expand_as(order))
