@@ -6,28 +6,21 @@ earlier index in the same folder, is reused if its recipe is the same, and rebui
 
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
-from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.schema import TOKENS, Addition, Manifest, MethodRecord, ModelIdentity, Prompt, RopeRecord
+from sparsekv.formats.schema import Addition, Manifest, MethodRecord, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_stage import ContextFacts, build_context
-from sparsekv.indexing.indexers.registry import indexer_of, indexers
+from sparsekv.indexing.earlier_index import keep_what_is_there, tell_replaced, with_methods_there
 from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
-from sparsekv.indexing.prefill.interface import prefill_name
-from sparsekv.indexing.same_document import LEAST_IN_COMMON, is_cut, share_that_stays
 from sparsekv.indexing.versions import library_versions
-
-WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
 
 def build_index(
@@ -45,7 +38,7 @@ def build_index(
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
         team: the processes that run the model and make the indices; this one alone by default.
-        tell: called with a line for the user: before an earlier text is replaced, how much of it stays; what an
+        tell: called with a line for the user: before what is there is replaced, how much of it stays; what an
             unfinished build has left; and before a prefill on a GPU what memory it needs.
 
     Raises:
@@ -58,12 +51,12 @@ def build_index(
     model, tokenizer = identify(plan.loaded)
     ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
-        _keep_what_is_there(plan, model, writer)
-        _tell_replaced(plan, writer, tell)
+        keep_what_is_there(plan, model, writer)
+        tell_replaced(plan, model, writer, tell)
         if writer.unfinished:
             left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
             tell(f"an unfinished build has left {left}; what fits this one is not made again")
-        plan = _with_methods_there(plan, writer.base)
+        plan = with_methods_there(plan, model, writer.base)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
         made = [build_files(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()]
@@ -71,93 +64,6 @@ def build_index(
         team.release()
         built = {files.work.name: record_method(job.methods, files) for files in made}
         return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
-
-
-def _keep_what_is_there(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError if the build would lose what only --force gives up, or append to another index."""
-    if plan.growth and (writer.base is None or writer.base.uuid != plan.growth.base):
-        raise ArtifactError(f"{writer.folder} was changed meanwhile by another process; run the same command again")
-    _keep_others(plan, model, writer)
-    _keep_additions(plan, writer)
-    _keep_dense(plan, writer)
-
-
-def _keep_additions(plan: BuildPlan, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError if the build would drop appended text without --force."""
-    base = writer.base
-    if base is None or not base.additions or plan.growth or plan.force:
-        return
-    if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
-        added = sum(addition.tokens for addition in base.additions)
-        lacking = [name for name in plan.methods if name not in base.methods]
-        methods = f"add methods to it with {add_methods_hint(writer.folder, lacking)}, " if lacking else ""
-        raise ArtifactError(
-            f"{writer.folder} holds {added:,} tokens that were appended and that this document lacks; {methods}build "
-            "another index with --output, or give --force to replace it by one of this document alone"
-        )
-
-
-def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError if the build would replace the index of another document or model without --force."""
-    base = writer.base
-    if base is None or plan.growth or plan.force:
-        return
-    if base.model.weights_hash != model.weights_hash:
-        raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
-    if base.prompt.text_sha256 == plan.prompt.text_sha256:
-        return
-    if (share := _share_that_stays(plan, base, writer)) < LEAST_IN_COMMON:
-        raise ArtifactError(
-            f"{writer.folder} is the index of another document, {base.split.tokens:,} tokens, of whose passages this "
-            f"one has {share:.0%}; {WAYS_OUT}"
-        )
-
-
-def _share_that_stays(plan: BuildPlan, base: Manifest, writer: ArtifactWriter) -> float:
-    """The share of an index's passages that the text has too: all, where it was cut; what both begin with, where the
-    index's tokens are damaged."""
-    if not writer.is_whole(base.files[TOKENS]):
-        return _same_beginning(plan, base) / base.split.tokens
-    before, after = writer.read_base(TOKENS)["input_ids"], plan.prompt.input_ids.cpu()
-    return 1.0 if is_cut(before, after) else share_that_stays(before, after)
-
-
-def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
-    """Tokens, in whole blocks, that both texts begin with."""
-    return common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
-
-
-def _tell_replaced(plan: BuildPlan, writer: ArtifactWriter, tell: Callable[[str], None]) -> None:
-    """Tell how much of an index's text stays, before any of it is replaced: Ctrl-C then leaves all of it."""
-    base = writer.base
-    if base is None or plan.growth or base.prompt.text_sha256 == plan.prompt.text_sha256:
-        return
-    if base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
-        same = _same_beginning(plan, base)
-        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
-        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of another text: {told}")
-
-
-def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:
-    """Raise ArtifactError if a sparse prefill would replace a dense one without --force."""
-    base = writer.base
-    if base is None or plan.growth or plan.force:
-        return
-    if base.prefill.exact and not plan.prefill.exact:
-        raise ArtifactError(
-            f"{writer.folder} was prefilled densely, and a {prefill_name(plan.prefill)} prefill would replace that; "
-            f"{WAYS_OUT}"
-        )
-
-
-def _with_methods_there(plan: BuildPlan, base: Manifest | None) -> BuildPlan:
-    """The plan, plus the methods of the existing index if its text differs, with their old parameters."""
-    if base is None or plan.growth or plan.force or base.prompt.text_sha256 == plan.prompt.text_sha256:
-        return plan
-    known = indexers()
-    there = {name: record for name, record in base.methods.items() if name not in plan.methods and name in known}
-    others = {name: indexer_of(known[name], record.parameters) for name, record in there.items()}
-    return replace(plan, methods=plan.methods | others)
 
 
 def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:

@@ -63,9 +63,30 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model").stderr
-    line = f"doc.skv holds {held:,} tokens of another text: the first "
+    line = f"doc.skv holds {held:,} tokens of an earlier text: the first "
     assert told.index(line) < told.index("indexing ")
-    assert "another text" not in run_here("build-index", "doc.txt", "--model", "model").stderr
+    assert "tokens of" not in run_here("build-index", "doc.txt", "--model", "model").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--max-tokens", "300"), "are built: the first 256 are those of this one, the others are replaced"),
+        (("--sinks", "4"), "--dtype float32 --prefill dense: what depends on them is made again, its methods too"),
+        (
+            ("--kv-dtype", "int8"),
+            "--dtype float32 --prefill dense: what depends on them is made again, its methods too",
+        ),
+    ],
+)
+def test_what_other_settings_replace_is_told_and_no_method_is_lost(
+    options: tuple[str, str], told: str, place: Path
+) -> None:
+    methods = read_manifest(place / "doc.skv").methods
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", *options)
+    assert built.code == 0, built.stderr
+    assert built.stderr.index(told) < built.stderr.index("indexing ")
+    assert read_manifest(place / "doc.skv").methods.keys() >= methods.keys()
 
 
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:
