@@ -6,28 +6,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
 from sparsekv.cli.common.values import with_checked_values
 from sparsekv.cli.configuring.apply import apply_defaults
 from sparsekv.cli.ranks.option import GpusOption
 from sparsekv.formats.errors import UsageError
-
-COMMANDS = {
-    "build-index": "Prefill a document once and index what its attention reads.",
-    "generate": "Answer questions over an index.",
-    "chat": "Ask one question after another over an index, in a terminal.",
-    "trace": "Answer a question, and show what each token of the answer attended to.",
-    "recall-report": "Measure what each method keeps of the model's attention, and what it reads.",
-    "eval": "Measure what each method's answers are worth beside dense attention's.",
-    "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
-    "bench": "Time a decode step with each method beside the fastest dense attention.",
-    "append": "Append more text to an index.",
-    "convert": "Store the keys and values of an index in 8 bits, in another index.",
-    "inspect": "Show what an index holds; --verify rechecks every checksum.",
-    "models": "List models that are ready, and fetch one.",
-    "config": "Show which defaults are set, and where: sparsekv.toml, and the environment.",
-    "completion": "Print the script that completes commands and options in your shell.",
-}
 
 
 class _LazyGroup(TyperGroup):

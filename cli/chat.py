@@ -21,7 +21,6 @@ from sparsekv.cli.answering.options import (
     TopKOption,
     TopPOption,
 )
-from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -38,6 +37,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.selection.registry import methods

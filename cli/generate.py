@@ -28,7 +28,6 @@ from sparsekv.cli.answering.options import (
     TopKOption,
     TopPOption,
 )
-from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
@@ -51,6 +50,7 @@ from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import check_mode
 from sparsekv.runtime.decoding.early_reading import EarlyReading

@@ -15,7 +15,6 @@ from sparsekv.cli.answering.options import (
     RawOption,
     ResidualOption,
 )
-from sparsekv.cli.answering.question_prefill import prefill_method, question_prefill
 from sparsekv.cli.common.console import note, say, waiting
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.index_option import open_artifact
@@ -33,6 +32,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import files_read, residual_source

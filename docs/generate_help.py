@@ -4,8 +4,8 @@ import io
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from sparsekv.cli.app import COMMANDS as MAIN
 from sparsekv.cli.app import app
+from sparsekv.cli.common.commands import COMMANDS as MAIN
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 COMMANDS = ["", *MAIN, "models list", "models pull"]

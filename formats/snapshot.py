@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.manifest import REBUILD, manifest_data, open_folder, parse_manifest
+from sparsekv.formats.manifest import REBUILD, REPAIR, manifest_data, open_folder, parse_manifest
 from sparsekv.formats.schema import FileRecord, Manifest
 
 ATTEMPTS = 100
@@ -61,7 +61,7 @@ def _open(folder: Folder, name: str, record: FileRecord) -> int:
     try:
         descriptor = folder.open(record.path)
     except FileNotFoundError:
-        raise ArtifactError(f"{name} of {folder.path} is missing; {REBUILD}") from None
+        raise ArtifactError(f"{name} of {folder.path} is missing; {REPAIR}") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ArtifactError(f"cannot read {name} of {folder.path}: {reason}; mend that, or {REBUILD}") from None
@@ -69,7 +69,7 @@ def _open(folder: Folder, name: str, record: FileRecord) -> int:
     if size != record.bytes:
         os.close(descriptor)
         change = "truncated" if size < record.bytes else "longer than it was written"
-        raise ArtifactError(f"{name} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {REBUILD}")
+        raise ArtifactError(f"{name} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {REPAIR}")
     return descriptor
 
 

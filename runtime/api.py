@@ -22,6 +22,7 @@ from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
@@ -59,6 +60,8 @@ class Index:
         *,
         residual: bool = False,
         placement: str = "device",
+        prefill: str | None = None,
+        prefill_budget: str | None = None,
         **parameters: Any,
     ) -> Asker:
         """What answers many questions with one setting: `asker.ask(question).text`.
@@ -69,17 +72,22 @@ class Index:
             method: by name, or `dense`; by default what `sparsekv tune` found for the index, or its first method.
             budget: tokens of the document that a step attends to, as on the command line: "5%", 0.05 or 512.
             residual: centroids represent the tokens that the method does not choose.
+            prefill: what a question's tokens attend to: `dense` for everything, or what this method selects; by default
+                what the answer's method does.
+            prefill_budget: tokens of the document that each chunk of a question attends to, with a method as `prefill`.
             parameters: of the method, named as its options: `rerank=4`.
         """
         of_sampling = {one.name for one in fields(Sampling)}
         for name, value in parameters.items():
             if name in of_sampling:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
-        refuse_unknown(parameters, ("method", "budget", "residual", "placement", "question", "sampling"))
+        refuse_unknown(parameters, ("method", "budget", "residual", "placement", "prefill", "question"))
         artifact, text = self.opened.artifact, None if budget is None else str(budget)
         with api_words():
-            setting = choose_setting(artifact, method, text, parameters, {}, residual=residual)
-            return Asker.open(self.opened, setting, placement=placement)
+            prefilling = prefill_method(artifact, prefill)
+            setting = choose_setting(artifact, method, text, parameters, prefilling, residual=residual)
+            asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+            return Asker.open(self.opened, setting, placement=placement, question=asking)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
         """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.

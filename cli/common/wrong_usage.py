@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.hints import command as shown
 from sparsekv.formats.suggestions import nearest
@@ -34,6 +35,8 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
     if message.startswith(f"{NO_OPTION} --gpus"):
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
     unknown = UNKNOWN.match(message)
+    if unknown and (called := _command_after(unknown[1], arguments)):
+        return f"{unknown[1]} stands after the command: {shown(called, unknown[1])} ..."
     if unknown and command == "build-index" and _near(unknown[1], [*options, "--budget"])[-1:] == ["--budget"]:
         asked = shown("generate", "--budget", "5%")
         return f"a budget is given where an index is asked, not where it is built: {asked} ..."
@@ -48,6 +51,14 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         message = f"{NO_OPTION} {unknown[1]}{_meant(unknown[1], options)}"
     page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
+
+
+def _command_after(option: str, arguments: Sequence[str]) -> str | None:
+    """The command that an option stands before, which it should stand after; None if it does not."""
+    first = next((number for number, one in enumerate(arguments) if one.partition("=")[0] == option), len(arguments))
+    if any(one in COMMANDS for one in arguments[:first]):
+        return None
+    return next((one for one in arguments[first:] if one in COMMANDS), None)
 
 
 def known_options(error: BaseException) -> list[str]:

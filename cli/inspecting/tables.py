@@ -130,7 +130,7 @@ def _clusters(clusters: list[dict[str, Any]], which: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="")
     for name in ("KV head", "tokens", "key spread"):
         table.add_column(name, justify="right")
-    table.add_column("words, by how often", overflow="fold")
+    table.add_column("words, most telling first", overflow="fold")
     for cluster in clusters:
         words = list(cluster["words"].items())[:WORDS_SHOWN]
         text = "  ".join(f"{word} {count}" for word, count in words)

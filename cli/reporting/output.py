@@ -84,7 +84,9 @@ def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str
 
 def lacking_line(artifact: Artifact) -> str:
     """The methods that have no row, as the index was built without them, and how one is added; empty where none is."""
-    lacking = [name for name in indexers() if name not in artifact.manifest.methods]
+    known = {name: indexer for name, indexer in indexers().items() if name not in artifact.manifest.methods}
+    # First what costs least to have: small files, that an append can go on with.
+    lacking = sorted(known, key=lambda name: (known[name]().bytes_per_token(128), not known[name].takes_tokens))
     how = add_methods_hint(artifact.folder, lacking[:1])
     return f"this index lacks {', '.join(lacking)}; {how} adds the first of them" if lacking else ""
 

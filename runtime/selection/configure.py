@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.registry import methods
 
 T = TypeVar("T")
 
@@ -29,7 +30,9 @@ def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> 
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
         if value is not None and name not in used:
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out")
+            owners = [of for of, method in methods().items() if name in {field.name for field in fields(method)}]
+            other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out{other}")
 
 
 def form_options(form: Form) -> list[str]:

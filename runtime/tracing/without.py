@@ -1,6 +1,7 @@
 """What an answer is worth to a model that does not see some passages of the document."""
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -41,7 +42,9 @@ def _places(passage: str, whole: str) -> list[tuple[int, int]]:
     pattern = re.compile(r"\s+".join(map(re.escape, words)))
     places = [match.span() for match, _ in zip(pattern.finditer(whole), range(MOST_FOUND + 1), strict=False)]
     if not places:
-        raise UsageError(f"--without {passage}: the indexed prompt has no such passage; copy it from the document")
+        raise UsageError(
+            f"--without {shlex.quote(passage)}: the indexed prompt has no such passage; copy it from the document"
+        )
     if len(places) > MOST_FOUND:
         raise UsageError(f"--without {passage}: found in more than {MOST_FOUND} places; give more of the passage")
     return places

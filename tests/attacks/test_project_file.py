@@ -10,7 +10,8 @@ import pytest
 import typer
 from support.sandbox import INDEX, Sandbox, changes, hash_tree
 
-from sparsekv.cli.app import COMMANDS, app
+from sparsekv.cli.app import app
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.apply import leaf_commands
 from sparsekv.cli.configuring.option_values import kinds_of, long_name, refuse_calls_own
 from sparsekv.formats.errors import UsageError

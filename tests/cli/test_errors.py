@@ -225,8 +225,8 @@ def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(p
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (_truncate, ("context/layer_001.safetensors", "truncated", "--force")),
-        (_remove_layer, ("squeezed/layer_002.safetensors", "missing", "--force")),
+        (_truncate, ("context/layer_001.safetensors", "truncated", "writes anew")),
+        (_remove_layer, ("squeezed/layer_002.safetensors", "missing", "writes anew")),
         (_newer, ("schema 9", "upgrade")),
         (_edited, ("changed since it was written", "--force")),
         (_unfinished, ("unfinished", "manifest.json", "again")),
@@ -236,6 +236,14 @@ def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ..
     damage(place / "doc.skv")
     for command in (("generate", "Why?"), ("recall-report",), ("inspect",)):
         fails(1, *command, says=("doc.skv", *says))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove_layer])
+def test_a_build_writes_anew_what_is_missing(place: Path, damage: Callable[[Path], None]) -> None:
+    damage(place / "doc.skv")
+    methods = ("--method", "squeezed", "--method", "multipole")
+    assert run_here("build-index", "doc.txt", "--model", "model", *methods, "-q").code == 0
+    assert run_here("inspect", "--verify", "-q").code == 0
 
 
 def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path) -> None:

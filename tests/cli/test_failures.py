@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.command import EXECUTABLE, environment, fails, run_here, shell, sparsekv, start
 
-from sparsekv.cli.app import COMMANDS
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.failures import LESS_MEMORY, REMEDIES, describe
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import SparsekvError, UsageError

@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 from support.command import run_here
 from support.doc_pages import ROOT, tables
 
-from sparsekv.cli.app import COMMANDS, app
+from sparsekv.cli.app import app
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.apply import leaf_commands
 from sparsekv.cli.configuring.option_values import long_name
 

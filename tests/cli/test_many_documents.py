@@ -134,6 +134,11 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
     assert not (documents / "out").exists()
 
 
+def test_an_index_is_no_folder_of_indices_whatever_its_name(documents: Path) -> None:
+    assert run_here("build-index", "a.txt", *TAIL, "-o", "indices").code == 0
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("each of several documents",))
+
+
 @pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt", "new.txt", "out.md"])
 def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
     fails(

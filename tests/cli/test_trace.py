@@ -95,7 +95,7 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
         (("-o", "none/trace.json"), ("--output none/trace.json: its folder does not exist", "make it first")),
         (("-o", f"{'n' * 255}.json"), ("the name is too long", "shorter")),
         (("-o", "folder.json"), ("--output folder.json is a folder", "name of a file")),
-        (("--without", "No such line."), ("--without No such line.", "no such passage", "copy it from the document")),
+        (("--without", "No such line."), ("--without 'No such line.'", "no such passage", "copy it from the document")),
         (("--without", " "), ("--without is empty", "give a passage")),
         (("--stream",), ("--stream", "leave it out")),
         (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),

@@ -111,6 +111,15 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.asker("squeezed").ask_all(QUESTION)
 
 
+def test_a_question_is_prefilled_as_asked(index: api.Index) -> None:
+    """By everything, by what another method selects, or by what the answer's method does, as with `--prefill`."""
+    prefilled = [index.asker("window", prefill=how) for how in (None, "dense", "quest")]
+    assert [one.cache.layers[0].plan.own_prefill for one in prefilled] == [True, False, False]
+    assert all(one.ask(QUESTION, SHORT).ids for one in prefilled)
+    with pytest.raises(UsageError, match="prefill_budget 64: give it with prefill and a method that chooses"):
+        index.asker("quest", prefill_budget="64")
+
+
 def test_many_questions_are_answered_in_their_order(index: api.Index) -> None:
     asker = index.asker("multipole", "100%")
     questions = [QUESTION, "What else?", "Why?"]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers.models.llama.modeling_llama
 
-from sparsekv.cli.app import COMMANDS
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.main import run
 
 STANDARD = ("stdin", "stdout", "stderr")

@@ -12,6 +12,8 @@ def test_a_question_without_quotes_and_a_budget_for_a_build_are_told_of() -> Non
     extra = "Got unexpected extra argument(s) (is it)."
     told = described_usage(extra, "generate", ["generate", "--index", "a.skv", "What", "is", "it"])
     assert told == "Got unexpected extra argument(s) (is it); put a question of several words in quotes"
+    before = described_usage("No such option: --index", "a.skv", ["--index", "a.skv", "generate", "Why?"])
+    assert before == "--index stands after the command: `sparsekv generate --index` ..."
     budget = described_usage("No such option: --budget", "build-index", ["build-index", "a.txt", "--budget", "5%"])
     assert "a budget is given where an index is asked" in budget
     assert "sparsekv generate --budget" in budget

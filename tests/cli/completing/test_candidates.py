@@ -9,7 +9,8 @@ import pytest
 import typer
 from support.command import EXECUTABLE, environment, run_here
 
-from sparsekv.cli.app import COMMANDS, app
+from sparsekv.cli.app import app
+from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.apply import leaf_commands
 from sparsekv.formats.user_cache import cache_root
 from sparsekv.indexing.indexers.registry import indexers

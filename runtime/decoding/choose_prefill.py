@@ -1,4 +1,4 @@
-"""`generate --prefill`: the method, with its own options, that selects what the question's tokens attend to."""
+"""How a question is prefilled: the method, with its own options, that selects what its tokens attend to."""
 
 from collections.abc import Mapping
 from typing import Any
