@@ -30,16 +30,19 @@ def most_tokens(positions: int) -> int:
     return most // 100 * 100 or most
 
 
-def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:
+def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill, ranks: int = 1) -> int:
     """Tokens per forward pass of a prefill: as asked, else as many as the device needs to be busy.
 
     The result of a sparse prefill depends on them, so there they are the same for all devices.
+
+    Args:
+        ranks: how many devices share the model: of each token each one computes a share.
     """
     if asked is not None:
         return asked
     if not prefill.exact:
         return CHUNK
-    return CHUNK_ON_A_GPU if device.type == "cuda" else CHUNK_ON_A_CPU
+    return CHUNK_ON_A_GPU * ranks if device.type == "cuda" else CHUNK_ON_A_CPU
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from sparsekv.runtime.tuning.goals import Goal
 from sparsekv.runtime.tuning.tuned import Tuned
 
 LEGEND = """\
-{measure}: on the queries that were searched with; held out: on others, which decide. {beside}: of the same setting, on
-these. recall: of the oracle's best {reference}. kv fraction: what is read of the document's keys and values, the index
-included."""
+{measure}: on the queries that were searched with; held out: the same on other queries, which decide; {beside} too is on
+these others. recall: share of the oracle's best {reference} that is chosen; error: of attention's output. kv fraction:
+what is read of the document's keys and values, the index included."""
 TIGHTENED = "searched for: a harder target, as the one that was asked for did not hold on the others."
 
 
