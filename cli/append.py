@@ -27,7 +27,7 @@ from sparsekv.indexing.append import (
     clear_finished,
     encode_addition,
     growing_plan,
-    learning_again,
+    learning_line,
     online_methods,
     refuse_other_dtype,
 )
@@ -82,9 +82,8 @@ def append(
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
-    learning = sorted(learning_again(artifact.manifest, len(addition.input_ids)))
-    anew = f"{', '.join(learning)}: built anew, to learn from all tokens of a text that has grown so much"
-    note(anew, quiet=quiet or not learning)
+    learning = learning_line(artifact.manifest, len(addition.input_ids))
+    note(learning, quiet=quiet or not learning)
     with progress(quiet=quiet) as show:
         build_index(plan, artifact.folder, show, tell=partial(note, quiet=quiet))
     note(f"added {_named(record)}", quiet=quiet)

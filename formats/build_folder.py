@@ -23,7 +23,7 @@ from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
 from sparsekv.formats.ours import refuse_foreign
 from sparsekv.formats.reader import CPU
-from sparsekv.formats.recorded_file import is_whole, read_recorded
+from sparsekv.formats.recorded_file import is_there, is_whole, read_recorded
 from sparsekv.formats.schema import MANIFEST, FileRecord, Manifest
 from sparsekv.formats.ways_out import WaysOut
 
@@ -90,6 +90,15 @@ class BuildFolder:
         """Whether the file of a record exists with the content that was written."""
         return is_whole(self._folder, record)
 
+    def _earlier(self, name: str, recipe: str) -> FileRecord | None:
+        """The record of a whole file that the journal or the base has, made by a recipe."""
+        records = (self._journal.files.get(name), self.base.files.get(name) if self.base else None)
+        return next((one for one in records if one and one.recipe == recipe and self.is_whole(one)), None)
+
+    def is_there(self, record: FileRecord) -> bool:
+        """Whether the file of a record exists with its size; its content is not read."""
+        return is_there(self._folder, record)
+
     def leave_as_it_was(self) -> None:
         """End a build that changed nothing in the finished index."""
         assert self.base is not None
@@ -122,7 +131,8 @@ class BuildFolder:
             if not self.force:
                 raise
         self._journal = KeptJournal(self._folder, forget=self.force)
-        self._left = len(self._journal.files)
+        known = self.base.files if self.base else {}
+        self._left = sum(known.get(name) != record for name, record in self._journal.files.items())
         # What a killed build had written of its files may be as large as the index.
         with contextlib.suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths)

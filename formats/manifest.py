@@ -16,6 +16,7 @@ from sparsekv.formats.schema import MANIFEST, SCHEMA_VERSION, Manifest
 MOST_BYTES = 256 << 20
 REBUILD = "build the index again from its document, with --force"
 REPAIR = "build the index again from its document, which writes anew what is missing"
+REPAIR_APPENDED = "build the index again from its document, with --force, and append again what was appended"
 
 
 def manifest_bytes(manifest: Manifest) -> tuple[bytes, Manifest]:

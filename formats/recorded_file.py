@@ -23,6 +23,18 @@ def is_whole(folder: Folder, record: FileRecord) -> bool:
         os.close(descriptor)
 
 
+def is_there(folder: Folder, record: FileRecord) -> bool:
+    """Whether the file of a record exists with its size; its content is not read."""
+    try:
+        descriptor = folder.open(record.path)
+    except OSError:
+        return False
+    try:
+        return os.fstat(descriptor).st_size == record.bytes
+    finally:
+        os.close(descriptor)
+
+
 def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
     descriptor = folder.open(record.path)

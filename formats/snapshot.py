@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.manifest import REBUILD, REPAIR, manifest_data, open_folder, parse_manifest
+from sparsekv.formats.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
 from sparsekv.formats.schema import FileRecord, Manifest
 
 ATTEMPTS = 100
@@ -48,20 +48,21 @@ class Snapshot:
 
 def _open_all(folder: Folder, manifest: Manifest) -> dict[str, int]:
     descriptors: dict[str, int] = {}
+    remedy = REPAIR_APPENDED if manifest.additions else REPAIR
     try:
         for name, record in manifest.files.items():
-            descriptors[name] = _open(folder, name, record)
+            descriptors[name] = _open(folder, name, record, remedy)
     except BaseException:
         _close_all(list(descriptors.values()))
         raise
     return descriptors
 
 
-def _open(folder: Folder, name: str, record: FileRecord) -> int:
+def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:
     try:
         descriptor = folder.open(record.path)
     except FileNotFoundError:
-        raise ArtifactError(f"{name} of {folder.path} is missing; {REPAIR}") from None
+        raise ArtifactError(f"{name} of {folder.path} is missing; {remedy}") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ArtifactError(f"cannot read {name} of {folder.path}: {reason}; mend that, or {REBUILD}") from None
@@ -69,7 +70,7 @@ def _open(folder: Folder, name: str, record: FileRecord) -> int:
     if size != record.bytes:
         os.close(descriptor)
         change = "truncated" if size < record.bytes else "longer than it was written"
-        raise ArtifactError(f"{name} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {REPAIR}")
+        raise ArtifactError(f"{name} of {folder.path} is {change}: {size} bytes, not {record.bytes}; {remedy}")
     return descriptor
 
 

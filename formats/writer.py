@@ -25,8 +25,9 @@ from sparsekv.formats.unfinished_file import SharedFile, UnfinishedFile
 from sparsekv.formats.ways_out import WaysOut
 
 THREADS = min(16, os.cpu_count() or 1)
-SUMS = min(64, os.cpu_count() or 1)
-"""Files whose sums are made at a time: each of a layer's keys and values, by one thread, takes most of a second."""
+SUMS = min(
+    64, os.cpu_count() or 1
+)  # sums made at a time: that of a layer's keys, by one thread, takes most of a second
 HELD_BYTES = 6 << 30  # most bytes of tensors that wait to be written and were made for that
 
 
@@ -40,8 +41,7 @@ class ArtifactWriter(BuildFolder):
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
         super().__init__(folder, force=force, ways_out=ways_out)
         self._made: dict[str, Future[FileRecord]] = {}
-        self._held = HeldTensors(HELD_BYTES)
-        self._new = set[str]()
+        self._held, self._new = HeldTensors(HELD_BYTES), set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
         # Pools of their own: a small file need not wait for gigabytes to be summed, nor a sum for those of others.
         self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
@@ -81,20 +81,22 @@ class ArtifactWriter(BuildFolder):
         Args:
             of: files of this build that it is made from. What is made from a file that this build writes is made anew.
         """
-        if not self._new.isdisjoint(of):
-            return False
-        recipe = self._whole_recipe(recipe, of)
+        return self._new.isdisjoint(of) and self.reuse_all({name: self._whole_recipe(recipe, of)})
+
+    def reuse_all(self, recipes: Mapping[str, str]) -> bool:
+        """Reuse files by name, each made by its recipe, if all of them are whole; returns whether they are."""
+        whole = {name: record for name, recipe in recipes.items() if (record := self._found(name, recipe))}
+        for name, record in whole.items() if len(whole) == len(recipes) else ():
+            self._made[name] = Future()
+            self._made[name].set_result(record)
+            self._journal.reuse(name, record)
+        return len(whole) == len(recipes)
+
+    def _found(self, name: str, recipe: str) -> FileRecord | None:
+        """The record of a whole file that this build, or an earlier one, made by a recipe."""
         if name in self._made:
             self._made[name].result()
-        elif self.force:
-            return False
-        for record in (self._journal.files.get(name), self.base.files.get(name) if self.base else None):
-            if record and record.recipe == recipe and self.is_whole(record):
-                self._made[name] = Future()
-                self._made[name].set_result(record)
-                self._journal.reuse(name, record)
-                return True
-        return False
+        return None if self.force and name not in self._made else self._earlier(name, recipe)
 
     def write(
         self,

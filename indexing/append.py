@@ -28,8 +28,7 @@ from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill, prefills
 
 BETWEEN = "\n\n"  # put between the document and appended text
-LEARNING_AGAIN = 1.25
-"""Whenever a text has grown by this factor, methods learn from all of it again, however little was added last."""
+LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
 
 
 @dataclass(frozen=True)
@@ -105,17 +104,28 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
 
 
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
-    """Names of the methods that can append, but learn from all tokens again when so many are added.
-
-    What they learned of a shorter text would serve the longer one worse.
+    """Names of the methods that can append, but learn from all tokens again when so many are added: what they learned
+    of a shorter text would serve a longer one worse. So at 1.25, 1.56, 1.95, ... times its first length.
     """
-    first = max(1, manifest.split.tokens - sum(one.tokens for one in manifest.additions))
-    before = math.log(manifest.split.tokens / first, LEARNING_AGAIN)
-    after = math.log((manifest.split.tokens + added) / first, LEARNING_AGAIN)
-    if math.floor(after) == math.floor(before):
+    before, after = _growth(manifest, 0), _growth(manifest, added)
+    if math.floor(math.log(before, LEARNING_AGAIN)) == math.floor(math.log(after, LEARNING_AGAIN)):
         return frozenset()
     indexers = stored_indexers(manifest)
     return frozenset(name for name in online_methods(manifest) if indexers[name].learns)
+
+
+def learning_line(manifest: Manifest, added: int) -> str:
+    """A line that tells which methods learn again; empty if none does."""
+    names, times = ", ".join(sorted(learning_again(manifest, added))), _growth(manifest, added)
+    return (
+        f"{names}: built anew from all tokens, as the text has now {times:.2f} times its first length" if names else ""
+    )
+
+
+def _growth(manifest: Manifest, added: int) -> float:
+    """How many times as long the text is, with tokens that are added, as it was before anything was appended."""
+    first = max(1, manifest.split.tokens - sum(one.tokens for one in manifest.additions))
+    return (manifest.split.tokens + added) / first
 
 
 def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:

@@ -17,7 +17,7 @@ from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_stage import ContextFacts, build_context
-from sparsekv.indexing.earlier_index import keep_what_is_there, tell_replaced, with_methods_there
+from sparsekv.indexing.earlier_index import in_order, keep_what_is_there, tell_what_is_there, with_methods_there
 from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
 from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
 from sparsekv.indexing.versions import library_versions
@@ -52,18 +52,16 @@ def build_index(
     ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
         keep_what_is_there(plan, model, writer)
-        tell_replaced(plan, model, writer, tell)
-        if writer.unfinished:
-            left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
-            tell(f"an unfinished build has left {left}; what fits this one is not made again")
-        plan = with_methods_there(plan, model, writer.base)
+        tell_what_is_there(plan, model, writer, tell)
+        plan = with_methods_there(plan, model, writer, tell)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
         made = [build_files(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()]
         # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
         built = {files.work.name: record_method(job.methods, files) for files in made}
-        return _finished(writer, _manifest(job, facts, keep_methods(job.methods) | built))
+        kept = keep_methods(job.methods, tell)
+        return _finished(writer, _manifest(job, facts, in_order(kept | built, writer.base)))
 
 
 def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
-from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
-from sparsekv.formats.schema import TOKENS, Manifest, ModelIdentity
+from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, Prefill, Split
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
@@ -71,27 +72,44 @@ def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
     return common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
 
 
-def tell_replaced(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None]) -> None:
-    """Tell how much of an index stays, before any of it is replaced: Ctrl-C then leaves all of it."""
+def tell_what_is_there(
+    plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None]
+) -> None:
+    """Tell what an unfinished build has left, and how much of an index stays, before any of it is replaced: Ctrl-C then
+    leaves all of it."""
     base = writer.base
-    if base is None or plan.growth or _has_same_context(plan, model, base):
+    if writer.unfinished:
+        left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
+        tell(f"an unfinished build has left {left}; what fits this one is not made again")
+    if base is None or plan.growth:
         return
-    if base.prompt.ids_sha256 == hash_tokens(plan.prompt.input_ids.tolist()):
-        tell(f"{writer.folder} was built with {_settings(base)}: what depends on them is made again, its methods too")
-        return
-    same, number = _same_beginning(plan, base), f"{base.split.tokens:,} tokens"
-    told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
-    if base.prompt.text_sha256 == plan.prompt.text_sha256:
-        tell(f"{writer.folder} holds {number} of this text, where {plan.split().tokens:,} are built: {told}")
-    else:
-        tell(f"{writer.folder} holds {number} of an earlier text: {told}")
+    if plan.force:
+        lost = [name for name in base.methods if name not in plan.methods]
+        tell(
+            f"{writer.folder} is replaced as a whole{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
+        )
+    elif base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
+        same, text = _same_beginning(plan, base), base.prompt.text_sha256 == plan.prompt.text_sha256
+        of = f"this text, where {plan.split().tokens:,} are built" if text else "an earlier text"
+        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
+        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
+    elif not _has_same_context(plan, model, base):
+        changed = ", ".join(_other_settings(plan, base)) or "another configuration of the model"
+        tell(f"{writer.folder} was built with {changed}: what depends on that is made again, its methods too")
 
 
-def _settings(base: Manifest) -> str:
-    """What decides an index's keys and values beside model and text, as the options that it was built with."""
-    stored = "" if base.kv_storage is None else f" --kv-dtype {base.kv_storage.dtype}"
-    split = f"--sinks {base.split.sinks} --tail {base.split.tail}"
-    return f"{split} --dtype {base.dtype} --prefill {base.prefill.kind}{stored}"
+def _other_settings(plan: BuildPlan, base: Manifest) -> list[str]:
+    """The options that decide keys and values, beside model and text, as an index was built where a build differs."""
+    stored = None if base.kv_storage is None else base.kv_storage.dtype
+    before = _settings(base.split, base.dtype, base.prefill, stored)
+    now = _settings(plan.split(), plan.dtype, plan.prefill_record, plan.kv_dtype)
+    before["--rope-scaling"], now["--rope-scaling"] = base.rope.scaling, plan.rope_scaling
+    return [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
+
+
+def _settings(split: Split, dtype: str, prefill: Prefill, kv_dtype: KVDtype | None) -> dict[str, object]:
+    of_rows = {"--dtype": dtype, "--prefill": str(prefill), "--kv-dtype": kv_dtype}
+    return {"--sinks": split.sinks, "--tail": split.tail, **of_rows}
 
 
 def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:
@@ -106,21 +124,50 @@ def _keep_dense(plan: BuildPlan, writer: ArtifactWriter) -> None:
         )
 
 
-def with_methods_there(plan: BuildPlan, model: ModelIdentity, base: Manifest | None) -> BuildPlan:
+def with_methods_there(
+    plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None]
+) -> BuildPlan:
     """The plan, plus those methods of the existing index that would be lost, with their old parameters.
 
-    Where keys and values are replaced all would be; where they stay, those that build from a sample of queries, if the
-    plan's methods need another one.
+    Where keys and values are replaced all would be; where they stay, those with a missing file, and those that build
+    from a sample of queries, if the plan's methods need another one.
+
+    Raises:
+        ArtifactError: this version cannot build one of them as it was.
     """
+    base = writer.base
     if base is None or plan.growth or plan.force:
         return plan
-    known = indexers()
-    there = {name: record for name, record in base.methods.items() if name not in plan.methods and name in known}
-    others = {name: indexer_of(known[name], record.parameters) for name, record in there.items()}
+    there = [name for name in base.methods if name not in plan.methods and name in indexers()]
     if _has_same_context(plan, model, base):
-        sampling = any(indexer.queries_wanted() for indexer in plan.methods.values())
-        others = {name: indexer for name, indexer in others.items() if sampling and indexer.queries_wanted()}
-    return replace(plan, methods=plan.methods | others)
+        there = [name for name in there if _would_be_lost(name, plan, writer, base)]
+        if there:
+            named = f"{', '.join(there)} of {writer.folder}"
+            tell(f"{named}: built again where a file is missing or the sample of queries is another one")
+    try:
+        others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in there}
+        return replace(plan, methods=plan.methods | others)
+    except (TypeError, ValueError, UsageError) as error:
+        raise ArtifactError(
+            f"methods of {writer.folder} cannot be built again as they were: {error}; name all that are wanted with "
+            "--method, or give --force to do without them"
+        ) from None
+
+
+def _would_be_lost(name: str, plan: BuildPlan, writer: ArtifactWriter, base: Manifest) -> bool:
+    """Whether a method there could not be kept as it is, for what a look at its files' sizes tells."""
+    sources = base.methods[name].built_from
+    sampling = any(indexer.queries_wanted() for indexer in plan.methods.values())
+    if sampling and any(path.startswith("samples/") for path in sources):
+        return True
+    files = [*sources, *(path for path in base.files if path.startswith(f"{name}/"))]
+    return not all(path in base.files and writer.is_there(base.files[path]) for path in files)
+
+
+def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:
+    """Methods as an index had them, then new ones: the first is what `generate` asks where none is named."""
+    before = [] if base is None else [name for name in base.methods if name in methods]
+    return {name: methods[name] for name in dict.fromkeys([*before, *methods])}
 
 
 def _has_same_context(plan: BuildPlan, model: ModelIdentity, base: Manifest) -> bool:

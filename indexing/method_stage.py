@@ -1,11 +1,13 @@
 """The second stage of a build, for one method: its tensors layer by layer, then the calibration over all layers."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
 from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
@@ -85,10 +87,11 @@ def _layer_recipe(job: MethodJob, path: str, recipe: str) -> str:
     return hash_json([recipe, "grown from", base.files[path].sha256]) if base and _grows(job, path) else recipe
 
 
-def keep_methods(job: MethodJob) -> dict[str, MethodRecord]:
-    """Reuse the finished index's methods that this build does not name, if they were built from the same context."""
+def keep_methods(job: MethodJob, tell: Callable[[str], None]) -> dict[str, MethodRecord]:
+    """Reuse the finished index's methods that this build does not name, if they were built from the same context; tell
+    which are lost."""
     base = job.writer.base
-    if base is None or job.force or base.split != job.split:
+    if base is None or job.force or job.growth is not None:
         return {}
     here, kept = {path: file.sha256 for path, file in job.writer.files.items()}, {}
     for name, record in base.methods.items():
@@ -96,8 +99,13 @@ def keep_methods(job: MethodJob) -> dict[str, MethodRecord]:
         samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
         same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
         paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]
-        if name not in job.methods and same and all(job.writer.reuse(p, base.files[p].recipe) for p in paths):
+        if name in job.methods:
+            continue
+        if same and job.writer.reuse_all({path: base.files[path].recipe for path in paths}):
             kept[name] = record
+        else:
+            again = add_methods_hint(job.writer.folder, [name])
+            tell(f"{name} is not kept, as what it was built from has changed or is damaged; {again} builds it again")
     return kept
 
 

@@ -22,6 +22,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
+MOST_CHUNKS = 2  # more GPUs have not been measured, and each has the hidden states of all tokens
 
 
 def most_tokens(positions: int) -> int:
@@ -42,7 +43,7 @@ def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill,
         return asked
     if not prefill.exact:
         return CHUNK
-    return CHUNK_ON_A_GPU * ranks if device.type == "cuda" else CHUNK_ON_A_CPU
+    return CHUNK_ON_A_GPU * min(ranks, MOST_CHUNKS) if device.type == "cuda" else CHUNK_ON_A_CPU
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -61,7 +61,7 @@ class Index:
         residual: bool = False,
         placement: str = "device",
         prefill: str | None = None,
-        prefill_budget: str | None = None,
+        prefill_budget: str | float | None = None,
         **parameters: Any,
     ) -> Asker:
         """What answers many questions with one setting: `asker.ask(question).text`.
@@ -81,12 +81,17 @@ class Index:
         for name, value in parameters.items():
             if name in of_sampling:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
-        refuse_unknown(parameters, ("method", "budget", "residual", "placement", "prefill", "question"))
+        refuse_unknown(
+            parameters, ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
+        )
         artifact, text = self.opened.artifact, None if budget is None else str(budget)
         with api_words():
             prefilling = prefill_method(artifact, prefill)
             setting = choose_setting(artifact, method, text, parameters, prefilling, residual=residual)
-            asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+            if setting.method is None:
+                refuse_beside_dense({"--prefill": prefilling and prefill})
+            at_once = None if prefill_budget is None else str(prefill_budget)
+            asking = question_prefill(prefill, at_once, prefilling, parameters)
             return Asker.open(self.opened, setting, placement=placement, question=asking)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:

@@ -35,6 +35,7 @@ class Output:
     settings: dict[str, Any] = field(default_factory=dict)
     answers: int = 0
     cut: int = 0
+    blank: int = 0
     tokens: int = 0
     within: bool = False
     began: float = field(default_factory=time.perf_counter)
@@ -64,6 +65,7 @@ class Output:
         say("" if self.streamed else line)
         self.within = False
         self.cut += answer.finish_reason == "length"
+        self.blank += answer is NO_ANSWER
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
             print_stats(answer)
@@ -77,7 +79,7 @@ class Output:
 
     def total(self, *, quiet: bool) -> None:
         """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
-        told = f"{self.cut} of {self.answers} answers were cut (--max-new-tokens); --json says which"
+        told = f"answers that were cut (--max-new-tokens): {self.cut} of {self.answers - self.blank}; --json says which"
         note(told, quiet=quiet or self.as_json or not self.cut)
         seconds = time.perf_counter() - self.began
         all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"

@@ -10,7 +10,7 @@ from sparsekv.cli.common.console import note, progress
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import command
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import Addition, growing_plan, refuse_other_dtype, stored_indexers
+from sparsekv.indexing.append import Addition, growing_plan, learning_line, refuse_other_dtype, stored_indexers
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -47,12 +47,14 @@ def save_session(
     Raises:
         ArtifactError: it cannot be written, or the index that it extends is damaged.
     """
-    chat = opened.artifact.manifest.prompt.chat
+    manifest = opened.artifact.manifest
+    chat = manifest.prompt.chat
     for turn in () if raw else turns:
         chat = chat_after(opened, chat, turn)
     tokens = torch.cat([turn.tokens for turn in turns])
     addition = Addition(tokens, str(opened.tokenizer.decode(tokens)), chat, special_tokens)
-    plan = growing_plan(opened.artifact, opened.loaded, addition)
+    plan, learning = growing_plan(opened.artifact, opened.loaded, addition), learning_line(manifest, len(tokens))
+    note(learning, quiet=quiet or not learning)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

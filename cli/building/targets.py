@@ -8,10 +8,9 @@ from pathlib import Path
 
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.folder import Folder
 from sparsekv.formats.hints import TEXT_ENDINGS
 from sparsekv.formats.index_name import ENDING, has_extension, with_ending
-from sparsekv.formats.manifest import is_index
+from sparsekv.formats.schema import MANIFEST
 
 _LONGEST_NAME = 255  # bytes of a file's name
 _LONGEST_LIST = 2**26  # bytes: more would be a device that never ends
@@ -78,7 +77,7 @@ def _names(from_file: str) -> list[str]:
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
     """Raise UsageError for what is no folder of several indices: an index, a file, or a new name like a document's."""
-    if output is None or (output.is_dir() and output.suffix != ENDING and not is_index(Folder(output))):
+    if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
     texts = {*extensions, *(Path(ending).suffix for ending in TEXT_ENDINGS)} - {""}
     if output.suffix in {ENDING, *texts} or output.exists():

@@ -8,7 +8,7 @@ from sparsekv.formats.errors import SparsekvError
 
 LEAST = 768 * 2**20
 """Bytes of address space that torch and transformers need to load."""
-LEAST_LEFT = (560 + 72 * min(16, os.cpu_count() or 1)) * 2**20
+LEAST_LEFT = (560 + 72 * (os.cpu_count() or 1)) * 2**20
 """Bytes of address space that a small model takes after everything is loaded, and a thread a core, of some 70 MiB:
 libraries may abort when a thread cannot start. Measured on 2 cores: an append aborted at 650 MiB, never at 660."""
 

@@ -36,7 +36,7 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
     unknown = UNKNOWN.match(message)
     if unknown and (called := _command_after(unknown[1], arguments)):
-        return f"{unknown[1]} stands after the command: {shown(called, unknown[1])} ..."
+        return f"give {unknown[1]} after the command: {shown(called, unknown[1])} ..."
     if unknown and command == "build-index" and _near(unknown[1], [*options, "--budget"])[-1:] == ["--budget"]:
         asked = shown("generate", "--budget", "5%")
         return f"a budget is given where an index is asked, not where it is built: {asked} ..."
@@ -58,7 +58,10 @@ def _command_after(option: str, arguments: Sequence[str]) -> str | None:
     first = next((number for number, one in enumerate(arguments) if one.partition("=")[0] == option), len(arguments))
     if any(one in COMMANDS for one in arguments[:first]):
         return None
-    return next((one for one in arguments[first:] if one in COMMANDS), None)
+    after = [number for number, one in enumerate(arguments) if number > first and one in COMMANDS]
+    # What follows an option may be its value.
+    likely = next((number for number in after if not arguments[number - 1].startswith("-")), *after[:1])
+    return arguments[likely] if after else None
 
 
 def known_options(error: BaseException) -> list[str]:

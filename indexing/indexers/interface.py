@@ -56,7 +56,7 @@ class Indexer(ABC):
     takes_tokens: ClassVar[bool] = False
     learns: ClassVar[bool] = False
     """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
-    an append builds it anew when the text has grown by a quarter."""
+    an append builds it anew at certain lengths of the text (`append.learning_again`)."""
     by_default: ClassVar[bool] = True
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 

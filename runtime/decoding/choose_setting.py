@@ -79,7 +79,7 @@ class IndexedMethod:
 
     def setting(self, asked: Asked) -> Setting:
         """The method as it was asked for, at its own budget where none was."""
-        refuse_unused({self.name: self.kind} | dict(asked.prefilling), asked.parameters)
+        refuse_unused({self.name: self.kind} | dict(asked.prefilling), asked.parameters, methods())
         form = Form(self.name, "", configure(self.kind, asked.parameters), asked.residual)
         return Setting(form, Budget(self.kind.default_budget) if asked.budget is None else Budget.parse(asked.budget))
 

@@ -45,6 +45,7 @@ class EarlyReading:
         self.prepared: PreparedMethod | None = None
         """The method, once all of its layers are prepared."""
         self._artifact, self._files, self._later = artifact, files, not _is_cpu(device)
+        self._loading = False
         if self._later:
             return
         if hold:
@@ -55,7 +56,11 @@ class EarlyReading:
         )
 
     def begin_loading(self) -> Self:
-        """To be called once all is imported, before the model is loaded."""
+        """To be called once all is imported, before the model is loaded.
+
+        A method that is not prepared by then is left to opening: torch's default dtype is the model's meanwhile.
+        """
+        self._loading = True
         if self._later:
             self._begin(_check_one_by_one(self._artifact, self._files))
         return self
@@ -65,19 +70,22 @@ class EarlyReading:
 
     def _read(self, form: Form | None, threads: int) -> Iterator[None]:
         yield from _check_one_by_one(self._artifact, self._files)
-        for layer in self.rows.values():
+        rows = list(self.rows.values())  # opening takes them out one by one
+        for layer in rows:
             yield from map_pages(layer.stored.tensors.values())
-        if self.rows and form is not None:
-            yield from self._prepare(form, threads)
+        if rows and form is not None:
+            yield from self._prepare(form, rows, threads)
 
-    def _prepare(self, form: Form, threads: int) -> Iterator[None]:
+    def _prepare(self, form: Form, rows: list[LayerRows], threads: int) -> Iterator[None]:
         # By this thread alone: with another of torch's it would wait at each operation for a core, which the one that
         # imports has. The number is each thread's own once it was asked for it; others get what was set last.
         torch.set_num_threads(1)
         try:
             prepared = PreparedMethod(form.name, form.method, residual=form.residual)
-            for layer in self.rows.values():
+            for layer in rows:
                 prepared.prepare(layer)
+                if self._loading:
+                    return
                 yield
             self.prepared = prepared
         finally:

@@ -54,16 +54,8 @@ def load_and_open(
         from sparsekv.runtime.decoding.share import open_share  # here: it imports torch.distributed
 
         return open_share(artifact, loaded, ranks, hold=hold)
-    return open_index(
-        artifact,
-        loaded.model,
-        loaded.tokenizer,
-        identify(loaded, artifact.manifest),
-        hold=hold,
-        rows=early.rows if early else {},
-        prepared=early.prepared if early else None,
-        files=loaded.tokenizer_files,
-    )
+    its, files = identify(loaded, artifact.manifest), loaded.tokenizer_files
+    return open_index(artifact, loaded.model, loaded.tokenizer, its, hold=hold, early=early, files=files)
 
 
 def _load(

@@ -25,6 +25,7 @@ from sparsekv.runtime.cache.kv_store import Pair, check_placement
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.probe import compare_probe
@@ -43,7 +44,7 @@ class OpenIndex:
 
     Args:
         rows: layers' rows that are being read already, for the probe.
-        prepared: a method that is prepared already, for the first cache that is made with it.
+        prepared: a method that is prepared already, for the first sparse cache, if it is by this method.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None where it is not known.
     """
 
@@ -226,16 +227,14 @@ def open_index(
     identity: tuple[ModelIdentity, TokenizerIdentity],
     *,
     hold: bool = False,
-    rows: dict[int, LayerRows] | None = None,
-    prepared: PreparedMethod | None = None,
+    early: EarlyReading | None = None,
     files: str | None = None,
 ) -> OpenIndex:
     """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
 
     Args:
         hold: keep the keys and values that the probe reads, copied to a GPU or mapped, for the cache that is made next.
-        rows: layers' rows that are being read already.
-        prepared: a method that is prepared already.
+        early: what is being read of the index already, and prepared.
         files: the hash of the files that the tokenizer was loaded from.
 
     Raises:
@@ -243,6 +242,7 @@ def open_index(
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])
-    index = OpenIndex(artifact, model, tokenizer, rows or {}, prepared, files)
+    rows, prepared = ({}, None) if early is None else (early.rows, early.prepared)
+    index = OpenIndex(artifact, model, tokenizer, rows, prepared, files)
     index.check_probe(hold=hold)
     return index

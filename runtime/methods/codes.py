@@ -94,7 +94,7 @@ class CodesSelector(Selector):
         self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
         self.values, self.starts = tensors["rest_values"], tensors["token_offsets"].long()[:, :-1]
         self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
-        self.masses = self.counts.log() + self.bias
+        self.masses = self.counts.float().log() + self.bias
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.clusters.keys.shape[2] * self.clusters.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes

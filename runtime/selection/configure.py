@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.registry import methods
 
 T = TypeVar("T")
 
@@ -25,12 +24,18 @@ def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str
     return (" ".join(given), configure(method, parameters)) if given else None
 
 
-def refuse_unused(chosen: Mapping[str, type], parameters: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that the user set and that none of the chosen methods has."""
+def refuse_unused(
+    chosen: Mapping[str, type], parameters: Mapping[str, Any], among: Mapping[str, type] | None = None
+) -> None:
+    """Raise UsageError for an option that the user set and that none of the chosen methods has.
+
+    Args:
+        among: what could be chosen, to name what has the option.
+    """
     used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
         if value is not None and name not in used:
-            owners = [of for of, method in methods().items() if name in {field.name for field in fields(method)}]
+            owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
             other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
             raise UsageError(f"--{name.replace('_', '-')} means nothing to {', '.join(chosen)}; leave it out{other}")
 

@@ -66,7 +66,7 @@ def test_it_is_told_that_codes_learn_again(place: Path) -> None:
     shutil.rmtree("doc.skv")
     assert run_here("build-index", "doc.txt", "--model", "model", "-q").code == 0
     (place / "more.txt").write_text(MORE)
-    anew = "codes: built anew, to learn from all tokens of a text that has grown so much"
+    anew = "codes: built anew from all tokens, as the text has now "
     assert anew not in run_here("append", "more.txt").stderr
     (place / "long.txt").write_text((place / "doc.txt").read_text()[:800])
     assert anew in run_here("append", "long.txt").stderr

@@ -239,11 +239,35 @@ def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ..
 
 
 @pytest.mark.parametrize("damage", [_truncate, _remove_layer])
-def test_a_build_writes_anew_what_is_missing(place: Path, damage: Callable[[Path], None]) -> None:
+def test_a_build_writes_anew_what_is_missing_and_loses_no_method(place: Path, damage: Callable[[Path], None]) -> None:
+    before = read_manifest(place / "doc.skv")
     damage(place / "doc.skv")
-    methods = ("--method", "squeezed", "--method", "multipole")
-    assert run_here("build-index", "doc.txt", "--model", "model", *methods, "-q").code == 0
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
+    assert "squeezed" in built.stderr, built.stderr
+    after = read_manifest(place / "doc.skv")
+    assert list(after.methods) == [*before.methods, "codes"]
+    assert {name.partition("/")[0] for name in after.files} - {"samples"} == {
+        *(name.partition("/")[0] for name in before.files),
+        "codes",
+    }
     assert run_here("inspect", "--verify", "-q").code == 0
+
+
+def test_a_method_with_a_changed_file_is_not_kept_and_this_is_told(place: Path) -> None:
+    path = place / "doc.skv" / "squeezed" / "layer_001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
+    assert "squeezed is not kept" in built.stderr
+    assert "`sparsekv build-index doc.skv --method squeezed` builds it again" in built.stderr
+    assert not any(name.startswith("squeezed/") for name in read_manifest(place / "doc.skv").files)
+
+
+def test_a_damaged_index_with_appended_text_is_told_to_append_it_again(place: Path) -> None:
+    assert run_here("append", "doc.txt", "--rebuild", "-q").code == 0
+    next((place / "doc.skv" / "squeezed").iterdir()).unlink()
+    fails(1, "inspect", says=("missing", "with --force, and append again"))
 
 
 def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path) -> None:

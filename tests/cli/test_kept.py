@@ -72,10 +72,10 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     ("options", "told"),
     [
         (("--max-tokens", "300"), "are built: the first 256 are those of this one, the others are replaced"),
-        (("--sinks", "4"), "--dtype float32 --prefill dense: what depends on them is made again, its methods too"),
+        (("--sinks", "4"), "doc.skv was built with --sinks 10: what depends on that is made again, its methods too"),
         (
             ("--kv-dtype", "int8"),
-            "--dtype float32 --prefill dense: what depends on them is made again, its methods too",
+            "doc.skv was built with --kv-dtype none: what depends on that is made again, its methods too",
         ),
     ],
 )
@@ -86,7 +86,13 @@ def test_what_other_settings_replace_is_told_and_no_method_is_lost(
     built = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", *options)
     assert built.code == 0, built.stderr
     assert built.stderr.index(told) < built.stderr.index("indexing ")
-    assert read_manifest(place / "doc.skv").methods.keys() >= methods.keys()
+    assert list(read_manifest(place / "doc.skv").methods) == list(methods)
+
+
+def test_force_tells_which_methods_are_lost(place: Path) -> None:
+    told = run_here("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--force").stderr
+    assert "doc.skv is replaced as a whole, and is then without squeezed (--force)" in told
+    assert list(read_manifest(place / "doc.skv").methods) == ["multipole"]
 
 
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:

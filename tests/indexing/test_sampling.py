@@ -125,10 +125,10 @@ def test_tables_for_an_index_without_samples_run_the_prompt_again_and_leave_the_
     assert list(Artifact(folder).verify())
 
 
-def test_without_its_method_a_sample_goes_when_the_context_changes(tmp_path: Path) -> None:
+def test_without_its_method_a_sample_goes(tmp_path: Path) -> None:
     plan, folder = _plan(), tmp_path / "a.skv"
     build_index(plan, folder)
-    build_index(replace(plan, tail=20, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
+    build_index(replace(plan, force=True, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
     assert not any(name.startswith(("samples/", "csattention/")) for name in _inodes(folder))
 
 

@@ -24,7 +24,7 @@ class WindowedRope:
         """For a layer whose keys were clustered with RoPE undone; the index then has its RoPE frequencies."""
         rope = context.facts.rope
         assert rope is not None
-        frequencies = torch.tensor(rope.frequencies, device=context.tensors["token_order"].device)
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=context.tensors["token_order"].device)
         return cls(frequencies, rope.interleaved, distance, context.first_token)
 
     def query(self, queries: Queries) -> torch.Tensor:

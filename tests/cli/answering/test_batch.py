@@ -35,8 +35,8 @@ def test_each_line_has_its_answer_and_a_blank_one_a_blank_answer(place: Path) ->
 def test_it_is_told_how_many_answers_were_cut(place: Path) -> None:
     Path("questions.txt").write_text("Why?\n\nWhere?\n")
     arguments = ("generate", "--max-new-tokens", "3", "--batch-file", "questions.txt")
-    assert run_here(*arguments).stderr.endswith("2 of 3 answers were cut (--max-new-tokens); --json says which\n")
-    assert "cut" not in run_here(*arguments, "--json").stderr
+    assert run_here(*arguments).stderr.endswith("answers that were cut (--max-new-tokens): 2 of 2; --json says which\n")
+    assert "were cut" not in run_here(*arguments, "--json").stderr
 
 
 def test_parameters_have_the_types_of_their_options(place: Path) -> None:

@@ -13,7 +13,10 @@ def test_a_question_without_quotes_and_a_budget_for_a_build_are_told_of() -> Non
     told = described_usage(extra, "generate", ["generate", "--index", "a.skv", "What", "is", "it"])
     assert told == "Got unexpected extra argument(s) (is it); put a question of several words in quotes"
     before = described_usage("No such option: --index", "a.skv", ["--index", "a.skv", "generate", "Why?"])
-    assert before == "--index stands after the command: `sparsekv generate --index` ..."
+    assert before == "give --index after the command: `sparsekv generate --index` ..."
+    for call in (["--json", "generate", "Why?"], ["--json", "chat", "generate", "Why?"]):
+        told = described_usage("No such option: --json", call[1], call)
+        assert told == "give --json after the command: `sparsekv generate --json` ..."
     budget = described_usage("No such option: --budget", "build-index", ["build-index", "a.txt", "--budget", "5%"])
     assert "a budget is given where an index is asked" in budget
     assert "sparsekv generate --budget" in budget

@@ -17,8 +17,11 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import load_model
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
+from sparsekv.indexing.methods.codes import CodesIndexer
+from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding import prepare
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
@@ -28,6 +31,7 @@ from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.registry import methods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -138,6 +142,52 @@ def test_only_the_method_that_was_prepared_is_taken_and_once(stored: Stored, met
     plain = load_and_open(stored.artifact, stored.model, "cpu")
     theirs = plain.sparse_cache("squeezed", method, Budget(0.1), residual=residual)
     assert torch.equal(_logits(opened, other), _logits(plain, theirs))
+    again, plainly = (one.sparse_cache("squeezed", Squeezed(), Budget(0.1)) for one in (opened, plain))
+    assert torch.equal(_logits(opened, again), _logits(plain, plainly))
+
+
+def test_nothing_is_prepared_while_the_model_is_loaded(stored: Stored) -> None:
+    """Torch's default dtype, which a method may take for its numbers, is the model's then."""
+    artifact = stored.artifact
+    early = EarlyReading(artifact, "cpu", hold=True, form=Form("squeezed", "", Squeezed())).begin_loading()
+    _wait_for_reading()
+    assert early.prepared is None
+    opened = load_and_open(artifact, stored.model, "cpu", hold=True, early=early)
+    opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+
+
+@pytest.mark.parametrize("name", ["codes", "multipole-windowed"])
+def test_a_method_is_the_same_whatever_torchs_default_dtype_is(name: str, tmp_path: Path) -> None:
+    methods_built = {
+        "codes": CodesIndexer(levels=(0.1,), iterations=2, code_bytes=4, query_sample=64),
+        "multipole-windowed": WindowedMultipoleIndexer(levels=(0.1,), iterations=2),
+    }
+    index = build_small(tmp_path / "small.skv", methods=methods_built)
+    prepared = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            selector = prepare.prepare_layer(LayerRows(index.artifact, 0), name, methods()[name]()).selector
+        finally:
+            torch.set_default_dtype(torch.float32)
+        prepared.append(selector)
+    one, other = (_numbers(selector) for selector in prepared)
+    assert one.keys() == other.keys()
+    assert one
+    for key, number in one.items():
+        assert number.dtype == other[key].dtype, key
+        assert torch.equal(number, other[key]), key
+
+
+def _numbers(thing: object, depth: int = 2) -> dict[str, torch.Tensor]:
+    """The tensors that an object, and what it has, holds."""
+    found = {}
+    for key, value in getattr(thing, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor):
+            found[key] = value
+        elif depth:
+            found |= {f"{key}.{inner}": tensor for inner, tensor in _numbers(value, depth - 1).items()}
+    return found
 
 
 @torch.inference_mode()
