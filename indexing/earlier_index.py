@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.kv_storage import KVDtype
-from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, Prefill, Split
+from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, Prefill, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import prefill_name
 from sparsekv.indexing.same_document import LEAST_IN_COMMON, is_cut, share_that_stays
+from sparsekv.indexing.sampling import sample_size
 
 WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
@@ -139,29 +141,43 @@ def with_methods_there(
     if base is None or plan.growth or plan.force:
         return plan
     there = [name for name in base.methods if name not in plan.methods and name in indexers()]
-    if _has_same_context(plan, model, base):
-        there = [name for name in there if _would_be_lost(name, plan, writer, base)]
-        if there:
-            named = f"{', '.join(there)} of {writer.folder}"
-            tell(f"{named}: built again where a file is missing or the sample of queries is another one")
+    if not _has_same_context(plan, model, base):
+        return _with(plan, there, writer.folder, base)
+    lacking = [name for name in there if not _has_its_files(name, writer, base)]
+    if lacking:
+        tell(f"{', '.join(lacking)} of {writer.folder}: built again, as files are missing")
+    sampling = [name for name in there if _sampled(base.methods[name])] if sample_size(plan) else []
+    together = _with(plan, list(dict.fromkeys([*lacking, *sampling])), writer.folder, base)
+    if sampling and sample_size(together) != _stored_sample_size(base):
+        tell(f"{', '.join(sampling)} of {writer.folder}: built again, from a larger sample of the document's queries")
+    return together
+
+
+def _with(plan: BuildPlan, names: list[str], folder: Path, base: Manifest) -> BuildPlan:
+    """The plan, plus methods of an index as they were; raises ArtifactError where this version cannot build one."""
     try:
-        others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in there}
+        others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in names}
         return replace(plan, methods=plan.methods | others)
     except (TypeError, ValueError, UsageError) as error:
         raise ArtifactError(
-            f"methods of {writer.folder} cannot be built again as they were: {error}; name all that are wanted with "
-            "--method, or give --force to do without them"
+            f"methods of {folder} cannot be built again as they were: {error}; name all that are wanted with --method, "
+            "or give --force to do without them"
         ) from None
 
 
-def _would_be_lost(name: str, plan: BuildPlan, writer: ArtifactWriter, base: Manifest) -> bool:
-    """Whether a method there could not be kept as it is, for what a look at its files' sizes tells."""
-    sources = base.methods[name].built_from
-    sampling = any(indexer.queries_wanted() for indexer in plan.methods.values())
-    if sampling and any(path.startswith("samples/") for path in sources):
-        return True
-    files = [*sources, *(path for path in base.files if path.startswith(f"{name}/"))]
-    return not all(path in base.files and writer.is_there(base.files[path]) for path in files)
+def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
+    """Whether a method's files and those that it was built from are there; only sizes are looked at."""
+    files = [*base.methods[name].built_from, *(path for path in base.files if path.startswith(f"{name}/"))]
+    return all(path in base.files and writer.is_there(base.files[path]) for path in files)
+
+
+def _sampled(method: MethodRecord) -> bool:
+    return any(path.startswith("samples/") for path in method.built_from)
+
+
+def _stored_sample_size(base: Manifest) -> int:
+    stored = base.files.get(layer_file("samples", base.indexed_layers[0]))
+    return 0 if stored is None else stored.tensors["positions"].shape[0]
 
 
 def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:

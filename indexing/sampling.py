@@ -11,7 +11,7 @@ import torch
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.schema import Manifest, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
-from sparsekv.indexing.plan import BuildJob
+from sparsekv.indexing.plan import BuildJob, BuildPlan
 
 SEED = 0
 
@@ -25,12 +25,17 @@ def sample_positions(split: Split, count: int) -> torch.Tensor:
     return torch.from_numpy(lowest)
 
 
-def wanted_positions(job: BuildJob) -> torch.Tensor:
-    """Positions [P] whose queries the plan's methods need; a position gives the G queries of a group. May be empty."""
-    rows = max((indexer.queries_wanted() for indexer in job.plan.methods.values()), default=0)
-    config = job.plan.loaded.model.config.get_text_config()
+def sample_size(plan: BuildPlan) -> int:
+    """How many positions the plan's methods need queries of; a position gives the G queries of a group."""
+    rows = max((indexer.queries_wanted() for indexer in plan.methods.values()), default=0)
+    config = plan.loaded.model.config.get_text_config()
     group = config.num_attention_heads // config.num_key_value_heads
-    return sample_positions(job.split, -(-rows // group))
+    return min(-(-rows // int(group)), plan.split().middle)
+
+
+def wanted_positions(job: BuildJob) -> torch.Tensor:
+    """Positions [P] whose queries the plan's methods need; may be empty."""
+    return sample_positions(job.split, sample_size(job.plan))
 
 
 def sample_recipe(context_recipe: str, positions: torch.Tensor) -> str:

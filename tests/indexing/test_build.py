@@ -181,7 +181,11 @@ def test_a_method_that_builds_from_another_sample_of_queries_is_built_beside_tho
     plan, folder = small_plan(methods={first: several.pop(first)}), tmp_path / "a.skv"
     build_index(plan, folder)
     (second,) = several
-    build_index(replace(plan, methods=several), folder)
+    told = list[str]()
+    for _ in range(2):
+        build_index(replace(plan, methods=several), folder, tell=told.append)
+    anew = f"codes of {folder}: built again, from a larger sample of the document's queries"
+    assert told == ([anew] if first == "codes" else [])
     artifact = Artifact(folder)
     assert list(artifact.manifest.methods) == [first, second]  # `generate` asks the first
     sample = layer_file("samples", artifact.manifest.indexed_layers[0])
