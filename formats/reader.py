@@ -68,14 +68,15 @@ class Artifact:
     Args:
         thorough: check the sha256 of every file on its first read, and that its numbers are finite; for callers that
             read all of it anyway, and measure.
+        mending: files of methods may be missing, for a build that makes them anew and reads none.
 
     Raises:
         ArtifactError: no index there, unfinished, newer, damaged, not readable, or a file is missing or truncated.
     """
 
-    def __init__(self, folder: Path, *, thorough: bool = False):
+    def __init__(self, folder: Path, *, thorough: bool = False, mending: bool = False):
         self.folder, self.thorough = folder, thorough
-        self._snapshot = Snapshot(folder)
+        self._snapshot = Snapshot(folder, mending=mending)
         self.manifest: Manifest = self._snapshot.manifest
         check_layout(self.manifest, folder)
         self._checked, self._summed = set[str](), set[str]()

@@ -7,10 +7,12 @@ So if the manifest is unchanged once all files are open, they are its files; ope
 import os
 import resource
 import weakref
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
 from sparsekv.formats.schema import FileRecord, Manifest
 
@@ -22,12 +24,15 @@ _OTHER_DESCRIPTORS = 256  # spare ones, for what else a process with a model and
 class Snapshot:
     """A manifest and its open files.
 
+    Args:
+        mending: files of methods may be missing or of another length, and are not open then.
+
     Raises:
         ArtifactError: no index there, unfinished, newer or damaged, or a file is missing, of another length, no plain
             file, or cannot be read.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, mending: bool = False):
         self.folder = open_folder(path)
         self.data = b""
         for _ in range(ATTEMPTS):
@@ -35,7 +40,7 @@ class Snapshot:
             self.manifest = parse_manifest(self.data, self.folder)
             _allow_descriptors(len(self.manifest.files))
             try:
-                self.descriptors = _open_all(self.folder, self.manifest)
+                self.descriptors = _open_all(self.folder, self.manifest, mending)
             except ArtifactError:
                 if manifest_data(self.folder) == self.data:
                     raise
@@ -46,16 +51,24 @@ class Snapshot:
         raise ArtifactError(f"{path} is being changed without an end by another process; wait for it, and try again")
 
 
-def _open_all(folder: Folder, manifest: Manifest) -> dict[str, int]:
+def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, int]:
     descriptors: dict[str, int] = {}
-    remedy = REPAIR_APPENDED if manifest.additions else REPAIR
     try:
         for name, record in manifest.files.items():
-            descriptors[name] = _open(folder, name, record, remedy)
+            method = next((one for one in manifest.methods if name.startswith(f"{one}/")), None)
+            with suppress(ArtifactError) if mending and method else nullcontext():
+                descriptors[name] = _open(folder, name, record, _remedy(folder, manifest, method))
     except BaseException:
         _close_all(list(descriptors.values()))
         raise
     return descriptors
+
+
+def _remedy(folder: Folder, manifest: Manifest, method: str | None) -> str:
+    """What to do about a missing file: a method's is built from the others."""
+    if method is not None:
+        return f"build it again with {add_methods_hint(folder.path, [method])}"
+    return REPAIR_APPENDED if manifest.additions else REPAIR
 
 
 def _open(folder: Folder, name: str, record: FileRecord, remedy: str) -> int:

@@ -121,9 +121,10 @@ class BuildPlan:
         tokens = len(self.prompt.input_ids)
         positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
         if tokens <= self.sinks + self.tail:
+            more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer one or lower"
             raise UsageError(
                 f"the document is too short to index: {tokens} tokens with the chat template, where sinks and tail "
-                f"alone take {self.sinks + self.tail}; give a longer one or lower --sinks and --tail"
+                f"alone take {self.sinks + self.tail}; {more} --sinks and --tail"
             )
         if positions is not None and tokens > positions:
             factor = -(-tokens // positions)

@@ -48,7 +48,7 @@ def add_methods(folder: Path, recipe: Recipe, given: Iterable[str], show: Progre
     for option in given:
         named = option.replace("_", "-")
         raise UsageError(f"--{named}: {folder} is an index, which is left as it is; leave the option out")
-    artifact = Artifact(folder)
+    artifact = Artifact(folder, mending=True)
     before = artifact.manifest
     refuse_other_dtype(before, recipe.dtype)
     opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)

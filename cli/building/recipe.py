@@ -129,7 +129,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
         note(stored, quiet=quiet)
     if before is not None and before.defaults is not None and manifest.defaults is None:
         again = tune_hint(folder, before.defaults.target)
-        note(f"what tune found was for the index before: run {again} again", quiet=quiet)
+        note(f"what tune found was for the index before, and is used no more: run {again} again", quiet=quiet)
 
 
 def _finished(folder: Path) -> Manifest | None:

@@ -17,7 +17,10 @@ def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Metho
     """The method that `--prefill` names, under the name that errors use; empty without one or for `dense`."""
     if name is None or name in BESIDE_METHODS:
         return {}
-    chosen = methods_of(artifact, [name], [*BESIDE_METHODS])[0]
+    try:
+        chosen = methods_of(artifact, [name], [*BESIDE_METHODS])[0]
+    except UsageError as error:
+        raise UsageError(f"--prefill {name}: {error}") from None
     return {f"--prefill {chosen}": methods()[chosen]}
 
 

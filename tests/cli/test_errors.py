@@ -226,7 +226,10 @@ def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(p
     ("damage", "says"),
     [
         (_truncate, ("context/layer_001.safetensors", "truncated", "writes anew")),
-        (_remove_layer, ("squeezed/layer_002.safetensors", "missing", "writes anew")),
+        (
+            _remove_layer,
+            ("squeezed/layer_002.safetensors", "missing", "`sparsekv build-index doc.skv --method squeezed`"),
+        ),
         (_newer, ("schema 9", "upgrade")),
         (_edited, ("changed since it was written", "--force")),
         (_unfinished, ("unfinished", "manifest.json", "again")),
@@ -266,8 +269,21 @@ def test_a_method_with_a_changed_file_is_not_kept_and_this_is_told(place: Path) 
 
 def test_a_damaged_index_with_appended_text_is_told_to_append_it_again(place: Path) -> None:
     assert run_here("append", "doc.txt", "--rebuild", "-q").code == 0
-    next((place / "doc.skv" / "squeezed").iterdir()).unlink()
+    next((place / "doc.skv" / "queries").iterdir()).unlink()
     fails(1, "inspect", says=("missing", "with --force, and append again"))
+
+
+def test_a_method_that_lacks_a_file_is_built_again_as_the_message_says_also_of_an_appended_text(place: Path) -> None:
+    assert run_here("append", "doc.txt", "--rebuild", "-q").code == 0
+    before = read_manifest(place / "doc.skv")
+    for name in ("squeezed", "multipole"):
+        next((place / "doc.skv" / name).iterdir()).unlink()
+    command = ("build-index", "doc.skv", "--method", "multipole")
+    fails(1, "generate", "Why?", says=("is missing", f"`sparsekv {' '.join(command)}`"))
+    assert run_here(*command, "-q").code == 0
+    after = read_manifest(place / "doc.skv")
+    assert (list(after.methods), after.additions) == (list(before.methods), before.additions)
+    assert run_here("inspect", "--verify", "-q").code == 0
 
 
 def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path) -> None:

@@ -39,9 +39,7 @@ def test_each_part_comes_back_as_it_was_written(index: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(index: Path, name: str) -> None:
     (index / name).unlink()
-    with pytest.raises(
-        ArtifactError, match=f"{name} of {index} is missing; build the index again from its document, which writes anew"
-    ):
+    with pytest.raises(ArtifactError, match=f"{name} of {index} is missing; build (it|the index) again"):
         Artifact(index)
 
 
