@@ -21,8 +21,8 @@ def refuse_foreign(folder: Folder) -> None:
     others = [name for name in folder.names() if not _BEFORE_ALL.fullmatch(name)]
     if others and not is_marked(folder) and not is_index(folder) and read_journal(folder) is None:
         raise ArtifactError(
-            f"{folder.path} is a folder with other things in it ({others[0]}) and no index; name an index in it, such as "
-            f"--output {folder.path}/NAME.skv, or another place"
+            f"{folder.path} is a folder with other things in it ({others[0]}) and no index; name an index in it, such "
+            f"as --output {folder.path}/NAME.skv, or another place"
         )
 
 
