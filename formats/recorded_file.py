@@ -1,6 +1,8 @@
 """A file of an index by its record: whether it is whole, and its tensors."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -10,35 +12,31 @@ from sparsekv.formats.reader import map_tensors, on_device
 from sparsekv.formats.schema import FileRecord
 
 
+def is_there(folder: Folder, record: FileRecord) -> bool:
+    """Whether the file of a record exists with its size; its content is not read."""
+    with suppress(OSError), _opened(folder, record) as descriptor:
+        return os.fstat(descriptor).st_size == record.bytes
+    return False
+
+
 def is_whole(folder: Folder, record: FileRecord) -> bool:
     """Whether the file of a record exists with the content that was written."""
     # The hash, not only the size: a kill between rename and journal leaves another recipe's file at the path.
-    try:
-        descriptor = folder.open(record.path)
-    except OSError:
-        return False
-    try:
+    with suppress(OSError), _opened(folder, record) as descriptor:
         return os.fstat(descriptor).st_size == record.bytes and hash_descriptor(descriptor) == record.sha256
-    finally:
-        os.close(descriptor)
+    return False
 
 
-def is_there(folder: Folder, record: FileRecord) -> bool:
-    """Whether the file of a record exists with its size; its content is not read."""
+@contextmanager
+def _opened(folder: Folder, record: FileRecord) -> Iterator[int]:
+    descriptor = folder.open(record.path)
     try:
-        descriptor = folder.open(record.path)
-    except OSError:
-        return False
-    try:
-        return os.fstat(descriptor).st_size == record.bytes
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
 def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
-    descriptor = folder.open(record.path)
-    try:
+    with _opened(folder, record) as descriptor:
         return on_device(map_tensors(descriptor, what), descriptor, what, device)
-    finally:
-        os.close(descriptor)

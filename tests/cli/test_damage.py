@@ -1,0 +1,107 @@
+"""Damaged and unfinished indices: each is told in one line, and what the line says mends it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import fails, run_here
+
+from sparsekv.formats.manifest import manifest_bytes, read_manifest
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "context" / "layer_001.safetensors", 1000)
+
+
+def _remove_layer(folder: Path) -> None:
+    (folder / "squeezed" / "layer_002.safetensors").unlink()
+
+
+def _newer(folder: Path) -> None:
+    newer = read_manifest(folder).model_copy(update={"schema_version": 9, "least_reader_version": 9})
+    (folder / "manifest.json").write_bytes(manifest_bytes(newer)[0])
+
+
+def _edited(folder: Path) -> None:
+    fields = json.loads((folder / "manifest.json").read_text())
+    fields["split"]["sinks"] = 5
+    (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+def _unfinished(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_truncate, ("context/layer_001.safetensors", "truncated", "writes anew")),
+        (
+            _remove_layer,
+            ("squeezed/layer_002.safetensors", "missing", "`sparsekv build-index doc.skv --method squeezed`"),
+        ),
+        (_newer, ("schema 9", "upgrade")),
+        (_edited, ("changed since it was written", "--force")),
+        (_unfinished, ("unfinished", "manifest.json", "again")),
+    ],
+)
+def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ...]) -> None:
+    damage(place / "doc.skv")
+    for command in (("generate", "Why?"), ("recall-report",), ("inspect",)):
+        fails(1, *command, says=("doc.skv", *says))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove_layer])
+def test_a_build_writes_anew_what_is_missing_and_loses_no_method(place: Path, damage: Callable[[Path], None]) -> None:
+    before = read_manifest(place / "doc.skv")
+    damage(place / "doc.skv")
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
+    assert "of doc.skv: built again, as files are missing" in built.stderr
+    after = read_manifest(place / "doc.skv")
+    assert list(after.methods) == [*before.methods, "codes"]
+    assert {name.partition("/")[0] for name in after.files} - {"samples"} == {
+        *(name.partition("/")[0] for name in before.files),
+        "codes",
+    }
+    assert run_here("inspect", "--verify", "-q").code == 0
+
+
+def test_a_method_with_a_changed_file_is_not_kept_and_this_is_told(place: Path) -> None:
+    path = place / "doc.skv" / "squeezed" / "layer_001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    built = run_here("build-index", "doc.txt", "--model", "model", "--method", "codes")
+    assert "squeezed is not kept" in built.stderr
+    assert "`sparsekv build-index doc.skv --method squeezed` builds it again" in built.stderr
+    assert not any(name.startswith("squeezed/") for name in read_manifest(place / "doc.skv").files)
+
+
+def test_a_damaged_index_with_appended_text_is_told_to_append_it_again(place: Path) -> None:
+    assert run_here("append", "doc.txt", "--rebuild", "-q").code == 0
+    next((place / "doc.skv" / "queries").iterdir()).unlink()
+    fails(1, "inspect", says=("missing", "with --force, and append again"))
+
+
+def test_a_method_that_lacks_a_file_is_built_again_as_the_message_says_also_of_an_appended_text(place: Path) -> None:
+    assert run_here("append", "doc.txt", "--rebuild", "-q").code == 0
+    before = read_manifest(place / "doc.skv")
+    for name in ("squeezed", "multipole"):
+        next((place / "doc.skv" / name).iterdir()).unlink()
+    command = ("build-index", "doc.skv", "--method", "multipole")
+    fails(1, "generate", "Why?", says=("is missing", f"`sparsekv {' '.join(command)}`"))
+    assert run_here(*command, "-q").code == 0
+    after = read_manifest(place / "doc.skv")
+    assert (list(after.methods), after.additions) == (list(before.methods), before.additions)
+    assert run_here("inspect", "--verify", "-q").code == 0
+
+
+def test_one_flipped_byte_is_found_by_verify_and_by_whoever_measures(place: Path) -> None:
+    path = place / "doc.skv" / "context" / "layer_001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    for measuring in (("inspect", "--verify"), ("inspect", "--method", "all"), ("recall-report", "--method", "window")):
+        fails(1, *measuring, "-q", says=("context/layer_001.safetensors", "sha256", "--force"))
