@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexe
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.decoding import prepare
+from sparsekv.runtime.decoding import early_reading, prepare
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -146,13 +147,20 @@ def test_only_the_method_that_was_prepared_is_taken_and_once(stored: Stored, met
     assert torch.equal(_logits(opened, again), _logits(plain, plainly))
 
 
-def test_nothing_is_prepared_while_the_model_is_loaded(stored: Stored) -> None:
+@pytest.mark.parametrize("loading", [False, True])
+def test_nothing_is_prepared_while_the_model_is_loaded(
+    loading: bool, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's default dtype, which a method may take for its numbers, is the model's then."""
-    artifact = stored.artifact
-    early = EarlyReading(artifact, "cpu", hold=True, form=Form("squeezed", "", Squeezed())).begin_loading()
-    _wait_for_reading()
-    assert early.prepared is None
-    opened = load_and_open(artifact, stored.model, "cpu", hold=True, early=early)
+    begun: list[Iterator[None]] = []
+    monkeypatch.setattr(early_reading, "run_beside", lambda steps, name: begun.append(steps))
+    early = EarlyReading(stored.artifact, "cpu", hold=True, form=Form("squeezed", "", Squeezed()))
+    if loading:
+        early.begin_loading()
+    for steps in begun:  # here, not beside: the thread may be done before the loading begins
+        assert all(step is None for step in steps)
+    assert (early.prepared is None) == loading
+    opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
     opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
 
 
