@@ -91,6 +91,7 @@ def load_model(
     progress: Progress = lambda text: None,
     meanwhile: Callable[[torch.device, torch.dtype], None] = lambda device, dtype: None,
     ranks: int = 1,
+    row_style: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
@@ -101,7 +102,7 @@ def load_model(
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
         meanwhile: called on another thread while a GPU gets the weights; if it fails, nobody is told.
-        ranks: how many processes load a share of it each; UsageError where they cannot share it.
+        ranks, row_style: processes that load a share of it each, UsageError where they cannot; see `shares_of`.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -120,7 +121,7 @@ def load_model(
             thread.submit(meanwhile, target, chosen)
         mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
-        model = causal_model(folder, name, config, target, chosen, ranks, mapped)
+        model = causal_model(folder, name, config, target, chosen, ranks, mapped, row_style)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
 
 

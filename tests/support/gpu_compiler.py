@@ -1,5 +1,5 @@
-"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, and
-those that weigh what is always attended before tokens are ranked.
+"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, those
+that weigh what is always attended before tokens are ranked, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -19,9 +19,13 @@ from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.codes import product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
+from sparsekv.kernels.ranks import sum_triton
+from sparsekv.kernels.ranks.shared_memory import bytes_shared
 from sparsekv.kernels.tables import list_look_up_triton
 from sparsekv.kernels.tables.list_codes import ListCodes
 from sparsekv.kernels.tables.types import ExactKeys
+
+from .summing_ranks import add_up_all
 
 TARGET, SHARED_MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # of an H100 or H200
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int16: "*i16"}
@@ -102,13 +106,14 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, look_up = kernels = [
+    partial, shared, own, merging, tables, look_up, summing = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
         Compiler(running_softmax_triton._merge_kernel),
         Compiler(product_tables_triton._tables_kernel),
         Compiler(list_look_up_triton._look_up_kernel),
+        Compiler(sum_triton._sum_kernel),
     ]
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -117,12 +122,14 @@ def main() -> None:
         patch.object(running_softmax_triton, "_merge_kernel", merging),
         patch.multiple(product_tables_triton, _tables_kernel=tables, **multiprocessors),
         patch.object(list_look_up_triton, "_look_up_kernel", look_up),
+        patch.object(sum_triton, "_sum_kernel", summing),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
         launch(128, torch.bfloat16, in_8_bits=False, more=True)
         launch(96, torch.float16, in_8_bits=True, more=True)
         weigh(64, torch.float16, more=False)
         weigh(128, torch.bfloat16, more=True)
+        add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
     compiled = [one for kernel in kernels for one in kernel.compiled]
     for one in compiled:
         if one.metadata.shared > SHARED_MEMORY:

@@ -27,6 +27,7 @@ ROOMS = (
     "formats/models",
     "formats/documents",
     "kernels/common",
+    "kernels/ranks",
     "kernels/scores",
     "kernels/kmeans",
     "kernels/clusters",

@@ -1,0 +1,61 @@
+"""A style of transformers' tensor parallelism for weights that are split by rows: small sums over ranks are made in one
+launch through memory that the GPUs share.
+
+A decode step has two for each layer, 8 KB each in an 8B. NCCL's kernel for one takes 7.7 µs on two H200s, ours 3.5 to
+3.8; and where NCCL's is captured in a CUDA graph, each also waits for what NCCL does outside of graphs.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.distributed import tensor_parallel
+
+from sparsekv.kernels.ranks.shared_memory import MOST_BYTES, SharedMemory, share_memory
+
+ROW_STYLE = "sparsekv_rowwise"
+"""The style's name, to take the place of `rowwise` in a plan."""
+
+_shared: dict[str, SharedMemory | None] = {}  # by the group's name
+_theirs: Any = tensor_parallel  # it has no types
+
+
+@torch.library.custom_op("sparsekv::sum_over_ranks", mutates_args=())
+def _sum(part: torch.Tensor, group: str) -> torch.Tensor:
+    """`sum_triton` over a group of that name, as one operator to torch's compiler."""
+    from sparsekv.kernels.ranks.sum_triton import sum_triton
+
+    memory = _shared[group]
+    assert memory is not None
+    with torch.cuda.device_of(part):
+        return sum_triton(part, memory)
+
+
+@_sum.register_fake
+def _like(part: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(part)
+
+
+class _RowShares(_theirs.RowwiseParallel):  # type: ignore[misc]
+    def install_forward(self, module: torch.nn.Module, mesh: Any) -> Any:
+        """Also lets the ranks share memory, once; all of them get here, in one order."""
+        group = mesh.get_group()
+        if mesh.device_type == "cuda" and group.group_name not in _shared:
+            _shared[group.group_name] = share_memory(group)
+        return super().install_forward(module, mesh)
+
+    def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+        group = mesh.get_group().group_name
+        biased = module._parameters.get("bias") is not None  # what is added once, after the sum
+        if not biased and _shared.get(group) is not None and _is_small(output):
+            return _sum(output, group)
+        return super().transform_output_post_forward(module, output, mesh)
+
+
+def _is_small(output: torch.Tensor) -> bool:
+    if isinstance(output, DTensor) or not output.is_contiguous():
+        return False
+    return 0 < output.numel() * output.element_size() <= MOST_BYTES
+
+
+_theirs.ALL_PARALLEL_STYLES.register(ROW_STYLE, _RowShares())
