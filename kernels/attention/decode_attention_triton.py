@@ -13,15 +13,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from sparsekv.kernels.attention.rows_in_8_bits_triton import (
-    add_pairs,
-    block_of,
-    from_pairs,
-    in_pairs,
-    in_words,
-    load_pairs,
-    scaled_queries,
-)
+from sparsekv.kernels.attention.rows_in_8_bits_triton import add_pairs, add_values, block_of, in_words
 from sparsekv.kernels.attention.running_softmax_triton import (
     add_tile,
     merge,
@@ -30,6 +22,7 @@ from sparsekv.kernels.attention.running_softmax_triton import (
 )
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
@@ -45,7 +38,7 @@ from sparsekv.kernels.common.tiles_triton import (
 @dataclass(frozen=True)
 class Form:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's."""
+    many pipeline stages; and the cost of a centroid, plain (in 8 bits), or listed, in fifths of a chosen row's."""
 
     tile_bytes: int
     stages: int
@@ -53,6 +46,7 @@ class Form:
     warps: int
     plain_fifths: int
     listed_fifths: int
+    scaled_fifths: int = 0
 
     @property
     def most_registers(self) -> int:
@@ -64,7 +58,7 @@ class Form:
 IN_HALF_PRECISION = Form(16_384, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
 # A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
 # stages; a program of one warp never waits for another.
-IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
+IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8, scaled_fifths=4)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
@@ -88,7 +82,7 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
     query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
-    exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values,
+    exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values, stand_scales,
     listed_logits, listed_counts, listed_values, listed_rows, listed_used, queue, peaks, totals, outputs,
     head_stride, row_stride, scales_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
     stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
@@ -96,7 +90,8 @@ def _partial_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     STAND_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
     STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr,
-    USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr,
+    STANDS_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -118,23 +113,22 @@ def _partial_kernel(
     queued = chosen_rows * QUEUED_PERCENT // 100
     first, last = share(split, tl.num_programs(0), stands + lists + exact_rows + chosen_rows - queued)
 
-    logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
-    values_of = stand_values + head * stand_stride
-    begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
-    for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
-        c = at + t
-        inside = c < stop
-        mask = (inside & (c < stand_rows))[:, None] & in_row
-        v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
-        count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
-        logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+    exact_first, exact_last = first - stands - lists, last - stands - lists
+    exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
+    stop = tl.minimum(exact_last, exact_rows)
+    for at in tl.range(tl.maximum(exact_first, 0), stop, TILE, num_stages=EXACT_STAGES):
+        inside = at + t < stop
+        mask = inside[:, None] & in_row
+        k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
+        bias = tl.where(inside, 0.0, -float("inf"))
+        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
         peak, total, output = add_tile(peak, total, output, logits, v)
 
     if LISTED:
-        first, last = first - stands, last - stands
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
         values_of = listed_values + head * listed_values_stride
-        begin, stop = _stand(first, last, lists, listed, LISTED_FIFTHS)
+        begin, stop = _stand(first - stands, last - stands, lists, listed, LISTED_FIFTHS)
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             c = at + t
             inside = c < stop
@@ -145,17 +139,19 @@ def _partial_kernel(
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
             peak, total, output = add_tile(peak, total, output, logits, v)
-        stands = lists
-    exact_keys, exact_values = exact_keys + head * exact_stride, exact_values + head * exact_stride
-    stop = tl.minimum(last - stands, exact_rows)
-    for at in tl.range(tl.maximum(first - stands, 0), stop, TILE, num_stages=EXACT_STAGES):
-        inside = at + t < stop
-        mask = inside[:, None] & in_row
-        k = tl.load(exact_keys + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        v = tl.load(exact_values + (at + t)[:, None] * D + d, mask=mask, other=0.0)
-        bias = tl.where(inside, 0.0, -float("inf"))
-        logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-        peak, total, output = add_tile(peak, total, output, logits, v)
+
+    logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
+    values_of = stand_values + head * stand_stride
+    begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
+    if not STANDS_SCALED:
+        for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
+            c = at + t
+            inside = c < stop
+            mask = (inside & (c < stand_rows))[:, None] & in_row
+            v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
+            count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
+            logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            peak, total, output = add_tile(peak, total, output, logits, v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
     rows += head * rows_stride
@@ -171,7 +167,19 @@ def _partial_kernel(
         first_output, second_output = in_pairs(output / unit, GROUP, BLOCK_D)
         d = tl.arange(0, BLOCK_D // 2)
         in_row = d < D // 2
-    begin, stop = tl.maximum(first - stands - exact_rows, 0), last - stands - exact_rows
+    if STANDS_SCALED:
+        for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
+            c = at + t
+            inside = c < stop
+            there = inside & (c < stand_rows)
+            v = tl.load(values_of + c[:, None] * (D // 2) + d, mask=there[:, None] & in_row, other=0)
+            _, of_values = scales_of(tl.load(stand_scales + head * stand_rows + c, mask=there, other=0), 1.0, unit)
+            count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
+            logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            peak, total, first_output, second_output = add_values(
+                peak, total, first_output, second_output, logits, v, of_values, EXACT
+            )
+    begin, stop = tl.maximum(exact_first - exact_rows, 0), exact_last - exact_rows
     while begin < chosen_rows:
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             inside = at + t < stop
@@ -216,11 +224,12 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
     values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
+    values = values if part.scales is None else values.view(torch.int16)
     return logits, log_counts, values, other if rows is None else rows
 
 
 def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
-    """Centroids of several levels as one; copies them if there is more than one level."""
+    """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
     if len(parts) < 2:
         return parts[0] if parts else None
     sizes = [part.values.shape[1] for part in parts]
@@ -252,7 +261,9 @@ def decode_attention_triton(
     listed_logits, listed_counts, listed_values, listed_rows = _tensors(listed, query)
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
-    units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
+    stand_scales = None if plain is None else plain.scales
+    fifths = form.plain_fifths if stand_scales is None else form.scaled_fifths
+    units = (C * fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
@@ -271,7 +282,8 @@ def decode_attention_triton(
         query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
         rows, query if used_rows is None else used_rows, *exact,
         query if exact_count is None else exact_count,
-        logits, log_counts, values, listed_logits, listed_counts, listed_values, listed_rows,
+        logits, log_counts, values, query if stand_scales is None else stand_scales.words(),
+        listed_logits, listed_counts, listed_values, listed_rows,
         query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
         *keys.stride()[:2], scales.rows.stride(0), runs.capacity, rows.stride(0),
         0 if used_rows is None else used_rows.stride(0),
@@ -282,10 +294,10 @@ def decode_attention_triton(
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=block_of(runs), TILE=tile,
         STAND_STAGES=STAND_STAGES, EXACT_STAGES=EXACT_STAGES, ROW_STAGES=form.stages,
-        STAND_FIFTHS=form.plain_fifths, LISTED_FIFTHS=form.listed_fifths,
+        STAND_FIFTHS=fifths, LISTED_FIFTHS=form.listed_fifths,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
-        ROWS_USED=used_rows is not None, SCALED=runs.scales is not None,
+        ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
     merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)

@@ -1,120 +1,14 @@
-"""Rows in 8 bits for Triton kernels: numbers of two neighbouring channels are read together, as one of 16 bits.
-
-Tensor cores take float16. From shared memory an operand's numbers come two at a time if they have 16 bits, turned for
-the values, but byte by byte if they have 8. So each stays beside its neighbour until it is where it is multiplied, and
-a row's channels are two operands of half as many: the first of each pair, and the second.
-"""
-
-from dataclasses import replace
+"""Rows in 8 bits in a running softmax, for Triton kernels, and how they are passed to these."""
 
 import torch
 import triton
 import triton.language as tl
 
 from sparsekv.kernels.attention.running_softmax_triton import tile_weights
-from sparsekv.kernels.attention.types import RowScales, RunRows
-from sparsekv.kernels.common.tiles_triton import LOG2_E, WIDEN, capped, dot, power_of_two
-
-LARGEST_HALF = tl.constexpr(65504.0)
-# A byte of 0 to 255 after 0x64 is a float16 number of 1024 to 1279; SHIFT more than the number that it was, of -128 to
-# 127, before its highest bit was turned. The conversion that a GPU has takes an instruction for each number, at a
-# quarter of the speed.
-SHIFT = tl.constexpr(1152.0)
-_FIRST = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
-_SECOND = tl.constexpr("{ .reg .b32 bytes; xor.b32 bytes, $1, 0x80808080; prmt.b32 $0, bytes, 0x64646464, 0x4341; }")
-_SHIFTED_BACK = tl.constexpr("{ .reg .b32 middle; mov.b32 middle, 0x64806480; sub.f16x2 $0, $1, middle; }")
-
-
-@triton.jit
-def first_of(pairs, EXACT: tl.constexpr):
-    """The first number of each pair [..., D / 2] int16 as float16, SHIFT more than it is; with EXACT as float32, as it
-    is."""
-    if EXACT or WIDEN:
-        return pairs.to(tl.int8).to(tl.float32)
-    else:  # what follows a return would be compiled too, and returns another type
-        return tl.inline_asm_elementwise(_FIRST, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
-
-
-@triton.jit
-def second_of(pairs, EXACT: tl.constexpr):
-    """The second number of each pair, likewise."""
-    if EXACT or WIDEN:
-        return (pairs >> 8).to(tl.float32)
-    else:
-        return tl.inline_asm_elementwise(_SECOND, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
-
-
-@triton.jit
-def _shifted_back(numbers, EXACT: tl.constexpr):
-    """Numbers that are SHIFT more than they were, two in an instruction."""
-    if EXACT or WIDEN:
-        return numbers
-    else:
-        return tl.inline_asm_elementwise(_SHIFTED_BACK, "=r,r", [numbers], tl.float16, is_pure=True, pack=2)
-
-
-@triton.jit
-def in_pairs(rows, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [R, D] as those [R, D / 2] of each pair's first channel and of its second."""
-    return tl.split(tl.reshape(rows, [R, BLOCK_D // 2, 2]))
-
-
-@triton.jit
-def from_pairs(first, second, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [R, D] of those of the pairs' first and second channels."""
-    return tl.reshape(tl.join(first, second), [R, BLOCK_D])
-
-
-@triton.jit
-def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [R, D] times the scales of the keys' channels, over the largest of these numbers, so that float16 holds
-    them, in pairs; what SHIFT adds to their products [R]; the largest number, of EACH query [R] or of all; and the
-    queries' products [R] with the channels' offsets. The last two are times the scale of logits.
-
-    One number for all saves a multiplication of each logit, and is for queries of one token.
-    """
-    EXACT: tl.constexpr = q.dtype == tl.float32
-    exact = q.to(tl.float32)
-    scaled = exact * tl.load(channels + d, mask=in_row, other=0.0).to(tl.float32)[None, :]
-    products = tl.sum(exact * tl.load(offsets + d, mask=in_row, other=0.0).to(tl.float32)[None, :], 1)
-    of_each = tl.max(tl.abs(scaled), 1)
-    if EACH:
-        largest = tl.where(of_each == 0.0, 1.0, of_each)
-        scaled = scaled / largest[:, None]
-    else:
-        most = tl.max(of_each, 0)
-        largest = tl.where(most == 0.0, 1.0, most)
-        scaled = scaled / largest
-    shift = tl.zeros([R], tl.float32)
-    if not EXACT:
-        scaled = scaled.to(tl.float16)
-        if not WIDEN:
-            shift = tl.sum(scaled.to(tl.float32), 1) * SHIFT
-    first, second = in_pairs(scaled, R, BLOCK_D)
-    return first, second, shift, largest * scale, products * scale
-
-
-@triton.jit
-def _scales_of(words, of_queries, unit):
-    """Scales [TILE] of keys, times one of the queries, and of values, over their unit, of words that hold both."""
-    of_keys = (words << 16).to(tl.float32, bitcast=True) * of_queries
-    return of_keys, tl.minimum((words & -65536).to(tl.float32, bitcast=True) / unit, LARGEST_HALF)
-
-
-@triton.jit
-def load_pairs(rows, places, in_row, ALL: tl.constexpr):
-    """Numbers [TILE, D / 2] int16 at some places. ALL: every channel is a row's, and no load needs a mask."""
-    if ALL:
-        return tl.load(rows + places)
-    else:
-        return tl.load(rows + places, mask=in_row[None, :], other=0)
-
-
-@triton.jit
-def _products(first, second, shift, keys, EXACT: tl.constexpr):
-    """Products [R, TILE] of queries in pairs with the numbers of keys [TILE, D / 2] int16."""
-    turned = tl.trans(keys)
-    return dot(first, first_of(turned, EXACT)) + dot(second, second_of(turned, EXACT)) - shift[:, None]
+from sparsekv.kernels.attention.types import RunRows
+from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits, pair_block
+from sparsekv.kernels.common.pairs_triton import first_of, pair_products, scales_of, second_of, shifted_back
+from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, power_of_two
 
 
 @triton.jit
@@ -126,35 +20,42 @@ def add_pairs(
     scales, and which are inside. Of the queries it takes what `scaled_queries` gives; outputs [R, D / 2] are those of
     the pairs' channels, over the unit."""
     if EACH:
-        of_keys, of_values = _scales_of(words, 1.0, unit)
-        products = _products(first, second, shift, keys, EXACT) * of_keys[None, :]
+        of_keys, of_values = scales_of(words, 1.0, unit)
+        products = pair_products(first, second, shift, keys, EXACT) * of_keys[None, :]
         logits = products * of_queries[:, None] + offset[:, None]
     else:
-        of_keys, of_values = _scales_of(words, of_queries, unit)
-        logits = _products(first, second, shift, keys, EXACT) * of_keys[None, :] + offset[:, None]
+        of_keys, of_values = scales_of(words, of_queries, unit)
+        logits = pair_products(first, second, shift, keys, EXACT) * of_keys[None, :] + offset[:, None]
     if CAPPED:
         logits = capped(logits, softcap, CAPPED) * LOG2_E
-    peak, weights, shrink = tile_weights(peak, tl.where(inside, logits, -float("inf")))
+    logits = tl.where(inside, logits, -float("inf"))
+    return add_values(peak, total, first_output, second_output, logits, values, of_values, EXACT)
+
+
+@triton.jit
+def add_values(peak, total, first_output, second_output, logits, values, of_values, EXACT: tl.constexpr):
+    """Add one tile with logits [R, TILE], in units of log 2, to a running softmax: values [TILE, D / 2] int16, and
+    their scales [TILE] over the outputs' unit."""
+    peak, weights, shrink = tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     # Not shifted back after the sum: the shift would be a thousand times as large as a mean of many values.
-    first_values = _shifted_back(first_of(values, EXACT), EXACT)
-    second_values = _shifted_back(second_of(values, EXACT), EXACT)
+    first_values = shifted_back(first_of(values, EXACT), EXACT)
+    second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)
     first_output = first_output * shrink[:, None] + dot(weights, first_values)
     return peak, total, first_output, second_output * shrink[:, None] + dot(weights, second_values)
 
 
 def block_of(runs: RunRows) -> int:
-    """Channels of a block that holds a row's: of pairs, a product takes 16 or more."""
-    size = power_of_two(runs.keys.shape[2])
-    return size if runs.scales is None else max(size, 32)
+    """Channels of a block that holds a row's."""
+    channels = runs.keys.shape[2]
+    return power_of_two(channels) if runs.scales is None else pair_block(channels)
 
 
 def in_words(runs: RunRows) -> tuple[torch.Tensor, torch.Tensor, RowScales]:
-    """Keys and values as kernels take them: numbers in 8 bits [H, M, D / 2] int16, and their rows' scales [H, M] int32
-    of both; D is even, as it is of every model with RoPE. What is not in 8 bits as it is, with scales that are never
-    read."""
+    """Keys and values as kernels take them, `RowsOf8Bits.in_words`; what is not in 8 bits as it is, with scales that
+    are never read."""
     if runs.scales is None:
         return runs.keys, runs.values, RowScales(*[runs.keys] * 4)
-    scales = replace(runs.scales, rows=runs.scales.rows.view(torch.int32)[..., 0])
-    return runs.keys.view(torch.int16), runs.values.view(torch.int16), scales
+    words = RowsOf8Bits(runs.keys, runs.values, runs.scales).in_words()
+    return words.keys, words.values, words.scales

@@ -10,19 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.rows_in_8_bits_triton import (
-    add_pairs,
-    block_of,
-    from_pairs,
-    in_pairs,
-    in_words,
-    load_pairs,
-    scaled_queries,
-)
+from sparsekv.kernels.attention.rows_in_8_bits_triton import add_pairs, block_of, in_words
 from sparsekv.kernels.attention.running_softmax_triton import add_tile, merge, store_partial, tile_logits
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     dot,

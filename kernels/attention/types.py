@@ -5,22 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
-
-
-@dataclass(frozen=True)
-class RowScales:
-    """What numbers of keys and values in 8 bits mean: a key is its number times its row's scale times its channel's,
-    plus the channel's offset; a value is its number times its row's scale.
-
-    rows [H, M, 2] bfloat16: of rows' keys and of their values, side by side, as a kernel can read four bytes ahead and
-    not two; channels, offsets [H, D]. A head's are contiguous. `units` [H] float32 are about as large as a head's
-    scales of values, so that float16 holds these over them, up to 65,504.
-    """
-
-    rows: torch.Tensor
-    channels: torch.Tensor
-    offsets: torch.Tensor
-    units: torch.Tensor
+from sparsekv.kernels.common.eight_bits import RowScales
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,8 @@ class ScoredCentroids:
     [H, C, D]. The softmax takes logits + log_counts. Mostly log_counts is the log of how many rows each represents;
     where the logits include the log of whole clusters, as on a CPU, it is the log of the share of them that is left.
     Logits and log counts past the last value are minus infinity. With rows [H, C] int32 the values [H, V, D] are those
-    of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all.
+    of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all. scales: values
+    are int8, without `rows`, and mean what these say.
     """
 
     logits: torch.Tensor
@@ -80,9 +66,12 @@ class ScoredCentroids:
     values: torch.Tensor
     rows: torch.Tensor | None = None
     used: torch.Tensor | None = None
+    scales: RowScales | None = None
 
     def gathered(self) -> torch.Tensor:
-        """Value of each centroid [H, C, D]; copies them if there are `rows`."""
+        """Value of each centroid [H, C, D]; copies them if there are `rows` or scales."""
+        if self.scales is not None:
+            return self.values.float() * self.scales.rows[..., 1:].float()
         if self.rows is None:
             return self.values
         return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))

@@ -6,7 +6,9 @@ import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
+from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits, pair_block
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 from sparsekv.kernels.common.tiles_triton import (
     aligned,
     capped,
@@ -18,17 +20,17 @@ from sparsekv.kernels.common.tiles_triton import (
     wait_for_previous_kernel,
 )
 
-WARPS = 4
-# Bytes of a tile, stages of the loop, programs an SM: measured, for up to MANY clusters and for more.
-MANY, FEW_CLUSTERS, MANY_CLUSTERS = 16_384, (32_768, 2, 4), (16_384, 3, 5)
+# Bytes of a tile, stages of the loop, programs an SM, warps: measured, for up to MANY clusters, more, and in 8 bits.
+MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
 
 
 @triton.jit
 def _logits_kernel(
-    query, centroids, counts, first_row, clusters, listed, starts, logits, numbers, peaks, totals, used, queue,
-    C, slots, stride, centroids_stride, counts_stride, first_stride, clusters_stride, softmax_scale, softcap,
-    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
+    query, centroids, scales, channels, offsets, counts, first_row, clusters, listed, starts, logits, numbers, peaks,
+    totals, used, queue, C, slots, stride, centroids_stride, counts_stride, first_stride, clusters_stride,
+    softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's centroids, their largest, and the sum of counts times exponentials.
 
@@ -40,6 +42,15 @@ def _logits_kernel(
     of_group = g < G
     known_clusters = tl.minimum(tl.load(listed + head), slots) if LISTED else C
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & (d < D), other=0.0)
+    if SCALED:
+        EXACT: tl.constexpr = q.dtype == tl.float32
+        q_first, q_second, shift, of_queries, offset = scaled_queries(
+            q, channels + head * D, offsets + head * D, d, d < D, softmax_scale, False, GROUP, BLOCK_D
+        )
+        scales += head * C
+        d, row_numbers = tl.arange(0, BLOCK_D // 2), D // 2
+    else:
+        row_numbers = D
     # Where tokens can be appended, heads are further apart than their clusters need.
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     first_row += head * first_stride
@@ -60,13 +71,18 @@ def _logits_kernel(
         c = slot
         if LISTED:
             c = tl.load(clusters + slot, mask=known, other=0)
-        k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
+        k = tl.load(centroids + c[:, None] * row_numbers + d, mask=known[:, None] & (d < row_numbers), other=0)
         number = tl.load(counts + c, mask=known, other=0).to(tl.int32)
         tl.store(numbers + slot, number, mask=inside)
         if LISTED:
             row = tl.load(first_row + c, mask=known, other=0)
             tl.store(starts + slot, row.to(tl.int32), mask=inside)
-        scores = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
+        if SCALED:
+            of_keys, _ = scales_of(tl.load(scales + c, mask=known, other=0), of_queries, 1.0)
+            products = pair_products(q_first, q_second, shift, k, EXACT) * of_keys[None, :] + offset[:, None]
+        else:
+            products = dot(q, tl.trans(k)) * softmax_scale
+        scores = capped(products, softcap, CAPPED)
         scores = tl.where(number > 0, scores, -float("inf"))
         tl.store(logits + g[:, None] * stride + slot, scores, mask=of_group[:, None] & inside)
         highest = tl.maximum(peak, tl.max(scores, 1))
@@ -84,18 +100,32 @@ def side_by_side(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
+def _keys(query: torch.Tensor, centroids: torch.Tensor | RowsOf8Bits) -> tuple[torch.Tensor, RowScales, int]:
+    """Centroids as kernels take them, with scales that are never read where they are not in 8 bits; and the channels of
+    a block that holds a row's."""
+    if isinstance(centroids, RowsOf8Bits):
+        words = centroids.in_words()
+        return words.keys, words.scales, pair_block(query.shape[2])
+    keys = side_by_side(centroids.to(query.dtype))
+    return keys, RowScales(*[keys] * 4), power_of_two(query.shape[2])
+
+
 def _launch(
-    query: torch.Tensor, centroids: torch.Tensor, counts: torch.Tensor, scale: float, softcap: float | None,
-    first_row: torch.Tensor | None = None, listed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    query: torch.Tensor, centroids: torch.Tensor | RowsOf8Bits, counts: torch.Tensor, scale: float,
+    softcap: float | None, first_row: torch.Tensor | None = None,
+    listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
     """Logits and sums of all clusters, or of the listed ones with the first row of each."""
-    (H, G, D), C, device = query.shape, centroids.shape[1], query.device
-    centroids, counts = side_by_side(centroids.to(query.dtype)), side_by_side(counts)
+    (H, G, D), C, device = query.shape, counts.shape[1], query.device
+    scaled, counts = isinstance(centroids, RowsOf8Bits), side_by_side(counts)
+    keys, scales, block = _keys(query, centroids)
     clusters, known = (counts, counts) if listed is None else listed
     first_row = counts if first_row is None else side_by_side(first_row)
     slots = clusters.shape[1]
-    tile, stages, programs = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
-    rows, likely = tile_rows(D, query.dtype, tile), slots if listed is None else slots // 2
+    form = MANY_CLUSTERS if slots > MANY and listed is None else FEW_CLUSTERS
+    tile, stages, programs, warps = IN_8_BITS if scaled else form
+    rows = tile_rows(D, torch.int8 if scaled else query.dtype, tile)
+    likely = slots if listed is None else slots // 2
     # At most one program for each tile: the sums of fewer programs are merged sooner.
     programs = min(programs, triton.cdiv(H * triton.cdiv(likely, rows), count_sms(device)))
     parts = num_splits(H, slots, max(programs, 1) * count_sms(device))
@@ -105,11 +135,11 @@ def _launch(
     numbers, starts = torch.empty(2, H, stride, dtype=torch.int32, device=device)
     used, queue = torch.empty(2, H, dtype=torch.int32, device=device)
     _logits_kernel[(parts, H)](
-        query.contiguous(), centroids, counts, first_row, clusters, known, starts, logits, numbers,
-        peaks, totals, used, queue, C, slots, stride, centroids.stride(0), counts.stride(0), first_row.stride(0),
-        clusters.stride(0), scale, softcap or 0.0,
-        CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=power_of_two(D),
-        TILE=rows, STAGES=stages, LISTED=listed is not None, num_warps=WARPS,
+        query.contiguous(), keys, scales.rows, scales.channels, scales.offsets, counts, first_row, clusters, known,
+        starts, logits, numbers, peaks, totals, used, queue, C, slots, stride, keys.stride(0), counts.stride(0),
+        first_row.stride(0), clusters.stride(0), scale, softcap or 0.0,
+        CAPPED=softcap is not None, G=G, GROUP=group_rows(G), D=D, BLOCK_D=block,
+        TILE=rows, STAGES=stages, LISTED=listed is not None, SCALED=scaled, num_warps=warps,
         **dependent_launch(device),
     )  # fmt: skip
     return Scored(logits, numbers, peaks, totals, used, queue, None if listed is None else known), starts
@@ -117,7 +147,7 @@ def _launch(
 
 def choose_clusters_triton(
     query: torch.Tensor,
-    centroids: torch.Tensor,
+    centroids: torch.Tensor | RowsOf8Bits,
     counts: torch.Tensor,
     starts: torch.Tensor,
     budget: int,
@@ -148,7 +178,7 @@ def open_clusters_triton(
 
 def keep_clusters_triton(
     query: torch.Tensor,
-    centroids: torch.Tensor,
+    centroids: torch.Tensor | RowsOf8Bits,
     counts: torch.Tensor,
     starts: torch.Tensor,
     threshold: float,

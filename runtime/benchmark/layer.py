@@ -103,6 +103,7 @@ class LayerData:
             parameters=parameters or {},
             first_token=self.split.sinks,
             position=self.position,
+            in_8_bits=self.stored is not None,
         )
 
 

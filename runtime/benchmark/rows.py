@@ -25,6 +25,7 @@ from sparsekv.runtime.benchmark.layer import (
 )
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
@@ -129,7 +130,8 @@ class Bench:
             chosen, dense = layer.plan.read.total(), layer.plan.read.dense
             timing = self._timed(f"{named} at {budget}", step, cycle)
             # What several questions choose together is not their budget, and is not told apart from an index's rows.
-            in_8_bits = 2.0 * budget.tokens(data.split.middle) if data.questions == 1 else 0.0
+            of_centroids = selector.rows_in_8_bits if isinstance(selector, CentroidsIn8Bits) else 0
+            in_8_bits = 2.0 * budget.tokens(data.split.middle) + of_centroids if data.questions == 1 else 0.0
             read = (chosen / cycle + exact_rows) * data.row_bytes() - data.saved(in_8_bits)
             layer.rewind()
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)

@@ -9,7 +9,7 @@ from sparsekv.formats.context_rows import Pair as Pair
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.suggestions import choose_one
-from sparsekv.kernels.attention.types import RowScales
+from sparsekv.kernels.common.eight_bits import RowScales
 from sparsekv.runtime.cache.growing import GrowingRows
 
 PLACEMENTS = ("device", "host", "disk")

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
-from sparsekv.kernels.attention.types import RowScales
+from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.runtime.cache.growing import GrowingRows
 from sparsekv.runtime.cache.kv_store import EVERY, MiddleRows, Pair, PlacedRows, lay_out
 
@@ -73,6 +73,14 @@ def units_of(value_scales: torch.Tensor) -> torch.Tensor:
     """The units [Hk] of `RowScales`: the mean, which one outlier hardly moves, and no token's scale is far from it."""
     # So that what is over it stays a number: values beside that are not in 8 bits.
     return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # of no rows the mean is no number
+
+
+def rounded(keys: torch.Tensor, values: torch.Tensor) -> RowsOf8Bits:
+    """Keys and values [Hk, N, D] in 8 bits, as kernels take them."""
+    stored = quantise(keys, values)
+    rows = placed(side_by_side(stored), stored, units_of(stored["value_scales"]))
+    assert rows.scales is not None
+    return RowsOf8Bits(rows.keys, rows.values, rows.scales)
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:

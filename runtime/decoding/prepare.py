@@ -63,6 +63,7 @@ def stored_context(
         parameters={} if record is None else record.parameters,
         first_token=split.sinks,
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
+        in_8_bits=manifest.kv_storage is not None,
     )
     return StoredContext(context, (*rows.mapped_keys, *stored.values()) if device.type == "cpu" else ())
 

@@ -108,6 +108,15 @@ class ChoosesTogether(Protocol):
 
 
 @runtime_checkable
+class CentroidsIn8Bits(Protocol):
+    """May read its centroids in 8 bits, as keys and values are stored."""
+
+    @property
+    def rows_in_8_bits(self) -> int:
+        """How many keys and values of each head's centroids a step reads so."""
+
+
+@runtime_checkable
 class ObservesQuestion(Protocol):
     """Uses a question's queries for its selections in the answer that follows."""
 

@@ -30,7 +30,8 @@ class MiddleContext:
     `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
     `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
     reports measure on the second half. Token positions in the tensors are counted from the first middle token, whose
-    own position in the prompt is `first_token`.
+    own position in the prompt is `first_token`. `in_8_bits`: keys and values are stored so, and what represents them
+    may be rounded likewise.
     """
 
     load_keys: Callable[[], torch.Tensor]
@@ -42,6 +43,7 @@ class MiddleContext:
     parameters: dict[str, Any] = field(default_factory=dict)
     first_token: int = 0
     position: LayerPosition = field(default_factory=LayerPosition)
+    in_8_bits: bool = False
 
     @cached_property
     def keys(self) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, those
-that weigh what is always attended before tokens are ranked, and the sum over ranks.
+that weigh what is always attended before tokens are ranked, logits of centroids in 8 bits, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -16,9 +16,11 @@ from triton.compiler import ASTSource
 
 from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
 from sparsekv.kernels.attention.shared_attention import OwnRows
-from sparsekv.kernels.attention.types import Centroids, RowScales, RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
+from sparsekv.kernels.clusters import cluster_choice_triton
 from sparsekv.kernels.codes import product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
+from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
 from sparsekv.kernels.tables import list_look_up_triton
@@ -63,17 +65,25 @@ class Compiler:
 def some_runs(D: int, dtype: torch.dtype, *, in_8_bits: bool) -> RunRows:
     """Rows that are never read."""
     keys = torch.zeros(H, M, D, dtype=torch.int8 if in_8_bits else dtype)
-    scales, channels = torch.zeros(H, M, 2, dtype=torch.bfloat16), torch.zeros(H, D, dtype=torch.bfloat16)
     rows, queue = torch.zeros(H, M, dtype=torch.int32), torch.zeros(H, dtype=torch.int32)
-    meant = RowScales(scales, channels, channels, torch.zeros(H)) if in_8_bits else None
-    return RunRows(keys, keys, rows, None, M, None, queue, meant)
+    return RunRows(keys, keys, rows, None, M, None, queue, some_scales(M, D) if in_8_bits else None)
 
 
-def some_centroids(D: int, dtype: torch.dtype, *, listed: bool) -> ScoredCentroids:
-    """Centroids of 48 clusters, all of them or those that are listed."""
+def some_scales(rows: int, D: int) -> RowScales:
+    """What so many rows in 8 bits would mean."""
+    scales, channels = torch.zeros(H, rows, 2, dtype=torch.bfloat16), torch.zeros(H, D, dtype=torch.bfloat16)
+    return RowScales(scales, channels, channels, torch.zeros(H))
+
+
+def some_centroids(D: int, dtype: torch.dtype, *, listed: bool, in_8_bits: bool) -> ScoredCentroids:
+    """Centroids of 48 clusters, those that are listed, or all of them, which may be in 8 bits."""
     logits, counts, values = torch.zeros(H, G, 48), torch.zeros(H, 48), torch.zeros(H, 48, D, dtype=dtype)
     used = torch.zeros(H, dtype=torch.int32)
-    return ScoredCentroids(logits, counts, values, torch.zeros(H, 48, dtype=torch.int32) if listed else None, used)
+    if listed:
+        return ScoredCentroids(logits, counts, values, torch.zeros(H, 48, dtype=torch.int32), used)
+    if in_8_bits:
+        return ScoredCentroids(logits, counts, values.to(torch.int8), None, used, some_scales(48, D))
+    return ScoredCentroids(logits, counts, values, None, used)
 
 
 def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
@@ -81,12 +91,19 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
     runs, exact = some_runs(D, dtype, in_8_bits=in_8_bits), torch.zeros(H, 70, D, dtype=dtype)
     query, sinks = torch.zeros(H, G, D, dtype=dtype), torch.zeros(H, G) if more else None
     cap, count = (3.0, torch.zeros(1, dtype=torch.int32)) if more else (None, None)
-    stands = [some_centroids(D, dtype, listed=listed) for listed in (False, True)] if more else []
+    stands = [some_centroids(D, dtype, listed=listed, in_8_bits=in_8_bits) for listed in (False, True)] if more else []
     decode_attention_triton.decode_attention_triton(query, runs, (exact, exact), stands, 0.1, cap, sinks, count)
     kept, numbers = torch.zeros(B, H, 70, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
     own, together = OwnRows(kept, kept, numbers, numbers, numbers), torch.zeros(H, G, B, D, dtype=dtype)
     centroids = [Centroids(exact, exact, torch.zeros(H, 70))] if more else []
     shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
+
+
+def score(D: int, dtype: torch.dtype) -> None:
+    """Centroids in 8 bits."""
+    rows, counts = torch.zeros(H, 48, D, dtype=torch.int8), torch.zeros(H, 48, dtype=torch.int32)
+    rounded = RowsOf8Bits(rows, rows, some_scales(48, D))
+    cluster_choice_triton._launch(torch.zeros(H, G, D, dtype=dtype), rounded, counts, 0.1, 3.0)
 
 
 def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
@@ -106,13 +123,14 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, look_up, summing = kernels = [
+    partial, shared, own, merging, tables, look_up, logits, summing = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
         Compiler(running_softmax_triton._merge_kernel),
         Compiler(product_tables_triton._tables_kernel),
         Compiler(list_look_up_triton._look_up_kernel),
+        Compiler(cluster_choice_triton._logits_kernel),
         Compiler(sum_triton._sum_kernel),
     ]
     multiprocessors = {"count_sms": lambda _: 132}
@@ -122,6 +140,7 @@ def main() -> None:
         patch.object(running_softmax_triton, "_merge_kernel", merging),
         patch.multiple(product_tables_triton, _tables_kernel=tables, **multiprocessors),
         patch.object(list_look_up_triton, "_look_up_kernel", look_up),
+        patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
@@ -129,6 +148,8 @@ def main() -> None:
         launch(96, torch.float16, in_8_bits=True, more=True)
         weigh(64, torch.float16, more=False)
         weigh(128, torch.bfloat16, more=True)
+        score(96, torch.float32)
+        score(128, torch.bfloat16)
         add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
     compiled = [one for kernel in kernels for one in kernel.compiled]
     for one in compiled:

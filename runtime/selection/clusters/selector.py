@@ -12,8 +12,10 @@ from sparsekv.kernels.clusters.cluster_choice import until_enough
 from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
 from sparsekv.kernels.clusters.tree import Tree, child_scores
 from sparsekv.kernels.clusters.types import MOST_TOKENS
+from sparsekv.kernels.common.eight_bits import RowsOf8Bits
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
+from sparsekv.runtime.cache.rows_in_8_bits import rounded
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.remainders import Centroids, Scored, of_clusters
@@ -60,6 +62,7 @@ class ClusterSelector(Selector):
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
+        self.rounds = context.in_8_bits and not hierarchical and windowed_rope is None
         self.append_size = 0 if clustering is None else append_size
         # A stranger's index may lack what kernels would read all the same.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
@@ -82,6 +85,7 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         scored = () if self.windowed_rope is None else scored
+        kernels_read = self._round() if self.rounds else None
         self.tree = Tree(scored or self.keys, **of_levels)
         self.layout, self.starts = found["token_order"], found["starts"]
         self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
@@ -100,9 +104,24 @@ class ClusterSelector(Selector):
             below=self._below(),
             facts=self.facts,
             own=not scored,
+            in_8_bits=kernels_read,
         )
         values, facts = self.values[0] if self.values else None, self.facts
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
+
+    @property
+    def rows_in_8_bits(self) -> int:
+        return 0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster()
+
+    def _round(self) -> RowsOf8Bits | None:
+        """Round the finest centroids to 8 bits, so that steps read the same wherever they are taken; on a GPU also
+        returns these, for its kernels. Allocates both."""
+        keys, values = self.keys[0], (self.values or self.keys)[0]
+        rows = rounded(keys, values)
+        of_keys, of_values = (restored.to(keys.dtype) for restored in rows.restored(torch.float32))
+        self.keys = of_keys, *self.keys[1:]
+        self.values = (of_values, *self.values[1:]) if self.values else ()
+        return rows if keys.is_cuda else None
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Children and first child of each coarse cluster, for kernels that go down two levels.

@@ -11,6 +11,7 @@ from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_lis
 from sparsekv.kernels.clusters.shared_choice import choose_together
 from sparsekv.kernels.clusters.tree import Tree
 from sparsekv.kernels.clusters.types import Children, ClusterChoice
+from sparsekv.kernels.common.eight_bits import RowsOf8Bits
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowIndices, RowSet, Selection
 
 
@@ -22,6 +23,7 @@ class ClusterSteps:
     keys are then passed in their place, unread. starts [Hk, C] int64 (first_row: the same in int32, for kernels): the
     first row of each finest cluster. `own`: whether the scored centroids of `tree` are the same as `keys`. `below`
     [Hk, C] int32 each, for the level above the finest: each cluster's number of children and its first child.
+    `in_8_bits`: the finest level's keys and values as kernels of a flat lookup read them, if not as they are.
     """
 
     tree: Tree
@@ -33,6 +35,7 @@ class ClusterSteps:
     below: tuple[torch.Tensor, torch.Tensor] | None
     facts: LayerFacts
     own: bool
+    in_8_bits: RowsOf8Bits | None = None
 
     def flat(
         self,
@@ -53,8 +56,8 @@ class ClusterSteps:
             threshold: choose every cluster whose score reaches it, up to `tokens` tokens.
             counter: [Hk] int64, to which the number of tokens chosen by threshold is added.
         """
-        centroids, counts = self.tree.centroids[0], self.tree.counts[0]
-        looked = query[:, :, 0], centroids, counts, self.first_row
+        counts, rounded = self.tree.counts[0], self.in_8_bits
+        looked = query[:, :, 0], rounded or self.tree.centroids[0], counts, self.first_row
         how = self.facts.softmax_scale, self.facts.softcap
         if threshold is None:
             chosen = choose_clusters(*looked, tokens, *how)
@@ -62,7 +65,11 @@ class ClusterSteps:
             chosen = keep_clusters(*looked, threshold, tokens, *how, counter)
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
-        scored = ScoredCentroids(chosen.logits, chosen.log_left, values) if self.own else None
+        scored = None
+        if rounded is not None:
+            scored = ScoredCentroids(chosen.logits, chosen.log_left, rounded.values, scales=rounded.scales)
+        elif self.own:
+            scored = ScoredCentroids(chosen.logits, chosen.log_left, values)
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, scored)
         return Selection(
             self._rows(chosen, self.starts, tokens, tokens if threshold is None else 0),

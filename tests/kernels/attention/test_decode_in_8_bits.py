@@ -44,6 +44,24 @@ def test_rows_in_8_bits(softcap: float | None, D: int, dtype: torch.dtype, toler
     assert_close(plain.cpu(), truth, tolerance)
 
 
+@by_dtype
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize(("clusters", "exact"), [(40, 70), (40, 0), (300, 5), (1, 3)])
+def test_centroids_in_8_bits_beside_such_rows(
+    clusters: int, exact: int, D: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    step, put = in_8_bits(some_step(D, D=D, dtype=dtype, clusters=clusters, exact=exact), D)
+    centroids = eight_bits(D + 1, *step.stand_values.shape)
+    query, runs, always, (stand,) = step.on(DEVICE).arguments(1)
+    stand = replace(stand, values=centroids.values.to(DEVICE), scales=scales_on(centroids.scales, DEVICE))
+    truth = expected(replace(step, stand_values=centroids.exact_values), True, D**-0.5, None, None)
+    with poisoned_memory():
+        output = decode_attention_triton(query, put(runs), always, [stand], D**-0.5)
+    assert output.dtype == dtype
+    assert_close(output.cpu(), truth, tolerance)
+    assert_close(decode_attention_reference(query, put(runs), always, [stand], D**-0.5).cpu(), truth, tolerance)
+
+
 @pytest.mark.parametrize("G", range(1, 9))
 def test_rows_in_8_bits_for_groups_of_any_size(G: int) -> None:
     step, put = in_8_bits(some_step(G, G=G, exact=0), G)
