@@ -16,14 +16,14 @@ from sparsekv.kernels.clusters.types import (
     ListedChoice,
     least_rank,
 )
-from sparsekv.kernels.common.eight_bits import RowsOf8Bits
+from sparsekv.kernels.common.eight_bits import Keys, RowsOf8Bits
 from sparsekv.kernels.common.runs import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 
 def choose_clusters(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     budget: int,
@@ -36,8 +36,7 @@ def choose_clusters(
     data-dependent shapes.
 
     Args:
-        query: [H, G, D]; centroids: [H, C, D], or the keys of as many rows in 8 bits; counts, starts:
-            [H, C] int, tokens and first row of each cluster.
+        query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, tokens and first row of each cluster.
         budget: tokens to take in each head; a head has at most `MOST_TOKENS` (2,097,151) tokens.
 
     Returns:
@@ -53,7 +52,7 @@ def choose_clusters(
 
 def choose_clusters_reference(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     budget: int,
@@ -66,11 +65,7 @@ def choose_clusters_reference(
 
 
 def _scored(
-    query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
-    counts: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, centroids: Keys, counts: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [H, G, C] and scores [H, C] of clusters."""
     if isinstance(centroids, RowsOf8Bits):
@@ -167,7 +162,7 @@ def until_enough(counts: torch.Tensor, children: torch.Tensor, wanted: int, budg
 
 def keep_clusters(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     threshold: float,
@@ -191,7 +186,7 @@ def keep_clusters(
 
 def keep_clusters_reference(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     threshold: float,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
-from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits, pair_block
+from sparsekv.kernels.common.eight_bits import Keys, RowScales, RowsOf8Bits, pair_block
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 from sparsekv.kernels.common.tiles_triton import (
@@ -100,7 +100,7 @@ def side_by_side(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride()[1:] == (*rows.shape[2:], 1) else rows.contiguous()
 
 
-def _keys(query: torch.Tensor, centroids: torch.Tensor | RowsOf8Bits) -> tuple[torch.Tensor, RowScales, int]:
+def _keys(query: torch.Tensor, centroids: Keys) -> tuple[torch.Tensor, RowScales, int]:
     """Centroids as kernels take them, with scales that are never read where they are not in 8 bits; and the channels of
     a block that holds a row's."""
     if isinstance(centroids, RowsOf8Bits):
@@ -111,7 +111,7 @@ def _keys(query: torch.Tensor, centroids: torch.Tensor | RowsOf8Bits) -> tuple[t
 
 
 def _launch(
-    query: torch.Tensor, centroids: torch.Tensor | RowsOf8Bits, counts: torch.Tensor, scale: float,
+    query: torch.Tensor, centroids: Keys, counts: torch.Tensor, scale: float,
     softcap: float | None, first_row: torch.Tensor | None = None,
     listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
@@ -147,7 +147,7 @@ def _launch(
 
 def choose_clusters_triton(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     budget: int,
@@ -178,7 +178,7 @@ def open_clusters_triton(
 
 def keep_clusters_triton(
     query: torch.Tensor,
-    centroids: torch.Tensor | RowsOf8Bits,
+    centroids: Keys,
     counts: torch.Tensor,
     starts: torch.Tensor,
     threshold: float,

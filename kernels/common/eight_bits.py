@@ -1,6 +1,7 @@
 """Keys and values in 8 bits, as kernels take them."""
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -46,6 +47,10 @@ class RowsOf8Bits:
         and value together; D is even, as it is of every model with RoPE."""
         scales = replace(self.scales, rows=self.scales.words())
         return RowsOf8Bits(self.keys.view(torch.int16), self.values.view(torch.int16), scales)
+
+
+Keys: TypeAlias = torch.Tensor | RowsOf8Bits
+"""Keys [H, M, D], as they are or in 8 bits, whose values are then not looked at."""
 
 
 def pair_block(channels: int) -> int:

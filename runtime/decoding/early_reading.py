@@ -15,6 +15,9 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.prepare import PreparedMethod
 from sparsekv.runtime.selection.form import Form
 
+BESIDE_LOADING = 4
+"""Sums that are made at a time while a GPU gets the model's weights; with sixteen, those that read these would wait."""
+
 
 class EarlyReading:
     """The sums of an index's files, its keys and values, and a method's tensors: a thread checks the sums, maps the
@@ -62,14 +65,14 @@ class EarlyReading:
         """
         self._loading = True
         if self._later:
-            self._begin(_check_one_by_one(self._artifact, self._files))
+            self._begin(_check(self._artifact, self._files, BESIDE_LOADING))
         return self
 
     def _begin(self, steps: Iterator[None]) -> None:
         run_beside(_as_far_as_can_be(steps), "early-reading")
 
     def _read(self, form: Form | None, threads: int) -> Iterator[None]:
-        yield from _check_one_by_one(self._artifact, self._files)
+        yield from _check(self._artifact, self._files, 1)  # by this thread alone: another core imports
         rows = list(self.rows.values())  # opening takes them out one by one
         for layer in rows:
             yield from map_pages(layer.stored.tensors.values())
@@ -105,9 +108,8 @@ def _as_far_as_can_be(steps: Iterator[None]) -> Iterator[None]:
         yield from steps
 
 
-def _check_one_by_one(artifact: Artifact, files: Sequence[str]) -> Iterator[None]:
-    # By this thread alone: more would take the time of those that read the model's weights. What is left of them when
-    # the sums are wanted is checked by all cores.
-    for file in files:
-        artifact.check_sums([file])
+def _check(artifact: Artifact, files: Sequence[str], together: int) -> Iterator[None]:
+    """The sums of files, so many at a time; what is left of them when they are wanted is checked by all cores."""
+    for first in range(0, len(files), together):
+        artifact.check_sums(files[first : first + together])
         yield

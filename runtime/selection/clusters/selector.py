@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_rows import restore
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
@@ -118,9 +119,11 @@ class ClusterSelector(Selector):
         returns these, for its kernels. Allocates both."""
         keys, values = self.keys[0], (self.values or self.keys)[0]
         rows = rounded(keys, values)
-        of_keys, of_values = (restored.to(keys.dtype) for restored in rows.restored(torch.float32))
-        self.keys = of_keys, *self.keys[1:]
-        self.values = (of_values, *self.values[1:]) if self.values else ()
+        of_keys, of_values = rows.scales.rows.unbind(2)
+        channels = rows.scales.channels, rows.scales.offsets
+        self.keys = restore(rows.keys, of_keys, channels, keys.dtype), *self.keys[1:]
+        if self.values:
+            self.values = restore(rows.values, of_values, None, values.dtype), *self.values[1:]
         return rows if keys.is_cuda else None
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
