@@ -29,7 +29,6 @@ def causal_model(
     dtype: torch.dtype,
     ranks: int = 1,
     mapped: Weights | None = None,
-    row_style: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode, with the weights in a folder.
 
@@ -37,7 +36,6 @@ def causal_model(
         name: what error messages call it.
         ranks: how many processes, this one among them, load a share of it each.
         mapped: the folder's weights where they are mapped already, for a CPU.
-        row_style: as `load_model` has it.
 
     Raises:
         UsageError: the ranks cannot share it.
@@ -48,7 +46,7 @@ def causal_model(
         weights.open("rb").close()
     try:
         if ranks > 1:
-            loaded = _share(folder, name, config, dtype, ranks, row_style)
+            loaded = _share(folder, name, config, dtype, ranks)
         else:
             loaded = _loaded(folder, config, device, dtype, mapped)
     except torch.OutOfMemoryError:
@@ -106,12 +104,12 @@ def _loaded(
 
 
 def _share(
-    folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int, row_style: str | None
+    folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """This rank's share of a model, which transformers reads and puts on the rank's device."""
     from sparsekv.formats.models.shards import shares_of  # here: it imports torch.distributed
 
-    shares = shares_of(config, name, ranks, row_style)
+    shares = shares_of(config, name, ranks)
     return _from_folder(
         folder, {"config": config, "dtype": dtype, "output_loading_info": True, "distributed_config": shares}
     )

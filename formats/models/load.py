@@ -91,7 +91,6 @@ def load_model(
     progress: Progress = lambda text: None,
     meanwhile: Callable[[torch.device, torch.dtype], None] = lambda device, dtype: None,
     ranks: int = 1,
-    row_style: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
@@ -102,7 +101,7 @@ def load_model(
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
         meanwhile: called on another thread while a GPU gets the weights; if it fails, nobody is told.
-        ranks, row_style: processes that load a share of it each, UsageError where they cannot; see `shares_of`.
+        ranks: how many processes load a share of it each; UsageError where they cannot share it.
 
     Raises:
         UsageError: an unknown model, device, dtype or scaling; no tokenizer; not a causal language model.
@@ -121,7 +120,7 @@ def load_model(
             thread.submit(meanwhile, target, chosen)
         mapped, tokenizer = _mapped(folder, config, target) if ranks == 1 else None, _tokenizer(folder, name)
         hashed = thread.submit(files.hash)
-        model = causal_model(folder, name, config, target, chosen, ranks, mapped, row_style)
+        model = causal_model(folder, name, config, target, chosen, ranks, mapped)
         return LoadedModel(model, tokenizer, name, revision, hashed.result())
 
 

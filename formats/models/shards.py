@@ -1,12 +1,10 @@
 """How a model is split over ranks: by transformers' own plan for it."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from sparsekv.formats.errors import UsageError
@@ -14,14 +12,13 @@ from sparsekv.formats.errors import UsageError
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose output holds keys, alone or with others
 
 
-def shares_of(config: PreTrainedConfig, name: str, size: int, row_style: str | None = None) -> DistributedConfig:
+def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """How transformers is to split a model over `size` ranks.
 
     By its tensor-parallel plan; a model that has one for its experts alone keeps the rest whole on each rank.
 
     Args:
         name: what error messages call the model.
-        row_style: the style in the place of the plan's own for weights that are split by rows.
 
     Raises:
         UsageError: transformers has no plan for it, or its heads or experts cannot be shared out evenly, which
@@ -35,7 +32,7 @@ def shares_of(config: PreTrainedConfig, name: str, size: int, row_style: str | N
             raise UsageError(
                 f"model '{name}' has {heads} KV heads, which {size} ranks cannot share evenly; {_divisors(heads)}"
             )
-        return DistributedConfig(tp_size=size, tp_plan=None if row_style is None else _plan(config, row_style))
+        return DistributedConfig(tp_size=size)
     if not experts:
         raise UsageError(f"transformers has no plan to split model '{name}' ({config.model_type}); use one GPU")
     if text.num_experts % size:
@@ -46,13 +43,6 @@ def shares_of(config: PreTrainedConfig, name: str, size: int, row_style: str | N
     new = any(one.name == "ep_size" for one in fields(DistributedConfig))
     experts_alone: dict[str, Any] = {"ep_size": size} if new else {"enable_expert_parallel": True}  # transformers 5.17
     return DistributedConfig(tp_size=size, **experts_alone)
-
-
-def _plan(config: PreTrainedConfig, row_style: str) -> dict[str, str]:
-    """The model's own plan, all of it: transformers 5.17 takes a plan for the whole one, newer ones for changes."""
-    with torch.device("meta"):
-        plan = AutoModelForCausalLM.from_config(copy.deepcopy(config)).tp_plan
-    return {name: row_style if style == "rowwise" else style for name, style in plan.items()}
 
 
 def _divisors(number: int) -> str:

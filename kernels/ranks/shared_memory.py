@@ -1,5 +1,8 @@
 """Memory that the GPUs of several ranks all see, in which each leaves the others its part of a sum."""
 
+import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +17,7 @@ PROGRAMS = MOST_BYTES // PROGRAM_BYTES
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """One rank's view of what is shared.
+    """One rank's view of what is shared. A rank's sums must come one after another, in one stream's order.
 
     A rank's memory holds two times a place of `MOST_BYTES` for what each rank sends it, in turns, then a number
     [ranks, PROGRAMS] int32 for each program of each rank: how many parts have come.
@@ -23,13 +26,13 @@ class SharedMemory:
         number: of this rank.
         places: [ranks] int64, addresses of all ranks' memory as this rank's device sees it.
         turns: [PROGRAMS] int32, how many sums each program of this rank has begun.
-        own: this rank's memory, which lives as long as this.
+        held: this rank's memory, and what keeps that of the others mapped: both live as long as this.
     """
 
     number: int
     places: torch.Tensor
     turns: torch.Tensor
-    own: torch.Tensor
+    held: object
 
 
 def bytes_shared(ranks: int) -> int:
@@ -44,16 +47,26 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         None on all ranks where some cannot see the others' memory, as across machines.
     """
     device, size = torch.device("cuda", torch.cuda.current_device()), group.size()
-    found = [False] * size
-    own, addresses = None, None
-    try:
+    # Torch's way to share has the ranks wait for each other, so they agree before each step whether to take it.
+    if len(set(_told_by_all(group, socket.gethostname()))) > 1:
+        return None
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it can fail on one rank alone, and is not used
+    own = None
+    with suppress(RuntimeError):  # torch has no class of its own for memory that cannot be shared
         own = symmetric_memory.empty(bytes_shared(size), dtype=torch.uint8, device=device).zero_()
-        addresses = symmetric_memory.rendezvous(own, group).buffer_ptrs
         torch.cuda.synchronize(device)  # nobody may send before the zeros are there
-    except RuntimeError:  # torch has no class of its own for memory that cannot be shared
-        addresses = None
-    dist.all_gather_object(found, addresses is not None, group)
-    if own is None or addresses is None or not all(found):
+    if not all(_told_by_all(group, own is not None)) or own is None:
+        return None
+    handle = None
+    with suppress(RuntimeError):
+        handle = symmetric_memory.rendezvous(own, group)
+    if not all(_told_by_all(group, handle is not None)) or handle is None:
         return None
     turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-    return SharedMemory(group.rank(), torch.tensor(addresses, device=device), turns, own)
+    return SharedMemory(group.rank(), torch.tensor(handle.buffer_ptrs, device=device), turns, (own, handle))
+
+
+def _told_by_all(group: dist.ProcessGroup, told: object) -> list[object]:
+    found: list[object] = [None] * group.size()
+    dist.all_gather_object(found, told, group)
+    return found

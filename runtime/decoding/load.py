@@ -46,7 +46,11 @@ def load_and_open(
     """
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
-    loaded = _load(artifact, model, device, dtype, progress, ranks)
+    if ranks is not None:
+        from sparsekv.kernels.ranks.row_style import sum_in_one_launch  # here: it imports torch.distributed
+
+        sum_in_one_launch()
+    loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
     loaded_in(time.perf_counter() - started)
@@ -59,18 +63,9 @@ def load_and_open(
 
 
 def _load(
-    artifact: Artifact,
-    model: str | None,
-    device: str,
-    dtype: str,
-    progress: Callable[[str], None],
-    ranks: "Ranks | None",
+    artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
 ) -> LoadedModel:
-    manifest, size, style = artifact.manifest, 1, None
-    if ranks is not None:
-        from sparsekv.kernels.ranks.row_style import ROW_STYLE  # here: it imports torch.distributed
-
-        size, style = ranks.size, ROW_STYLE
+    manifest = artifact.manifest
     return load_model(
         named_by_index(manifest.model.id, progress) if model is None else model,
         device=device,
@@ -78,6 +73,5 @@ def _load(
         rope_scaling=manifest.rope.scaling,
         progress=progress,
         meanwhile=make_first_calls,
-        ranks=size,
-        row_style=style,
+        ranks=ranks,
     )

@@ -35,7 +35,7 @@ class _FirstRanksLogits(LogitsProcessor):
 class OpenShare(OpenIndex):
     """A rank's share of an index and of its model; all ranks make the same calls.
 
-    A step that is captured as a CUDA graph holds the sums over ranks that NCCL makes: each rank replays its own.
+    A step that is captured as a CUDA graph holds the sums over ranks: each rank replays its own.
     """
 
     _: KW_ONLY
