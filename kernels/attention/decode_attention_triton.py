@@ -38,7 +38,7 @@ from sparsekv.kernels.common.tiles_triton import (
 @dataclass(frozen=True)
 class Form:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages; and the cost of a centroid, plain (in 8 bits), or listed, in fifths of a chosen row's."""
+    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's."""
 
     tile_bytes: int
     stages: int
@@ -46,7 +46,6 @@ class Form:
     warps: int
     plain_fifths: int
     listed_fifths: int
-    scaled_fifths: int = 0
 
     @property
     def most_registers(self) -> int:
@@ -58,7 +57,7 @@ class Form:
 IN_HALF_PRECISION = Form(16_384, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
 # A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
 # stages; a program of one warp never waits for another.
-IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8, scaled_fifths=4)
+IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
@@ -232,6 +231,7 @@ def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
     if len(parts) < 2:
         return parts[0] if parts else None
+    assert all(part.scales is None for part in parts)
     sizes = [part.values.shape[1] for part in parts]
     return ScoredCentroids(
         torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
@@ -262,8 +262,8 @@ def decode_attention_triton(
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
     stand_scales = None if plain is None else plain.scales
-    fifths = form.plain_fifths if stand_scales is None else form.scaled_fifths
-    units = (C * fifths + S * form.listed_fifths) // 5 + E + runs.capacity
+    assert stand_scales is None or runs.scales is not None  # values are added up in the unit of rows in 8 bits
+    units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
@@ -294,7 +294,7 @@ def decode_attention_triton(
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=block_of(runs), TILE=tile,
         STAND_STAGES=STAND_STAGES, EXACT_STAGES=EXACT_STAGES, ROW_STAGES=form.stages,
-        STAND_FIFTHS=fifths, LISTED_FIFTHS=form.listed_fifths,
+        STAND_FIFTHS=form.plain_fifths, LISTED_FIFTHS=form.listed_fifths,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,

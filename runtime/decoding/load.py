@@ -46,10 +46,6 @@ def load_and_open(
     """
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
-    if ranks is not None:
-        from sparsekv.kernels.ranks.row_style import sum_in_one_launch  # here: it imports torch.distributed
-
-        sum_in_one_launch()
     loaded = _load(artifact, model, device, dtype, progress, 1 if ranks is None else ranks.size)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
@@ -66,6 +62,10 @@ def _load(
     artifact: Artifact, model: str | None, device: str, dtype: str, progress: Callable[[str], None], ranks: int
 ) -> LoadedModel:
     manifest = artifact.manifest
+    if ranks > 1:
+        from sparsekv.kernels.ranks.row_style import sum_in_one_launch  # here: it imports torch.distributed
+
+        sum_in_one_launch()
     return load_model(
         named_by_index(manifest.model.id, progress) if model is None else model,
         device=device,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.schema import LayerFacts
+from sparsekv.runtime.selection.rounding import RoundedCentroids, round_centroids
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class MiddleContext:
     first_token: int = 0
     position: LayerPosition = field(default_factory=LayerPosition)
     in_8_bits: bool = False
+
+    @cached_property
+    def rounded_centroids(self) -> RoundedCentroids:
+        """Those of the finest clusters in 8 bits, made at first use and cached: layers of a benchmark share them."""
+        keys = self.tensors["level0.centroids"]
+        return round_centroids(keys, self.tensors.get("level0.value_centroids", keys), self.tensors["level0.counts"])
 
     @cached_property
     def keys(self) -> torch.Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.int8_rows import restore
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
@@ -13,10 +12,8 @@ from sparsekv.kernels.clusters.cluster_choice import until_enough
 from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
 from sparsekv.kernels.clusters.tree import Tree, child_scores
 from sparsekv.kernels.clusters.types import MOST_TOKENS
-from sparsekv.kernels.common.eight_bits import RowsOf8Bits
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.cache.rows_in_8_bits import rounded
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appended
 from sparsekv.runtime.selection.clusters.remainders import Centroids, Scored, of_clusters
@@ -27,6 +24,7 @@ from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import InPlace, Queries
+from sparsekv.runtime.selection.rounding import RoundedCentroids
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
@@ -63,7 +61,6 @@ class ClusterSelector(Selector):
     ):
         self.facts, self.hierarchical, self.thresholds, self.replace = context.facts, hierarchical, thresholds, replace
         self.stream, self.windowed_rope, self.opened = None, windowed_rope, opened
-        self.rounds = context.in_8_bits and not hierarchical and windowed_rope is None
         self.append_size = 0 if clustering is None else append_size
         # A stranger's index may lack what kernels would read all the same.
         taken = {"value_centroids": replace or clustering is not None, "lookup_centroids": windowed_rope is not None}
@@ -71,13 +68,18 @@ class ClusterSelector(Selector):
             if name not in context.tensors:
                 raise ArtifactError(f"the index's clusters lack {name}; {REBUILD}")
         if clustering is None:
-            self._look_in(lookup_tensors(context.tensors))
+            rounds = context.in_8_bits and not hierarchical and windowed_rope is None
+            self._look_in(lookup_tensors(context.tensors), context.rounded_centroids if rounds else None)
         else:
             self.stream = ClusterStream(context.tensors, clustering, windowed_rope)
             self._look_in(self.stream.found())
 
-    def _look_in(self, found: dict[str, torch.Tensor]) -> None:
-        """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels."""
+    def _look_in(self, found: dict[str, torch.Tensor], rounded: RoundedCentroids | None = None) -> None:
+        """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels.
+
+        Args:
+            rounded: in the place of the finest clusters' centroids; not of those that change as tokens are appended.
+        """
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
             name: tuple(found[f"level{level}.{name}"] for level in range(levels) if f"level{level}.{name}" in found)
@@ -86,7 +88,9 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         scored = () if self.windowed_rope is None else scored
-        kernels_read = self._round() if self.rounds else None
+        if rounded is not None:
+            self.keys = rounded.keys, *self.keys[1:]
+            self.values = (rounded.values, *self.values[1:]) if self.values else ()
         self.tree = Tree(scored or self.keys, **of_levels)
         self.layout, self.starts = found["token_order"], found["starts"]
         self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
@@ -105,7 +109,7 @@ class ClusterSelector(Selector):
             below=self._below(),
             facts=self.facts,
             own=not scored,
-            in_8_bits=kernels_read,
+            in_8_bits=rounded.numbers if rounded is not None and self.keys[0].is_cuda else None,
         )
         values, facts = self.values[0] if self.values else None, self.facts
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)
@@ -113,18 +117,6 @@ class ClusterSelector(Selector):
     @property
     def rows_in_8_bits(self) -> int:
         return 0 if self.steps.in_8_bits is None else self.starts.shape[1] * self._rows_of_a_cluster()
-
-    def _round(self) -> RowsOf8Bits | None:
-        """Round the finest centroids to 8 bits, so that steps read the same wherever they are taken; on a GPU also
-        returns these, for its kernels. Allocates both."""
-        keys, values = self.keys[0], (self.values or self.keys)[0]
-        rows = rounded(keys, values)
-        of_keys, of_values = rows.scales.rows.unbind(2)
-        channels = rows.scales.channels, rows.scales.offsets
-        self.keys = restore(rows.keys, of_keys, channels, keys.dtype), *self.keys[1:]
-        if self.values:
-            self.values = restore(rows.values, of_values, None, values.dtype), *self.values[1:]
-        return rows if keys.is_cuda else None
 
     def _below(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Children and first child of each coarse cluster, for kernels that go down two levels.

@@ -56,8 +56,9 @@ class ClusterSteps:
             threshold: choose every cluster whose score reaches it, up to `tokens` tokens.
             counter: [Hk] int64, to which the number of tokens chosen by threshold is added.
         """
-        counts, rounded = self.tree.counts[0], self.in_8_bits
-        looked = query[:, :, 0], rounded or self.tree.centroids[0], counts, self.first_row
+        counts, numbers = self.tree.counts[0], self.in_8_bits
+        centroids = self.tree.centroids[0] if numbers is None else numbers
+        looked = query[:, :, 0], centroids, counts, self.first_row
         how = self.facts.softmax_scale, self.facts.softcap
         if threshold is None:
             chosen = choose_clusters(*looked, tokens, *how)
@@ -66,8 +67,8 @@ class ClusterSteps:
         values = (self.values or self.keys)[0]
         # Logits of lookup centroids (windowed RoPE) differ from the attention's, so they are not passed on.
         scored = None
-        if rounded is not None:
-            scored = ScoredCentroids(chosen.logits, chosen.log_left, rounded.values, scales=rounded.scales)
+        if numbers is not None:
+            scored = ScoredCentroids(chosen.logits, chosen.log_left, numbers.values, scales=numbers.scales)
         elif self.own:
             scored = ScoredCentroids(chosen.logits, chosen.log_left, values)
         left = CentroidSegment(self.keys[0], chosen.log_left[:, None, : counts.shape[1]], values, scored)

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_layer import as_queries, small_layer
+from support.small_layer import small_layer
 
 from sparsekv.formats.int8_rows import quantise
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.rounding import round_centroids
 
 
 def prepared(method: Method, layer_block: int | None, *, in_8_bits: bool) -> ClusterSelector:
@@ -46,20 +47,36 @@ def test_only_a_flat_lookup_has_them(lookup: str) -> None:
     assert torch.equal(exact.keys[0], rounded.keys[0]) == (lookup == "hierarchical")
 
 
-@pytest.mark.gpu
-def test_kernels_read_them_in_8_bits_and_choose_as_torch_does() -> None:
+def test_an_empty_cluster_changes_no_other_centroid() -> None:
+    """Its centroid is zero, which may be far outside of what keys are."""
+    keys, values = 5 + normal(0, 2, 9, 16), normal(1, 2, 9, 16)
+    counts = torch.full((2, 9), 3)
+    alone = round_centroids(keys, values, counts)
+    keys = torch.cat([keys, torch.zeros(2, 2, 16)], 1)
+    among = round_centroids(
+        keys, torch.cat([values, torch.zeros(2, 2, 16)], 1), torch.nn.functional.pad(counts, (0, 2))
+    )
+    assert torch.equal(among.keys[:, :9], alone.keys)
+    assert torch.equal(among.values[:, :9], alone.values)
+
+
+def test_clusters_that_take_tokens_in_keep_theirs() -> None:
+    exact, rounded = (prepared(Multipole(stream=True, buffer=8), 64, in_8_bits=given) for given in (False, True))
+    assert torch.equal(exact.keys[0], rounded.keys[0])
+
+
+def test_what_kernels_read_in_8_bits_chooses_as_the_restored_centroids_do() -> None:
     layer = small_layer(3, block=64)
     context = replace(layer.context, in_8_bits=True)
-    moved = replace(context, tensors={name: tensor.cuda() for name, tensor in context.tensors.items()})
-    here, there = Multipole().prepare(context), Multipole().prepare(moved)
-    assert isinstance(there, ClusterSelector)
-    assert there.rows_in_8_bits == 2 * there.starts.shape[1]
+    selector = Multipole().prepare(context)
+    assert isinstance(selector, ClusterSelector)
     query = layer.queries[:, :, :1]
-    on_cpu = here.select(as_queries(query), Budget(0.3))
-    on_gpu = there.select(as_queries(query.cuda()), Budget(0.3))
-    assert on_gpu.rest is not None
-    (left,) = on_gpu.rest.segments()
+    restored = selector.steps.flat(query, 60, rows=2, replace=True)
+    numbers = replace(selector.steps, in_8_bits=context.rounded_centroids.numbers)
+    read = numbers.flat(query, 60, rows=2, replace=True)
+    assert torch.equal(read.rows.lengths, restored.rows.lengths)
+    assert read.rest is not None
+    (left,) = read.rest.segments()
     assert left.scored is not None
     assert left.scored.values.dtype == torch.int8
-    assert_close(left.scored.gathered().cpu(), here.values[0], 1e-6)  # type: ignore[attr-defined]
-    assert int(on_gpu.rows.lengths.sum()) == int(on_cpu.rows.lengths.sum())
+    assert_close(left.scored.gathered(), selector.values[0], 1e-6)
