@@ -20,7 +20,7 @@ from sparsekv.kernels.attention.running_softmax_triton import (
     store_partial,
     tile_logits,
 )
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, one_level
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 from sparsekv.kernels.common.run_rows_triton import list_rows
@@ -227,19 +227,6 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
     return logits, log_counts, values, other if rows is None else rows
 
 
-def _joined(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
-    """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    assert all(part.scales is None for part in parts)
-    sizes = [part.values.shape[1] for part in parts]
-    return ScoredCentroids(
-        torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
-        torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
-        torch.cat([part.values for part in parts], 1),
-    )
-
-
 def decode_attention_triton(
     query: torch.Tensor,
     runs: RunRows,
@@ -254,7 +241,7 @@ def decode_attention_triton(
     row indices of runs [H, capacity] int32."""
     (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), dependent_launch(query.device)
-    plain = _joined([part for part in stand_ins if part.rows is None])
+    plain = one_level([part for part in stand_ins if part.rows is None])
     listed = next((part for part in stand_ins if part.rows is not None), None)
     used = None if listed is None else listed.used
     logits, log_counts, values, _ = _tensors(plain, query)

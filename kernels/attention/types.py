@@ -1,5 +1,6 @@
 """Inputs of one decode step's attention: runs of rows, centroids with logits, and clusters or codes to choose by."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,19 @@ class ScoredCentroids:
         if self.rows is None:
             return self.values
         return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
+
+
+def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
+    """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    assert all(part.scales is None for part in parts)
+    sizes = [part.values.shape[1] for part in parts]
+    return ScoredCentroids(
+        torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.log_counts[:, :size] for part, size in zip(parts, sizes, strict=True)], -1),
+        torch.cat([part.values for part in parts], 1),
+    )
 
 
 @dataclass(frozen=True)

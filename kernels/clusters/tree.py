@@ -64,3 +64,10 @@ def child_scores(
     logits = attention_logits(by_row, centroids.flatten(0, 1), softmax_scale, softcap)
     logits = logits.unflatten(0, (Hk, rows)).transpose(1, 2).flatten(2, 3)
     return scores_from_logits(logits, counts[:, None]), clusters, counts
+
+
+def fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
+    """[C] on the CPU: entry n is the fewest tokens that any n + 1 non-empty clusters of a head hold; at most M."""
+    total = counts.sum(-1, keepdim=True)
+    smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
+    return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()

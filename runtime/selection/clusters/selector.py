@@ -10,7 +10,7 @@ from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.best_clusters import CountedClusters
 from sparsekv.kernels.clusters.cluster_choice import until_enough
 from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
-from sparsekv.kernels.clusters.tree import Tree, child_scores
+from sparsekv.kernels.clusters.tree import Tree, child_scores, fewest_tokens
 from sparsekv.kernels.clusters.types import MOST_TOKENS
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
@@ -95,7 +95,7 @@ class ClusterSelector(Selector):
         self.layout, self.starts = found["token_order"], found["starts"]
         self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
         self.middle = self.layout.shape[1]
-        self.fewest_tokens = [_fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
+        self.fewest_tokens = [fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
         self.most_children = [int(children.max()) for children in self.tree.children]
         self.open_row = 0 if self.stream is None else self.stream.open.row
         logs, shares = found["level0.log_counts"].unsqueeze(1), found["level0.shares"]
@@ -296,10 +296,3 @@ class ClusterSelector(Selector):
         tokens = budget.tokens(self.middle)
         lengths = fill_budget(scored.counts.gather(-1, order).long(), tokens)
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
-
-
-def _fewest_tokens(counts: torch.Tensor) -> torch.Tensor:
-    """[C] on the CPU: entry n is the fewest tokens that any n + 1 non-empty clusters of a head hold; at most M."""
-    total = counts.sum(-1, keepdim=True)
-    smallest_first = torch.where(counts > 0, counts, total).sort(-1).values.long()
-    return smallest_first.cumsum(-1).clamp(max=int(total[0])).amin(0).cpu()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.reference import assert_close
+from support.spawned import run_together
 from support.styled_rank import run
 from support.tiny_models import VOCABULARY, build_tiny, tiny_tokenizer
 from transformers import LlamaConfig
@@ -24,16 +25,7 @@ def test_two_ranks_have_the_logits_of_one(biased: bool, tmp_path: Path, monkeypa
     (tmp_path / "meeting").mkdir()
     ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
     memory = [torch.zeros(bytes_shared(RANKS), dtype=torch.uint8).share_memory_() for _ in range(RANKS)]
-    spawn = torch.multiprocessing.get_context("spawn")
-    both = [spawn.Process(target=run, args=(number, tmp_path, memory, ids), daemon=True) for number in range(RANKS)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(200)
-    codes = [one.exitcode for one in both]
-    for one in both:
-        one.kill()  # where one has failed the other waits for it
-    assert codes == [0] * RANKS
+    run_together(run, [(number, tmp_path, memory, ids) for number in range(RANKS)], 200)
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits
     for number in range(RANKS):

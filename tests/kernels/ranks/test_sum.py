@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.spawned import run_together
 from support.summing_ranks import PARTS, as_seen_by, assert_sum, check_rank, part
 
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
@@ -12,16 +13,7 @@ from sparsekv.kernels.ranks.sum_triton import sum_triton
 def test_each_process_has_the_sum_of_all_parts_sum_after_sum(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # also where there is a GPU, for a CPU's memory
     memory = [torch.zeros(bytes_shared(ranks), dtype=torch.uint8).share_memory_() for _ in range(ranks)]
-    spawn = torch.multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=check_rank, args=(number, memory), daemon=True) for number in range(ranks)]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join(100)
-    codes = [one.exitcode for one in processes]
-    for one in processes:
-        one.kill()  # where one has failed the others wait for it
-    assert codes == [0] * ranks
+    run_together(check_rank, [(number, memory) for number in range(ranks)], 100)
 
 
 @pytest.mark.gpu

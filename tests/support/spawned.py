@@ -1,0 +1,20 @@
+"""Processes of a test that need one another."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def run_together(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> None:
+    """Call a function in a process for each of some arguments, all at once; fail unless all end well by then."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=does, args=one, daemon=True) for one in given]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join(seconds)
+    codes = [one.exitcode for one in processes]
+    for one in processes:
+        one.kill()  # where one has failed the others wait for it
+    assert codes == [0] * len(given)
