@@ -9,6 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from sparsekv.formats import int8_centroids
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, FileRecord, Manifest, TensorRecord, layer_file
@@ -52,6 +53,14 @@ _OF_METHODS: dict[str, Shape] = {
     "rest_bias": ("float32", ("Hk", "C0")),
     "rest_values": ("rows", ("Hk", "C0", "D")),
     "scores": ("float32", ("Hk", "M")),
+}
+_CENTROIDS_INT8: dict[str, Shape] = {
+    "level0.centroids": ("int8", ("Hk", "C0", "D")),
+    "level0.value_centroids": ("int8", ("Hk", "C0", "D")),
+    "level0.centroid_scales": ("bfloat16", ("Hk", "C0")),
+    "level0.value_centroid_scales": ("bfloat16", ("Hk", "C0")),
+    "level0.centroid_channel_scales": ("bfloat16", ("Hk", "D")),
+    "level0.centroid_channel_offsets": ("bfloat16", ("Hk", "D")),
 }
 _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
@@ -103,7 +112,7 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
     for method in manifest.methods:
         name = layer_file(method, layer)
         record = manifest.files[name]
-        known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
+        known = _known_shapes(name, record, in_8_bits=manifest.kv_storage is not None)
         _check(name, record, known, own := dict(letters), manifest.dtype)
         if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
             raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
@@ -114,7 +123,7 @@ def _check_layer(manifest: Manifest, layer: int, letters: Letters, *, indexed: b
 def first_axis(folder: str, tensor: str) -> str | None:
     """The letter of a tensor's first axis, in the files of one folder of an index; None for one not listed here."""
     known = {"context": _CONTEXT_INT8, "queries": _QUERIES, "samples": _SAMPLES}
-    shape = known[folder].get(tensor) if folder in known else _of_method(tensor)
+    shape = known[folder].get(tensor) if folder in known else _CENTROIDS_INT8.get(tensor) or _of_method(tensor)
     return None if shape is None else shape[1][0]
 
 
@@ -123,6 +132,22 @@ def _check_all(name: str, record: FileRecord, wanted: dict[str, Shape], letters:
     _check(name, record, wanted, letters, rows)
     if more := sorted(record.tensors.keys() - wanted.keys()):
         raise ValueError(f"{name} has a tensor {more[0][:80]}, which keys and values so stored have not")
+
+
+def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str, Shape]:
+    """The shapes that tensors of a method's file must have, with all that centroids in 8 bits need if one is there.
+
+    Raises:
+        ValueError: centroids in 8 bits in an index that stores none so.
+    """
+    known = {tensor: shape for tensor in record.tensors if (shape := _of_method(tensor)) is not None}
+    scales = sorted(record.tensors.keys() & int8_centroids.SCALES)
+    if not scales:
+        return known
+    if not in_8_bits:
+        raise ValueError(f"{name} has a tensor {scales[0]}, and the index stores nothing in 8 bits")
+    has_values = int8_centroids.VALUES in record.tensors
+    return known | {tensor: shape for tensor, shape in _CENTROIDS_INT8.items() if has_values or "value" not in tensor}
 
 
 @cache

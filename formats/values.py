@@ -7,6 +7,8 @@ device that will use its tensors; each tensor is read once or twice, with one sy
 import torch
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_centroids import NAMES, numbers_of
+from sparsekv.formats.int8_rows import bounds
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import Split
 
@@ -31,7 +33,8 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
             the prompt.
         what: the layer's name in error messages.
     """
-    faults = {name: ~_is_finite(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    faults = {name: ~_is_finite(tensor) for name, tensor in (floating | _scales(tensors)).items()}
     try:
         faults |= _positions(tensors, split) | _clusters(tensors, split.middle) | _blocks(tensors, split)
         wrong = _first(faults | _codes(tensors))
@@ -39,6 +42,11 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
     if wrong is not None:
         raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
+
+
+def _scales(tensors: Tensors) -> Tensors:
+    """What must be finite of centroids in 8 bits, by the names of a method's tensors."""
+    return {NAMES[name]: largest for name, largest in bounds(numbers_of(tensors) or {}).items()}
 
 
 def _first(faults: Faults) -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.int8_centroids import FORM, with_restored_centroids
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import MethodRecord, layer_file
 from sparsekv.indexing.context_stage import ContextFacts
@@ -34,7 +35,8 @@ def build_method(job: MethodJob, name: str, indexer: Indexer, facts: ContextFact
 def build_files(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> MethodFiles:
     """Reuse or write each layer's file."""
     work, layers = _work(job, name, indexer, facts), facts.indexed_layers
-    recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump()])
+    form = [FORM] if work.in_8_bits else []
+    recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump(), *form])
     recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
     missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
     with closing(job.make_layers(work, missing, job.writer, job.device)) as built:
@@ -57,7 +59,7 @@ def record_method(job: MethodJob, files: MethodFiles) -> MethodRecord:
 
 
 def _work(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts) -> LayerWork:
-    own = (name, indexer, job.split, job.dtype, facts.layers)
+    own = (name, indexer, job.split, job.dtype, facts.layers, facts.storage is not None)
     return LayerWork(*own) if job.growth is None else _GrownWork(*own, job)
 
 
@@ -73,8 +75,10 @@ class _GrownWork(LayerWork):
     def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
         path, base = layer_file(self.name, layer), self.job.writer.base
         if base and _grows(self.job, path):
-            return self.indexer.append_layer(self.job.read_base(path), rows, base.split.middle)
-        return self.indexer.build_layer(rows)
+            before = self.job.read_base(path)
+            restored = with_restored_centroids(before, getattr(torch, self.dtype))
+            return self.stored(self.indexer.append_layer(restored, rows, base.split.middle), before)
+        return super().build(layer, rows)
 
 
 def _grows(job: MethodJob, path: str) -> bool:
@@ -124,7 +128,8 @@ def _calibrate(job: MethodJob, files: MethodFiles) -> dict[str, object]:
 
     def read(layer: int) -> BuiltLayer:
         queries = _read(job, layer_file("queries", layer))["tail"]
-        return BuiltLayer(_read(job, layer_file(work.name, layer)), queries, work.facts[layer])
+        stored = _read(job, layer_file(work.name, layer))
+        return BuiltLayer(with_restored_centroids(stored, getattr(torch, job.dtype)), queries, work.facts[layer])
 
     return work.indexer.calibrate(lambda: ahead_on(job.device, files.layers, read))
 

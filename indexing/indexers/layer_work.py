@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
 from sparsekv.formats.schema import LayerFacts, Split, layer_file
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput
 
@@ -21,6 +22,7 @@ class LayerWork:
         name: the method's.
         dtype: the index's, such as `bfloat16`.
         facts: how each layer attends.
+        in_8_bits: the index stores keys and values so, and with them what methods make of these.
     """
 
     name: str
@@ -28,6 +30,7 @@ class LayerWork:
     split: Split
     dtype: str
     facts: Sequence[LayerFacts]
+    in_8_bits: bool
 
     def sources(self, layer: int) -> list[str]:
         """The files that the method's file of a layer is made from."""
@@ -58,8 +61,14 @@ class LayerWork:
         )
 
     def build(self, layer: int, rows: LayerInput) -> dict[str, torch.Tensor]:
-        """The method's tensors of a layer, by name."""
-        return self.indexer.build_layer(rows)
+        """The method's tensors of a layer, by name, as they are stored."""
+        return self.stored(self.indexer.build_layer(rows))
+
+    def stored(
+        self, tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """An indexer's tensors of a layer as they are stored, which continue what is stored before."""
+        return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 
 
 def lend(tensors: Iterable[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
 from sparsekv.formats.int8_rows import quantise, row_bytes
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.common.hook import AttentionCall
@@ -17,7 +18,7 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.graphs import Step
 from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
-from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
+from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens, read_centroids
 from sparsekv.runtime.cache.slots import PackedStep
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.budget import Budget
@@ -90,7 +91,8 @@ class LayerData:
         parameters: dict[str, object] | None = None,
     ) -> MiddleContext:
         """A method's input, from its indexer's tensors, whose token order counts from the prompt's first token."""
-        tensors = dict(tensors)
+        stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
+        tensors, in_8_bits = read_centroids(stored, self.keys.dtype)
         if "token_order" in tensors:
             tensors["token_order"] = tensors["token_order"] - self.split.sinks
         return MiddleContext(
@@ -103,7 +105,7 @@ class LayerData:
             parameters=parameters or {},
             first_token=self.split.sinks,
             position=self.position,
-            in_8_bits=self.stored is not None,
+            centroids_in_8_bits=in_8_bits,
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from sparsekv.formats.context_rows import context_rows
+from sparsekv.formats.int8_centroids import numbers_of, with_restored_centroids
 from sparsekv.formats.int8_rows import OF_CHANNELS, OF_TOKENS, quantise
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.runtime.cache.growing import GrowingRows
@@ -75,12 +76,19 @@ def units_of(value_scales: torch.Tensor) -> torch.Tensor:
     return value_scales.float().abs().mean(1).nan_to_num().clamp(min=LEAST_UNIT)  # of no rows the mean is no number
 
 
-def rounded(keys: torch.Tensor, values: torch.Tensor) -> RowsOf8Bits:
-    """Keys and values [Hk, N, D] in 8 bits, as kernels take them."""
-    stored = quantise(keys, values)
-    rows = placed(side_by_side(stored), stored, units_of(stored["value_scales"]))
+def read_centroids(
+    stored: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], RowsOf8Bits | None]:
+    """A method's tensors of one layer, with the centroids in a dtype that 8 bits mean, and these as kernels take them;
+    None where centroids are not in 8 bits. Allocates the centroids, and their scales side by side."""
+    numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
+    if numbers is None:
+        return tensors, None
+    # Who reads centroids of values reads those of keys too, but not the other way round.
+    both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
+    rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
     assert rows.scales is not None
-    return RowsOf8Bits(rows.keys, rows.values, rows.scales)
+    return tensors, RowsOf8Bits(rows.keys, rows.values, rows.scales)
 
 
 def placed(rows: Mapping[str, torch.Tensor], channels: Mapping[str, torch.Tensor], units: torch.Tensor) -> PlacedRows:

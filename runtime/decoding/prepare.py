@@ -14,6 +14,7 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.runtime.cache.layer_rows import LayerRows
+from sparsekv.runtime.cache.rows_in_8_bits import read_centroids
 from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -49,7 +50,7 @@ def stored_context(
     manifest = artifact.manifest
     record = manifest.methods.get(name) if methods()[name].needs_index else None
     stored = {} if record is None else rows.method_tensors(name, device)
-    tensors = dict(stored)
+    tensors, in_8_bits = read_centroids(stored, getattr(torch, manifest.dtype))
     if "token_order" in tensors:
         tensors["token_order"] = tensors["token_order"] - manifest.split.sinks
     split, indexed = manifest.split, manifest.indexed_layers
@@ -63,7 +64,7 @@ def stored_context(
         parameters={} if record is None else record.parameters,
         first_token=split.sinks,
         position=LayerPosition(indexed.index(layer), len(indexed), {} if shared is None else shared),
-        in_8_bits=manifest.kv_storage is not None,
+        centroids_in_8_bits=in_8_bits,
     )
     return StoredContext(context, (*rows.mapped_keys, *stored.values()) if device.type == "cpu" else ())
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.runtime.selection.rounding import RoundedCentroids, round_centroids
+from sparsekv.kernels.common.eight_bits import RowsOf8Bits
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class MiddleContext:
     `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
     `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
     reports measure on the second half. Token positions in the tensors are counted from the first middle token, whose
-    own position in the prompt is `first_token`. `in_8_bits`: keys and values are stored so, and what represents them
-    may be rounded likewise.
+    own position in the prompt is `first_token`. `centroids_in_8_bits`: those of the finest clusters as kernels may
+    read them, where they are stored so; `tensors` has what they mean.
     """
 
     load_keys: Callable[[], torch.Tensor]
@@ -44,13 +44,7 @@ class MiddleContext:
     parameters: dict[str, Any] = field(default_factory=dict)
     first_token: int = 0
     position: LayerPosition = field(default_factory=LayerPosition)
-    in_8_bits: bool = False
-
-    @cached_property
-    def rounded_centroids(self) -> RoundedCentroids:
-        """Those of the finest clusters in 8 bits, made at first use and cached: layers of a benchmark share them."""
-        keys = self.tensors["level0.centroids"]
-        return round_centroids(keys, self.tensors.get("level0.value_centroids", keys), self.tensors["level0.counts"])
+    centroids_in_8_bits: RowsOf8Bits | None = None
 
     @cached_property
     def keys(self) -> torch.Tensor:

@@ -11,6 +11,7 @@ from support.earlier_forms import in_blocks
 from support.sealing import Tensors, change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
 from sparsekv.formats.int8_rows import quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import TOKENS
@@ -78,9 +79,13 @@ def test_a_file_that_is_not_recorded_is_named(index: Path, file: str) -> None:
         Artifact(index)
 
 
+SCALES = "level0.centroid_scales"
+
+
 def _int8_index(folder: Path) -> None:
-    """The small index with its keys and values in 8 bits."""
+    """The small index with its keys, values and centroids in 8 bits."""
     change_tensors(folder, CONTEXT, lambda tensors: quantise(tensors["keys"], tensors["values"]))
+    change_tensors(folder, METHOD, with_centroids_in_8_bits)
     storage = {"dtype": "int8", "errors": [0.01], "measured_ids": "0" * 64, "measured_tokens": 40}
     reseal(folder, lambda fields: fields.update(kv_storage=storage))
 
@@ -98,6 +103,16 @@ INT8_CONTRADICTIONS: dict[str, tuple[Callable[[Fields], None], str]] = {
         "channel_offsets is not in",
     ),
     "not said": (_set("kv_storage", None), f"keys of {CONTEXT} is int8"),
+    "centroids": (_dtype(METHOD, "level0.centroids", "float32"), f"level0.centroids of {METHOD} is float32"),
+    "centroids of the wrong size": (
+        _shape(METHOD, "level0.centroids", [2, 4, 8]),
+        f"level0.centroids of {METHOD} is int8",
+    ),
+    "centroids' scales": (_shape(METHOD, SCALES, [2, 4]), f"{SCALES} of {METHOD} is bfloat16"),
+    "no offsets of centroids": (
+        lambda fields: fields["files"][METHOD]["tensors"].pop("level0.centroid_channel_offsets"),
+        "level0.centroid_channel_offsets is not in",
+    ),
     "errors": (_set("kv_storage.errors", [0.1, 0.2]), "its kv_storage has errors of 2 layers for 1"),
 }
 
@@ -117,6 +132,13 @@ def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
     scales = torch.ones(2, 40, dtype=torch.bfloat16)
     change_tensors(index, CONTEXT, lambda tensors: tensors | {"key_scales": scales})
     with pytest.raises(ArtifactError, match=f"contradicts itself: {CONTEXT} has a tensor key_scales"):
+        Artifact(index)
+
+
+def test_centroids_in_8_bits_beside_exact_keys_are_refused(index: Path) -> None:
+    """No kernel reads both."""
+    change_tensors(index, METHOD, with_centroids_in_8_bits)
+    with pytest.raises(ArtifactError, match=f"{METHOD} has a tensor level0.centroid_.*stores nothing in 8 bits"):
         Artifact(index)
 
 

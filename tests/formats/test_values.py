@@ -7,6 +7,7 @@ import torch
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.int8_centroids import SCALES, with_centroids_in_8_bits
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
 from sparsekv.formats.values import check_values
@@ -120,6 +121,22 @@ def test_a_code_without_a_centroid_is_told(artifact: Artifact) -> None:
     fewer = tensors | {"codebooks": tensors["codebooks"][:, :, : int(tensors["codes"].max())]}
     with pytest.raises(ArtifactError, match="codes in"):
         check_values(fewer, artifact.manifest.split, "it")
+
+
+@pytest.mark.parametrize("name", sorted(SCALES))
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 3e38])
+def test_a_scale_of_centroids_whose_products_are_not_finite_is_told(
+    artifact: Artifact, name: str, value: float
+) -> None:
+    """Kernels take products of scales as they are; an offset, which is in none, may be large."""
+    tensors = with_centroids_in_8_bits(artifact.method_tensors("squeezed", 0))
+    check_values(tensors, artifact.manifest.split, "it")
+    tensors[name].view(-1)[0] = value
+    if name.endswith("offsets") and value == 3e38:
+        check_values(tensors, artifact.manifest.split, "it")
+        return
+    with pytest.raises(ArtifactError, match=f"{name} in"):
+        check_values(tensors, artifact.manifest.split, "it")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -12,6 +12,7 @@ from sparsekv.kernels.clusters.cluster_choice import until_enough
 from sparsekv.kernels.clusters.shared_choice import MOST_CLUSTERS
 from sparsekv.kernels.clusters.tree import Tree, child_scores, fewest_tokens
 from sparsekv.kernels.clusters.types import MOST_TOKENS
+from sparsekv.kernels.common.eight_bits import RowsOf8Bits
 from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.budget import Budget
@@ -24,7 +25,6 @@ from sparsekv.runtime.selection.clusters.windowed_rope import WindowedRope
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import InPlace, Queries
-from sparsekv.runtime.selection.rounding import RoundedCentroids
 from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, RowSet, Selection
 
 OPENED = 4.0  # times the budget's share; measured: scoring half of the clusters finds hardly more attention mass
@@ -68,17 +68,17 @@ class ClusterSelector(Selector):
             if name not in context.tensors:
                 raise ArtifactError(f"the index's clusters lack {name}; {REBUILD}")
         if clustering is None:
-            rounds = context.in_8_bits and not hierarchical and windowed_rope is None
-            self._look_in(lookup_tensors(context.tensors), context.rounded_centroids if rounds else None)
+            self._look_in(lookup_tensors(context.tensors), context.centroids_in_8_bits)
         else:
             self.stream = ClusterStream(context.tensors, clustering, windowed_rope)
             self._look_in(self.stream.found())
 
-    def _look_in(self, found: dict[str, torch.Tensor], rounded: RoundedCentroids | None = None) -> None:
+    def _look_in(self, found: dict[str, torch.Tensor], in_8_bits: RowsOf8Bits | None = None) -> None:
         """Set the clusters to choose from, `lookup_tensors`; one sync if there are several levels.
 
         Args:
-            rounded: in the place of the finest clusters' centroids; not of those that change as tokens are appended.
+            in_8_bits: the finest clusters' centroids as kernels may read them; not of those that change as tokens are
+                appended.
         """
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
@@ -88,9 +88,6 @@ class ClusterSelector(Selector):
         self.parents, self.values = of_levels.pop("parent"), of_levels.pop("value_centroids")
         self.keys, scored = of_levels.pop("centroids"), of_levels.pop("lookup_centroids")
         scored = () if self.windowed_rope is None else scored
-        if rounded is not None:
-            self.keys = rounded.keys, *self.keys[1:]
-            self.values = (rounded.values, *self.values[1:]) if self.values else ()
         self.tree = Tree(scored or self.keys, **of_levels)
         self.layout, self.starts = found["token_order"], found["starts"]
         self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
@@ -109,7 +106,7 @@ class ClusterSelector(Selector):
             below=self._below(),
             facts=self.facts,
             own=not scored,
-            in_8_bits=rounded.numbers if rounded is not None and self.keys[0].is_cuda else None,
+            in_8_bits=in_8_bits if self.keys[0].is_cuda and not self.hierarchical and not scored else None,
         )
         values, facts = self.values[0] if self.values else None, self.facts
         self.fused = StepClusters(self.steps.counted, self.starts, values, facts.softmax_scale, facts.softcap)

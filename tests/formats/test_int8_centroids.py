@@ -1,0 +1,85 @@
+"""Centroids of an index in 8 bits: as close as half a step, and rounded only once."""
+
+import pytest
+import torch
+from support.random_tensors import normal
+from support.small_layer import small_layer
+
+from sparsekv.formats.int8_centroids import KEYS, SCALES, VALUES, with_centroids_in_8_bits, with_restored_centroids
+from sparsekv.formats.int8_rows import LARGEST
+
+Tensors = dict[str, torch.Tensor]
+
+
+def restored(stored: Tensors) -> Tensors:
+    return with_restored_centroids(stored, torch.float32)
+
+
+def clusters(seed: int, number: int, offset: float = 5.0) -> Tensors:
+    keys, values = offset + normal(seed, 2, number, 16), normal(seed + 1, 2, number, 16)
+    return {KEYS: keys, VALUES: values, "level0.counts": torch.full((2, number), 3)}
+
+
+@pytest.mark.parametrize("block", [None, 64], ids=["whole", "blocks"])
+def test_they_are_off_by_half_a_step_at_most(block: int | None) -> None:
+    tensors = small_layer(3, levels=(0.1, 0.02), block=block).context.tensors
+    stored = with_centroids_in_8_bits(tensors)
+    scales = {name: stored[name].float() for name in SCALES}
+    steps = scales["level0.centroid_scales"][..., None] * scales["level0.centroid_channel_scales"][:, None]
+    found = restored(stored)
+    assert found.keys() == tensors.keys()
+    for name, step in ((KEYS, steps), (VALUES, scales["level0.value_centroid_scales"][..., None])):
+        assert stored[name].dtype == torch.int8
+        assert not torch.equal(found[name], tensors[name])
+        assert bool(((found[name] - tensors[name]).abs() <= 0.51 * step + 1e-6).all())
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors if name not in (KEYS, VALUES))
+
+
+def test_clusters_without_values_have_none() -> None:
+    tensors = {name: tensor for name, tensor in clusters(0, 9).items() if name != VALUES}
+    stored = with_centroids_in_8_bits(tensors)
+    assert not any("value" in name for name in stored)
+    assert restored(stored).keys() == tensors.keys()
+
+
+def test_a_method_without_clusters_is_stored_as_it_is() -> None:
+    tables = {"codes": torch.ones(2, 9, 4, dtype=torch.uint8)}
+    assert with_centroids_in_8_bits(tables) == tables
+    assert restored(tables) == tables
+
+
+def test_an_empty_cluster_changes_no_other_centroid() -> None:
+    """Its centroid is zero, which may be far outside of what keys are."""
+    some = clusters(0, 9)
+    more = {
+        name: torch.nn.functional.pad(tensor, (0, 0, 0, 2)) for name, tensor in some.items() if name in (KEYS, VALUES)
+    }
+    more["level0.counts"] = torch.nn.functional.pad(some["level0.counts"], (0, 2))
+    alone, among = (restored(with_centroids_in_8_bits(tensors)) for tensors in (some, more))
+    assert torch.equal(among[KEYS][:, :9], alone[KEYS])
+    assert torch.equal(among[VALUES][:, :9], alone[VALUES])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clusters_that_stay_are_not_rounded_again(dtype: torch.dtype) -> None:
+    """Also where those that follow are far outside of the range of channels that they share."""
+    before = with_centroids_in_8_bits({**clusters(0, 200), KEYS: (5 + normal(0, 2, 200, 16)).to(dtype)})
+    known, new = with_restored_centroids(before, dtype), clusters(2, 30, offset=-200.0)
+    grown = {name: torch.cat([known[name], new[name].to(known[name].dtype)], 1) for name in new}
+    # One of the clusters takes a token in.
+    grown[KEYS][:, 7], grown["level0.counts"][:, 7] = 1.0, 4
+    stored = with_centroids_in_8_bits(grown, before)
+    stays = torch.arange(200) != 7
+    for name in (KEYS, VALUES, "level0.centroid_scales", "level0.value_centroid_scales"):
+        assert torch.equal(stored[name][:, :200][:, stays], before[name][:, stays])
+    steps = (
+        stored["level0.centroid_scales"].float()[..., None] * stored["level0.centroid_channel_scales"].float()[:, None]
+    )
+    off = (with_restored_centroids(stored, torch.float32)[KEYS] - grown[KEYS].float()).abs()
+    assert bool((off[:, 200:] <= 0.51 * steps[:, 200:]).all())
+    assert bool((off[:, 7] <= 0.51 * steps[:, 7] + 2**-8).all())
+
+
+def test_numbers_keep_within_their_range() -> None:
+    stored = with_centroids_in_8_bits(clusters(4, 50))
+    assert all(int(stored[name].abs().amax()) == LARGEST for name in (KEYS, VALUES))
