@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.artifacts import CONTEXT, HEAD_DIM, KV_HEADS, METHOD, QUERIES, small_artifact, small_files
-from support.sealing import change_tensors
+from support.sealing import change_tensors, reseal
 
 from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.int8_centroids import SCALES, with_centroids_in_8_bits
+from sparsekv.formats.int8_rows import quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import TOKENS
 from sparsekv.formats.share import ArtifactShare
@@ -48,3 +50,14 @@ def test_a_tensor_of_unknown_axes_is_refused(tmp_path: Path) -> None:
     change_tensors(folder, METHOD, lambda tensors: tensors | {"own": torch.zeros(3)})
     with pytest.raises(UsageError, match=r"own of squeezed .* its axes are not known"):
         shares(folder, KV_HEADS // 2)[0].tensors(METHOD)
+
+
+def test_centroids_in_8_bits_are_shared_out_with_their_scales(index: Path) -> None:
+    change_tensors(index, CONTEXT, lambda tensors: quantise(tensors["keys"], tensors["values"]))
+    change_tensors(index, METHOD, with_centroids_in_8_bits)
+    storage = {"dtype": "int8", "errors": [0.01], "measured_ids": "0" * 64, "measured_tokens": 40}
+    reseal(index, lambda fields: fields.update(kv_storage=storage))
+    whole, parts = Artifact(index).tensors(METHOD), [one.tensors(METHOD) for one in shares(index, KV_HEADS // 2)]
+    assert SCALES & whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
