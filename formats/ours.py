@@ -30,7 +30,7 @@ def check_output(path: Path) -> None:
     """Check that an index can be written to a path, before a model is loaded.
 
     Raises:
-        ArtifactError: the path is a file, a folder of other things, or cannot be read or written.
+        ArtifactError: the path is a file or below one, a folder of other things, or cannot be read or written.
     """
     if os.path.lexists(path):
         if not path.is_dir():
@@ -40,5 +40,7 @@ def check_output(path: Path) -> None:
         except OSError as error:
             raise ArtifactError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise ArtifactError(f"cannot write {path}: {there} is a file, not a folder; choose another name with --output")
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         raise ArtifactError(f"cannot write {path}: permission denied; allow it, or choose another folder with --output")

@@ -48,6 +48,10 @@ def test_another_build_holds_the_folder(place: Path) -> None:
         fails(1, *BUILD, "-q", says=("doc.skv", "another process"))
 
 
+def test_a_place_below_a_file_is_told(place: Path) -> None:
+    fails(1, *BUILD, "-q", "-o", "doc.txt/new.skv", says=("doc.txt is a file, not a folder", "--output"))
+
+
 def test_a_folder_with_other_things_is_left_alone(place: Path) -> None:
     fails(1, *BUILD, "-q", "-o", "model", says=("model is a folder with other things", "--output"))
     assert (place / "model" / "model.safetensors").exists()
