@@ -146,7 +146,7 @@ def _known_shapes(name: str, record: FileRecord, *, in_8_bits: bool) -> dict[str
         return known
     if not in_8_bits:
         raise ValueError(f"{name} has a tensor {scales[0]}, and the index stores nothing in 8 bits")
-    has_values = int8_centroids.VALUES in record.tensors
+    has_values = any("value" in tensor for tensor in record.tensors.keys() & _CENTROIDS_INT8.keys())
     return known | {tensor: shape for tensor, shape in _CENTROIDS_INT8.items() if has_values or "value" not in tensor}
 
 

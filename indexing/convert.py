@@ -106,7 +106,7 @@ def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord
 
 
 def _bytes(manifest: Manifest) -> int:
-    """Disk space that the new index needs: what is not keys and values stays as large as it is."""
+    """Disk space that the new index needs: what is not keys and values is at most as large as it is."""
     context = [manifest.files[layer_file("context", layer)] for layer in range(len(manifest.layers))]
     shapes = [record.tensors["keys"].shape for record in context]
     stored = sum(2 * row_bytes(channels) * heads * tokens for heads, tokens, channels in shapes)

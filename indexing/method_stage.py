@@ -128,8 +128,9 @@ def _calibrate(job: MethodJob, files: MethodFiles) -> dict[str, object]:
 
     def read(layer: int) -> BuiltLayer:
         queries = _read(job, layer_file("queries", layer))["tail"]
-        stored = _read(job, layer_file(work.name, layer))
-        return BuiltLayer(with_restored_centroids(stored, getattr(torch, job.dtype)), queries, work.facts[layer])
+        tensors = with_restored_centroids(_read(job, layer_file(work.name, layer)), getattr(torch, job.dtype))
+        lend(tensors.values())
+        return BuiltLayer(tensors, queries, work.facts[layer])
 
     return work.indexer.calibrate(lambda: ahead_on(job.device, files.layers, read))
 

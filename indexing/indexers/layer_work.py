@@ -22,7 +22,7 @@ class LayerWork:
         name: the method's.
         dtype: the index's, such as `bfloat16`.
         facts: how each layer attends.
-        in_8_bits: the index stores keys and values so, and with them what methods make of these.
+        in_8_bits: the index stores keys and values so, and with them the finest clusters' centroids.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The middle's keys and values on a GPU in 8 bits, as they are stored: kernels read them where they lie."""
+"""What is stored in 8 bits, as kernels of a GPU read it where it lies: the middle's keys and values, and centroids."""
 
 from collections.abc import Mapping
 

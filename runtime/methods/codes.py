@@ -98,7 +98,7 @@ class CodesSelector(Selector):
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.clusters.keys.shape[2] * self.clusters.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
-        self.context = context
+        self.tensors = tensors
         self.by_kernels = method.scan == 1 and CodeScan.serves(tensors)
 
     @cached_property
@@ -120,7 +120,7 @@ class CodesSelector(Selector):
     @cached_property
     def kernels(self) -> CodeScan:
         """Made by the first step that can use it, which is none where rows lie elsewhere."""
-        return CodeScan(self.context.tensors, self.clusters, self.facts)
+        return CodeScan(self.tensors, self.clusters, self.facts)
 
     def replace_by_own(self) -> bool:
         self.replace = True

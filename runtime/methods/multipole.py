@@ -43,8 +43,7 @@ class Multipole(ClusterMethod):
             raise UsageError(f"--buffer {self.buffer}: give at least 1")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size, beside
-        rounded centroids of the finest level for an index in 8 bits."""
+        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,

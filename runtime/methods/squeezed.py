@@ -37,8 +37,7 @@ class Squeezed(ClusterMethod):
             raise UsageError(f"--selection {self.selection}: {choose_one(self.selection, SELECTIONS)}")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size, beside
-        rounded centroids of the finest level for an index in 8 bits."""
+        """Keeps each level's centroids and counts; the token order is the only allocation of the context's size."""
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)

@@ -5,8 +5,15 @@ import torch
 from support.random_tensors import normal
 from support.small_layer import small_layer
 
-from sparsekv.formats.int8_centroids import KEYS, SCALES, VALUES, with_centroids_in_8_bits, with_restored_centroids
-from sparsekv.formats.int8_rows import LARGEST
+from sparsekv.formats.int8_centroids import (
+    KEYS,
+    SCALES,
+    VALUES,
+    numbers_of,
+    with_centroids_in_8_bits,
+    with_restored_centroids,
+)
+from sparsekv.formats.int8_rows import LARGEST, quantise
 
 Tensors = dict[str, torch.Tensor]
 
@@ -16,7 +23,7 @@ def restored(stored: Tensors) -> Tensors:
 
 
 def clusters(seed: int, number: int, offset: float = 5.0) -> Tensors:
-    keys, values = offset + normal(seed, 2, number, 16), normal(seed + 1, 2, number, 16)
+    keys, values = offset + normal(seed, 2, number, 128), normal(seed + 1, 2, number, 128)
     return {KEYS: keys, VALUES: values, "level0.counts": torch.full((2, number), 3)}
 
 
@@ -60,24 +67,41 @@ def test_an_empty_cluster_changes_no_other_centroid() -> None:
     assert torch.equal(among[VALUES][:, :9], alone[VALUES])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clusters_that_stay_are_not_rounded_again(dtype: torch.dtype) -> None:
-    """Also where those that follow are far outside of the range of channels that they share."""
-    before = with_centroids_in_8_bits({**clusters(0, 200), KEYS: (5 + normal(0, 2, 200, 16)).to(dtype)})
-    known, new = with_restored_centroids(before, dtype), clusters(2, 30, offset=-200.0)
-    grown = {name: torch.cat([known[name], new[name].to(known[name].dtype)], 1) for name in new}
-    # One of the clusters takes a token in.
+def grown_by(more: int, *, known: int = 200) -> tuple[Tensors, Tensors, Tensors]:
+    """What is stored of clusters in bfloat16, what these are with more after them, one of which takes a token in, and
+    what is stored of that. Rounded again some numbers of those that stay would be others."""
+    before = with_centroids_in_8_bits(in_bfloat16(clusters(0, known)))
+    old, new = with_restored_centroids(before, torch.bfloat16), in_bfloat16(clusters(2, more, offset=-200.0))
+    grown = {name: torch.cat([old[name], new[name]], 1) for name in new}
     grown[KEYS][:, 7], grown["level0.counts"][:, 7] = 1.0, 4
-    stored = with_centroids_in_8_bits(grown, before)
+    return before, grown, with_centroids_in_8_bits(grown, before)
+
+
+def in_bfloat16(tensors: Tensors) -> Tensors:
+    return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def test_clusters_that_stay_keep_their_numbers() -> None:
+    """Also where those that follow are far outside of the range of channels that they share."""
+    before, grown, stored = grown_by(30)
     stays = torch.arange(200) != 7
+    again = quantise(grown[KEYS], grown[VALUES], numbers_of(before))
+    assert not torch.equal(again["keys"][:, :200][:, stays], before[KEYS][:, stays])
     for name in (KEYS, VALUES, "level0.centroid_scales", "level0.value_centroid_scales"):
         assert torch.equal(stored[name][:, :200][:, stays], before[name][:, stays])
-    steps = (
-        stored["level0.centroid_scales"].float()[..., None] * stored["level0.centroid_channel_scales"].float()[:, None]
-    )
+    of_channels = stored["level0.centroid_channel_scales"].float()[:, None]
+    steps = stored["level0.centroid_scales"].float()[..., None] * of_channels
     off = (with_restored_centroids(stored, torch.float32)[KEYS] - grown[KEYS].float()).abs()
     assert bool((off[:, 200:] <= 0.51 * steps[:, 200:]).all())
-    assert bool((off[:, 7] <= 0.51 * steps[:, 7] + 2**-8).all())
+    assert bool((off[:, 7] <= 0.51 * steps[:, 7]).all())
+
+
+@pytest.mark.parametrize(("known", "more"), [(200, 250), (20, 10)], ids=["less than half", "few"])
+def test_channels_of_a_few_centroids_are_not_shared(known: int, more: int) -> None:
+    """They would fit the others badly."""
+    _, grown, stored = grown_by(more, known=known)
+    anew = with_centroids_in_8_bits(grown)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in anew.items())
 
 
 def test_numbers_keep_within_their_range() -> None:

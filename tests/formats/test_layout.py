@@ -135,6 +135,15 @@ def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
         Artifact(index)
 
 
+def test_scales_of_values_without_values_are_refused(index: Path) -> None:
+    """They would be taken for those of keys."""
+    _int8_index(index)
+    scales = torch.ones(2, 5, dtype=torch.bfloat16)
+    change_tensors(index, METHOD, lambda tensors: tensors | {"level0.value_centroid_scales": scales})
+    with pytest.raises(ArtifactError, match=f"level0.value_centroids is not in {METHOD}"):
+        Artifact(index)
+
+
 def test_centroids_in_8_bits_beside_exact_keys_are_refused(index: Path) -> None:
     """No kernel reads both."""
     change_tensors(index, METHOD, with_centroids_in_8_bits)

@@ -1,6 +1,6 @@
 """Clusters of an index in 8 bits: what a build, an append and a version before store of their centroids."""
 
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.budget import Budget
 
 SCALED = ("level0.centroid_scales", "level0.value_centroid_scales")
+
+
+class _Stopped(BaseException):
+    """What an interruption raises: no `except Exception` on the way may swallow it."""
 
 
 def _plan(**changes: Any) -> BuildPlan:
@@ -88,6 +92,20 @@ def test_an_index_of_exact_centroids_still_opens_and_is_built_anew(
     assert len(cache.layers) == len(Artifact(folder).manifest.layers)
     assert _append(folder, plan, "Some more text, which follows.").kv_storage is not None
     assert Artifact(folder).method_tensors("multipole", 0)[KEYS].dtype == torch.int8
-    straight = build_index(plan, tmp_path / "b.skv")
-    build_index(replace(plan, force=True), folder)
-    assert _sums(Artifact(folder).manifest) == _sums(straight)
+
+
+def test_files_of_exact_centroids_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of an index that is whole, nor of a build that was stopped."""
+    plan = _plan(methods={"multipole": INDEXERS["multipole"]})
+    straight = build_index(plan, tmp_path / "straight.skv")
+
+    def stop(stage: str, done: int, of: int) -> None:
+        if stage == "index multipole" and done == 2:
+            raise _Stopped
+
+    for name, progress in (("whole.skv", lambda *_: None), ("stopped.skv", stop)):
+        with monkeypatch.context() as patch, suppress(_Stopped):
+            patch.setattr("sparsekv.indexing.method_stage.FORM", "earlier")
+            patch.setattr(LayerWork, "stored", lambda self, tensors, before=None: tensors)
+            build_index(plan, tmp_path / name, progress)
+        assert _sums(build_index(plan, tmp_path / name)) == _sums(straight)
