@@ -32,20 +32,17 @@ def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) ->
 
     Args:
         tensors: as an indexer builds them.
-        before: what is stored of the clusters that these continue. Centroids that are still what was restored of it
-            keep their numbers, because rounding them a second time would lose a second time, and all share its
-            channels; not where less than half stay, or fewer than FEWEST_SHARED, whose channels do not fit the others.
+        before: what is stored of the clusters that these continue. All share its channels, by which centroids that
+            stay get the numbers that they had, unless there were fewer than half as many, or than FEWEST_SHARED: then
+            all get new ones, because channels of a few do not fit the others.
     """
     if KEYS not in tensors:
         return dict(tensors)
     keys, values = tensors[KEYS], tensors.get(VALUES)
     old = None if before is None else numbers_of(before)
-    stays = {} if before is None or old is None else _stays(tensors, with_restored_centroids(before, keys.dtype))
-    if not stays or _fewest(stays[KEYS]) < max(FEWEST_SHARED, keys.shape[1] / 2):
+    if old is not None and old["keys"].shape[1] < max(FEWEST_SHARED, keys.shape[1] / 2):
         old = None
     rounded = quantise(_without_empty(keys, tensors["level0.counts"]), keys if values is None else values, old)
-    if old is not None:
-        _keep(rounded, old, stays)
     taken = {NAMES[name]: tensor for name, tensor in rounded.items() if values is not None or "value" not in name}
     return {**tensors, **taken}
 
@@ -78,27 +75,3 @@ def _without_empty(keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     filled = (counts > 0)[..., None]
     usual = (keys * filled).float().sum(1, keepdim=True) / filled.sum(1, keepdim=True).clamp(min=1)
     return torch.where(filled, keys, usual.to(keys.dtype))
-
-
-def _stays(tensors: Tensors, restored: Tensors) -> dict[str, torch.Tensor]:
-    """Which centroids [Hk, C] of keys, and of values, are what was restored, by the name of their tensor."""
-    found = {}
-    for name in (KEYS, VALUES):
-        if name in tensors and name in restored:
-            first = min(tensors[name].shape[1], restored[name].shape[1])
-            found[name] = (tensors[name][:, :first] == restored[name][:, :first]).all(2)
-    return found
-
-
-def _fewest(stays: torch.Tensor) -> int:
-    """Of the head of which fewest stay."""
-    return int(stays.sum(1).amin())
-
-
-def _keep(rounded: dict[str, torch.Tensor], old: Tensors, stays: Tensors) -> None:
-    """Put the old numbers in the place of new ones of centroids that stay."""
-    for part, name, scale in (("keys", KEYS, "key_scales"), ("values", VALUES, "value_scales")):
-        if name in stays and part in old:
-            first, same = stays[name].shape[1], stays[name]
-            rounded[part][:, :first][same] = old[part][:, :first][same]
-            rounded[scale][:, :first][same] = old[scale][:, :first][same]
