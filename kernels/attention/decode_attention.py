@@ -66,7 +66,7 @@ def decode_attention_reference(
     )
     logits, stood = [chosen.masked_fill(~valid[:, None], -torch.inf), always], [part.gathered() for part in stand_ins]
     for part, each in zip(stand_ins, stood, strict=True):
-        logits.append((part.logits + part.log_counts[:, None])[..., : each.shape[1]])
+        logits.append(part.logits[..., : each.shape[1]] + part.log_weights()[:, None, : each.shape[1]])
     if sink_logits is not None:
         logits.append(sink_logits.float()[..., None])
     all_values = torch.cat([values, exact[1], *stood], 1).to(wide)

@@ -77,20 +77,32 @@ def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
     return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
 
 
+@triton.jit
+def _stand_logits(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
+    """Logits of some of a head's centroids with what these weigh, in units of log 2."""
+    if LEFT:
+        number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
+        log_left = tl.log(tl.maximum(number, 1).to(tl.float32)) + tl.load(log_counts + c, mask=there, other=0.0)
+        log_left = tl.where(number > 0, log_left, -float("inf"))
+    else:
+        log_left = tl.load(log_counts + c, mask=inside, other=-float("inf"))
+    return (tl.load(logits + c, mask=of_group[:, None] & inside, other=0.0) + log_left) * LOG2_E
+
+
 # These grow as a model decodes, and must not make Triton recompile.
 @triton.jit(do_not_specialize=["exact_rows", "chosen_rows"])
 def _partial_kernel(
     query, keys, values, row_scales, channel_scales, channel_offsets, units, rows, rows_used,
-    exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values, stand_scales,
+    exact_keys, exact_values, exact_count, stand_logits, stand_counts, stand_values, stand_scales, of_counts, of_taken,
     listed_logits, listed_counts, listed_values, listed_rows, listed_used, queue, peaks, totals, outputs,
     head_stride, row_stride, scales_stride, chosen_rows, rows_stride, rows_used_stride, exact_rows, exact_stride,
-    stand_rows, logits_stride, counts_stride, stand_stride, listed, listed_logits_stride, listed_counts_stride,
-    listed_stride, listed_values_stride, used_stride, softmax_scale, softcap, CAPPED: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    STAND_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
+    stand_rows, logits_stride, counts_stride, stand_stride, of_stride, listed, listed_logits_stride,
+    listed_counts_stride, listed_stride, listed_values_stride, used_stride, softmax_scale, softcap,
+    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, STAND_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
     STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr,
     USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr,
-    STANDS_SCALED: tl.constexpr, EARLY: tl.constexpr,
+    STANDS_SCALED: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -140,16 +152,16 @@ def _partial_kernel(
             peak, total, output = add_tile(peak, total, output, logits, v)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
-    values_of = stand_values + head * stand_stride
+    values_of, log_counts = stand_values + head * stand_stride, stand_counts + head * counts_stride
+    of_counts, of_taken = of_counts + head * of_stride, of_taken + head * stand_rows
     begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
     if not STANDS_SCALED:
         for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
             c = at + t
             inside = c < stop
-            mask = (inside & (c < stand_rows))[:, None] & in_row
-            v = tl.load(values_of + c[:, None] * D + d, mask=mask, other=0.0)
-            count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
-            logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            there = inside & (c < stand_rows)
+            v = tl.load(values_of + c[:, None] * D + d, mask=there[:, None] & in_row, other=0.0)
+            logits = _stand_logits(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
             peak, total, output = add_tile(peak, total, output, logits, v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
@@ -173,8 +185,7 @@ def _partial_kernel(
             there = inside & (c < stand_rows)
             v = tl.load(values_of + c[:, None] * (D // 2) + d, mask=there[:, None] & in_row, other=0)
             _, of_values = scales_of(tl.load(stand_scales + head * stand_rows + c, mask=there, other=0), 1.0, unit)
-            count = tl.load(stand_counts + head * counts_stride + c, mask=inside, other=-float("inf"))
-            logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            logits = _stand_logits(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
             peak, total, first_output, second_output = add_values(
                 peak, total, first_output, second_output, logits, v, of_values, EXACT
             )
@@ -218,8 +229,10 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
         return other, other, other, other
     logits, log_counts, rows = part.logits, part.log_counts, part.rows
     size = aligned(part.values.shape[1] if rows is None else logits.shape[2])
-    if logits.shape[2] != size or log_counts.shape[1] != size:
-        logits, log_counts = (pad(one, (0, size - one.shape[-1]), value=-torch.inf) for one in (logits, log_counts))
+    if logits.shape[2] != size:
+        logits = pad(logits, (0, size - logits.shape[2]), value=-torch.inf)
+    if part.of is None and log_counts.shape[1] != size:
+        log_counts = pad(log_counts, (0, size - log_counts.shape[1]), value=-torch.inf)
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
     values = part.values if part.values[0].is_contiguous() else part.values.contiguous()
@@ -250,6 +263,8 @@ def decode_attention_triton(
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
     stand_scales = None if plain is None else plain.scales
     assert stand_scales is None or runs.scales is not None  # values are added up in the unit of rows in 8 bits
+    of = None if plain is None else plain.of
+    of_counts, of_taken = (query, query) if of is None else (of.counts, of.taken)
     units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
@@ -270,12 +285,13 @@ def decode_attention_triton(
         rows, query if used_rows is None else used_rows, *exact,
         query if exact_count is None else exact_count,
         logits, log_counts, values, query if stand_scales is None else stand_scales.words(),
+        of_counts, of_taken,
         listed_logits, listed_counts, listed_values, listed_rows,
         query if used is None else used, query if queue is None else queue, peaks, totals, outputs,
         *keys.stride()[:2], scales.rows.stride(0), runs.capacity, rows.stride(0),
         0 if used_rows is None else used_rows.stride(0),
         E, exact[0].stride(0),
-        C, logits.stride(1), log_counts.stride(0), values.stride(0),
+        C, logits.stride(1), log_counts.stride(0), values.stride(0), of_counts.stride(0),
         S, listed_logits.stride(1), listed_counts.stride(0), listed_rows.stride(0), listed_values.stride(0),
         0 if used is None else used.stride(0),
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
@@ -285,6 +301,7 @@ def decode_attention_triton(
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,
+        LEFT=of is not None,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
     merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)

@@ -51,6 +51,19 @@ class Centroids:
 
 
 @dataclass(frozen=True)
+class TakenRows:
+    """Clusters some of whose rows are attended themselves: counts [H, C] int32 of all of their rows, and taken [H, C]
+    int32 of those; taken is contiguous, and so are a head's counts."""
+
+    counts: torch.Tensor
+    taken: torch.Tensor
+
+    def log_left(self) -> torch.Tensor:
+        """The log [H, C] of how many rows are left; minus infinity for none."""
+        return (self.counts - self.taken).log()
+
+
+@dataclass(frozen=True)
 class ScoredCentroids:
     """Centroids that are attended in place of the rows they represent.
 
@@ -59,7 +72,8 @@ class ScoredCentroids:
     where the logits include the log of whole clusters, as on a CPU, it is the log of the share of them that is left.
     Logits and log counts past the last value are minus infinity. With rows [H, C] int32 the values [H, V, D] are those
     of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all. scales: values
-    are int8, without `rows`, and mean what these say.
+    are int8, without `rows`, and mean what these say. of: clusters, without `rows`, of which what is left is computed
+    where it is attended; the softmax takes the log of that too, and log_counts [H, C] is whatever is added to it.
     """
 
     logits: torch.Tensor
@@ -68,6 +82,11 @@ class ScoredCentroids:
     rows: torch.Tensor | None = None
     used: torch.Tensor | None = None
     scales: RowScales | None = None
+    of: TakenRows | None = None
+
+    def log_weights(self) -> torch.Tensor:
+        """What the softmax takes beside the logits, [H, C]."""
+        return self.log_counts if self.of is None else self.of.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:
         """Value of each centroid [H, C, D]; copies them if there are `rows` or scales."""
@@ -82,7 +101,7 @@ def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    assert all(part.scales is None for part in parts)
+    assert all(part.scales is None and part.of is None for part in parts)
     sizes = [part.values.shape[1] for part in parts]
     return ScoredCentroids(
         torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),

@@ -70,25 +70,3 @@ def code_logits(
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = (best.sum(2) - below.gather(-1, names).sum(2) / PER_OCTAVE) * math.log(2)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def weights_left(clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
-    """What each cluster's remainder weighs: the logarithm of how many of its keys are not taken, plus its bias.
-
-    Args:
-        taken: [H, C] int32, contiguous.
-
-    Returns:
-        [H, C or more] float32, minus infinity where nothing is left, and past the last cluster.
-    """
-    if taken.is_cuda:
-        from sparsekv.kernels.codes.weights_left_triton import weights_left_triton
-
-        with torch.cuda.device_of(taken):
-            return weights_left_triton(clusters, taken)
-    return weights_left_reference(clusters, taken)
-
-
-def weights_left_reference(clusters: WeighedClusters, taken: torch.Tensor) -> torch.Tensor:
-    """`weights_left` in plain torch."""
-    return padded_clusters((clusters.counts - taken).log() + clusters.bias)

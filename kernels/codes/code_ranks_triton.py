@@ -16,23 +16,39 @@ from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.tables.packed_triton import byte_of, exp2, second_and_fourth
 from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
-SCANNED, SCAN_WARPS = 1024, 4
-PIECES_OF_FEW, PIECES_OF_MANY = 2, 4  # times as many keys of a program, with few and many tiles for each SM
+SCAN_WARPS = 4
+FEW, MANY = (512, 1), (1024, 2)  # keys of a program at a time, and how many times, with few and many tiles for each SM
 MANY_TILES = 4
 
 
 @triton.jit
-def _sums_of_parts(words, tables, head, word, slot, padded, PARTS: tl.constexpr, WORDS: tl.constexpr,
-                   CENTROIDS: tl.constexpr):  # fmt: skip
+def _places(words, CENTROIDS: tl.constexpr):
+    """Where four neighbouring tables have what the four codes of each word name: [..., 2, 2], each word's by one
+    thread."""
+    first = tl.join(byte_of(words, 0), byte_of(words, 1) + CENTROIDS)
+    return tl.join(first, tl.join(byte_of(words, 2) + 2 * CENTROIDS, byte_of(words, 3) + 3 * CENTROIDS))
+
+
+@triton.jit
+def _sums_of_parts(words, tables, head, word, slot, padded, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+                   WORDS: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
     """Sums over the parts of what tables say of some keys: of the first and third query head of a word as 16-bit
     integers in one number, and of the second and fourth."""
     every, odd = tl.zeros(slot.shape, tl.int32), tl.zeros(slot.shape, tl.int32)
-    for part in tl.static_range(PARTS):
-        four = tl.load(words + (head * (PARTS // 4) + part // 4) * padded + slot)
-        place = tables + ((head * PARTS + part) * WORDS + word) * CENTROIDS
-        found = tl.gather(tl.load(place + tl.arange(0, CENTROIDS)), byte_of(four, part % 4), 0)
-        every += found
-        odd += second_and_fourth(found)
+    # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
+    AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
+    entry = tl.arange(0, AT_ONCE * CENTROIDS)
+    for part in tl.static_range(0, PARTS, AT_ONCE):
+        of_part = (head * PARTS + part + entry // CENTROIDS) * WORDS + word
+        table = tl.load(tables + of_part * CENTROIDS + entry % CENTROIDS)
+        place = words + (head * (PARTS // 4) + part // 4) * padded + slot
+        places = _places(tl.load(place), CENTROIDS)
+        if AT_ONCE == 8:
+            places = tl.join(places, _places(tl.load(place + padded), CENTROIDS) + 4 * CENTROIDS)
+        found = tl.gather(table, tl.reshape(places, [SLOTS * AT_ONCE]), 0)
+        found = tl.reshape(found, [SLOTS, AT_ONCE])
+        every += tl.sum(found, 1)
+        odd += tl.sum(second_and_fourth(found), 1)
     # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
     return every - (odd << 8), odd
 
@@ -50,14 +66,14 @@ def _logsumexps(peaks, totals, head, sums, G: tl.constexpr, FEW: tl.constexpr, S
 
 @triton.jit
 def _scores(
-    words, tables, head, slot, padded, base, logsumexp, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
-    FEW: tl.constexpr, PARTS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    words, tables, head, slot, padded, base, logsumexp, softcap, SLOTS: tl.constexpr, CAPPED: tl.constexpr,
+    G: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr,
 ):  # fmt: skip
     """Estimated probabilities of some keys, summed over the query heads."""
     g, score = tl.arange(0, FEW), tl.zeros(slot.shape, tl.float32)
     WORDS: tl.constexpr = (G + 3) // 4
     for word in tl.static_range(WORDS):
-        even, odd = _sums_of_parts(words, tables, head, word, slot, padded, PARTS, WORDS, CENTROIDS)
+        even, odd = _sums_of_parts(words, tables, head, word, slot, padded, SLOTS, PARTS, WORDS, CENTROIDS)
         for group in tl.static_range(word * 4, G if word * 4 + 4 > G else word * 4 + 4):
             sums_of_two = even if group % 2 == 0 else odd
             below = ((sums_of_two >> (16 * (group % 4 // 2))) & 0xFFFF).to(tl.float32)
@@ -91,7 +107,7 @@ def _scan_kernel(
     base, counts = tl.sum(best, 1), tl.zeros([BINS], tl.int32)
     for piece in range(PIECES):
         first = (some * PIECES + piece) * SLOTS
-        score = _scores(words, tables, head, first + i, padded, base, logsumexp, softcap, CAPPED, G, FEW, PARTS,
+        score = _scores(words, tables, head, first + i, padded, base, logsumexp, softcap, SLOTS, CAPPED, G, FEW, PARTS,
                         CENTROIDS, PER_OCTAVE)  # fmt: skip
         score = tl.where(first + i < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
@@ -121,13 +137,13 @@ def rank_codes_triton(
 def _scan(found: ProductTables, codes: KeyCodes, wanted: int, softcap: float | None) -> TokenRanks:
     (H, G, m), sums, device = found.tops.shape, found.peaks.shape[2], found.tops.device
     padded, coarse = codes.words.shape[2], found.coarse
-    pieces = PIECES_OF_MANY if H * coarse.shape[1] >= MANY_TILES * count_sms(device) else PIECES_OF_FEW
+    scanned, pieces = MANY if H * coarse.shape[1] >= MANY_TILES * count_sms(device) else FEW
     ranks = torch.empty(H, padded // TILE_TOKENS, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
-    _scan_kernel[(padded // (SCANNED * pieces), H)](
+    _scan_kernel[(padded // (scanned * pieces), H)](
         codes.words, found.tables, found.tops, found.peaks, found.totals, ranks, coarse, logsumexp,
         codes.keys, padded, sums, lowest_rank(wanted), softcap or 0.0, CAPPED=softcap is not None, G=G,
-        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=SCANNED,
+        FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned,
         PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, BINS=BINS, CENTROIDS=CENTROIDS,
         PER_OCTAVE=PER_OCTAVE, num_warps=SCAN_WARPS, **dependent_launch(device),
     )  # fmt: skip

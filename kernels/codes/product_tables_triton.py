@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, KeyCodes, WeighedClusters
-from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
+from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     aligned,
@@ -24,7 +24,8 @@ from sparsekv.kernels.tables.list_look_up_triton import EXACT_PROGRAMS, add_exac
 from sparsekv.kernels.tables.types import BINS, ExactKeys
 
 HEADS_OF_WORD = 4
-TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 32_768, 2, 4, 4
+TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
+TILES_OF_A_PROGRAM = 2
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def make_tables(
     """For queries [H, G, D]; reads the clusters' keys once."""
     (H, G, D), (_, m, _, size), device = query.shape, codes.books.shape, query.device
     C, query = clusters.counts.shape[1], query.contiguous()
-    rows, shares = tile_rows(D, query.dtype, TILE_BYTES), _shares(query, C)
+    rows = tile_rows(D, query.dtype, TILE_BYTES)
+    shares = triton.cdiv(C, rows * TILES_OF_A_PROGRAM)
     stride, sums = aligned(C), shares + EXACT_PROGRAMS
     found = ProductTables(
         tables=torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device),
@@ -181,10 +183,3 @@ def make_tables(
         STAGES=STAGES, num_warps=WARPS, **dependent_launch(device),
     )  # fmt: skip
     return found
-
-
-def _shares(query: torch.Tensor, clusters: int) -> int:
-    """Programs that share a head's clusters; at most one for each tile: the sums of fewer are merged sooner."""
-    (H, _, D), sms = query.shape, count_sms(query.device)
-    tiles = triton.cdiv(clusters, tile_rows(D, query.dtype, TILE_BYTES))
-    return num_splits(H, clusters, min(PROGRAMS_PER_SM, triton.cdiv(H * tiles, sms)) * sms)

@@ -4,15 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.common.tiles_triton import prefetch, wait_for_previous_kernel
+from sparsekv.kernels.common.launch import count_sms, dependent_launch
+from sparsekv.kernels.common.tiles_triton import power_of_two, prefetch, wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
-from sparsekv.kernels.tables.list_ranks_triton import WARPS_OF_FEW, WARPS_OF_MANY, many
 from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
 from sparsekv.kernels.tables.types import BINS, KeyGroups, TokenRanks
 
-ROWS = 32
-COUNT_WARPS_OF_MANY = 2  # measured: one warp takes 50% longer, four take 20% longer
+FEWEST_ROWS, MOST_ROWS = 32, 128  # of counts that a program adds up at a time: all wait for memory together
+# Many programs are bound by instructions: one warp runs once what is common to a program, four run it each. Where there
+# are most, two count faster than one: measured, one warp takes 50% longer there, four take 20% longer.
+WARPS_OF_FEW, WARPS_OF_MANY, COUNT_WARPS_OF_MOST = 4, 1, 2
+MANY, MOST = 4, 16  # programs for each SM
 TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
 
@@ -157,14 +159,15 @@ def top_ranked_triton(
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
     fine = torch.empty(H, tiles, BINS, dtype=torch.int32, device=ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
-    sizes, plenty = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": ROWS}, many(tiles * H, ranks.device)
-    _count_kernel[(tiles, H)](
-        ranks, ranked.coarse, fine, wanted, num_warps=COUNT_WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early
-    )
+    sizes = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": min(max(power_of_two(tiles), FEWEST_ROWS), MOST_ROWS)}
+    of_each = tiles * H / count_sms(ranks.device)
+    warps = WARPS_OF_MANY if of_each >= MANY else WARPS_OF_FEW
+    count_warps = COUNT_WARPS_OF_MOST if of_each >= MOST else warps
+    _count_kernel[(tiles, H)](ranks, ranked.coarse, fine, wanted, num_warps=count_warps, **sizes, **early)
     labels, taken = (chosen, chosen) if groups is None else (groups.labels, groups.taken)
     _place_kernel[(tiles, H)](
         ranks, ranked.coarse, fine, chosen if names is None else names, labels, taken, chosen, wanted, ranked.keys,
         labels.stride(0), taken.shape[1], NAMED=names is not None, GROUPED=groups is not None,
-        num_warps=WARPS_OF_MANY if plenty else WARPS_OF_FEW, **sizes, **early,
+        num_warps=warps, **sizes, **early,
     )  # fmt: skip
     return chosen

@@ -3,8 +3,8 @@
 import torch
 
 from sparsekv.formats.schema import LayerFacts
-from sparsekv.kernels.attention.types import ScoredCentroids
-from sparsekv.kernels.codes.code_ranks import rank_codes, weights_left
+from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
+from sparsekv.kernels.codes.code_ranks import rank_codes
 from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, KeyCodes, WeighedClusters, lay_out
 from sparsekv.kernels.tables.row_ranks import rank_rows
 from sparsekv.kernels.tables.top_ranks import top_ranked
@@ -57,4 +57,5 @@ class CodeScan:
             listed = top_ranked(found.ranks, candidates)
             ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, scale, softcap)
             chosen = top_ranked(ranks, tokens, listed, groups)
-        return chosen, ScoredCentroids(found.logits, weights_left(self.clusters, found.taken), self.values)
+        of = TakenRows(self.clusters.counts, found.taken)
+        return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, of=of)

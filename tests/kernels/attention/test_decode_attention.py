@@ -13,7 +13,7 @@ from support.reference import assert_close, relative_error
 
 from sparsekv.kernels.attention.decode_attention import decode_attention_reference
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, TakenRows
 from sparsekv.kernels.common.launch import num_splits
 
 pytestmark = compiled_or_interpreted
@@ -66,6 +66,26 @@ def test_ends_of_the_range(clusters: int, budget: int, exact: int) -> None:
 def test_many_runs() -> None:
     step = some_step(8, clusters=300, budget=900)
     assert_close(attended(step, 1, 0.125), expected(step, True, 0.125, None, None), 1e-5)
+
+
+@pytest.mark.parametrize("clusters", [1, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int, dtype: torch.dtype) -> None:
+    """Some are empty, and of some all rows are taken; something is added to the logs of the others."""
+    step = some_step(5, clusters=clusters, budget=60 * clusters, dtype=dtype)
+    random = torch.Generator().manual_seed(1)
+    counts = torch.randint(0, 9, (2, clusters), dtype=torch.int32, generator=random)
+    taken = (counts * torch.rand(2, clusters, generator=random).round()).int()
+    bias = normal(3, 2, clusters)
+    truth = expected(replace(step, stand_counts=(counts - taken).double().log() + bias), True, 0.125, None, None)
+    query, runs, exact, (part,) = step.on(DEVICE).arguments(1)
+    # As they lie beside one another in a table: heads are not contiguous.
+    all_counts = torch.cat([counts, counts], 1).to(DEVICE)[:, :clusters]
+    part = replace(part, log_counts=bias.to(DEVICE), of=TakenRows(all_counts, taken.to(DEVICE)))
+    with poisoned_memory():
+        found = decode_attention_triton(query, runs, exact, [part], 0.125).cpu()
+    for output in (found, decode_attention_reference(query, runs, exact, [part], 0.125).cpu()):
+        assert_close(output, truth, TOLERANCES[dtype])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 200), st.integers(0, 90), st.integers(0, 2))

@@ -12,7 +12,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.attention.decode_attention import decode_attention_reference
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.attention.types import RunRows
+from sparsekv.kernels.attention.types import RunRows, TakenRows
 
 pytestmark = compiled_or_interpreted
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))
@@ -60,6 +60,24 @@ def test_centroids_in_8_bits_beside_such_rows(
     assert output.dtype == dtype
     assert_close(output.cpu(), truth, tolerance)
     assert_close(decode_attention_reference(query, put(runs), always, [stand], D**-0.5).cpu(), truth, tolerance)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_is_left_of_clusters_beside_such_rows(scaled: bool) -> None:
+    step, put = in_8_bits(some_step(7), 7)
+    centroids = eight_bits(8, *step.stand_values.shape)
+    query, runs, always, (stand,) = step.on(DEVICE).arguments(1)
+    if scaled:
+        stand = replace(stand, values=centroids.values.to(DEVICE), scales=scales_on(centroids.scales, DEVICE))
+        step = replace(step, stand_values=centroids.exact_values)
+    counts = torch.randint(0, 9, step.stand_counts.shape, dtype=torch.int32)
+    taken = (counts * torch.rand(counts.shape).round()).int()
+    stand = replace(stand, log_counts=stand.log_counts.clamp(min=0), of=TakenRows(counts.to(DEVICE), taken.to(DEVICE)))
+    weights = (counts - taken).double().log() + stand.log_counts.cpu()
+    truth = expected(replace(step, stand_counts=weights), True, 0.125, None, None)
+    with poisoned_memory():
+        output = decode_attention_triton(query, put(runs), always, [stand], 0.125)
+    assert_close(output.cpu(), truth, 1e-5)
 
 
 @pytest.mark.parametrize("G", range(1, 9))

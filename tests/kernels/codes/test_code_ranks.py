@@ -11,10 +11,9 @@ from support.random_tensors import normal
 from support.ranks import assert_ranks, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference, weights_left_reference
+from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
 from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, lay_out
-from sparsekv.kernels.codes.weights_left_triton import weights_left_triton
 from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
@@ -159,16 +158,3 @@ def test_products_far_below_the_best_do_not_carry() -> None:
     found, expected = rank(*arguments), rank_codes_reference(*arguments, SCALE)
     assert len(expected.ranks.in_order().unique()) > 50
     assert_same_ranks(found.ranks, expected.ranks)
-
-
-@pytest.mark.parametrize("clusters", [1, 600, 1030])
-def test_what_is_left_of_clusters(clusters: int) -> None:
-    """Some are empty, and of some everything is taken."""
-    some = small_clusters(9, 4500, 16, clusters)
-    taken = (some.counts * torch.rand(2, clusters, generator=torch.Generator().manual_seed(1)).round()).int()
-    expected = (some.counts - taken).double().log() + some.bias.double()
-    with poisoned_memory():
-        left = weights_left_triton(moved(some), taken.to(DEVICE)).cpu()
-    for found in (left, weights_left_reference(some, taken)):
-        assert_near(found[:, :clusters], expected)
-        assert bool((found[:, clusters:] == -torch.inf).all())

@@ -37,7 +37,7 @@ def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: floa
 
 @pytest.mark.parametrize("wanted", [1, 5000, 3 * TILE_TOKENS - 5])
 def test_counts_of_more_tiles_than_are_added_up_at_a_time(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.ROWS", 2)
+    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.MOST_ROWS", 2)
     ranks = ranked(7, 2, 3 * TILE_TOKENS - 5, 40)
     assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked_reference(ranks, wanted))
 

@@ -56,9 +56,8 @@ def test_as_torch_chooses(rerank: float, replaced: bool, monkeypatch: pytest.Mon
     assert found.rest is not None
     assert (found.rest.in_place is not None) == replaced
     (left,) = found.rest.segments()
-    weights = (
-        left.log_counts.exp().sum() if found.rest.in_place is None else found.rest.in_place[0].log_counts.exp().sum()
-    )
+    in_place = found.rest.in_place
+    weights = (left.log_counts if in_place is None else in_place[0].log_weights()).exp().sum()
     assert float(weights) == pytest.approx(float(left.log_counts.exp().sum()), rel=1e-5)
 
 
