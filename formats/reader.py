@@ -12,6 +12,7 @@ from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.context_rows import ContextRows, Pair, context_rows
 from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.int8_rows import bounds
 from sparsekv.formats.layout import check_layout
 from sparsekv.formats.manifest import REBUILD
@@ -168,5 +169,8 @@ class Artifact:
 
     def _check_sum(self, name: str) -> None:
         if hash_descriptor(self.descriptor(name)) != self.manifest.files[name].sha256:
-            raise ArtifactError(f"{name} of {self.folder} is damaged: its sha256 does not match; {REBUILD}")
+            method = name.partition("/")[0]
+            again = f"build it again with {add_methods_hint(self.folder, [method])}"
+            remedy = again if method in self.manifest.methods else REBUILD
+            raise ArtifactError(f"{name} of {self.folder} is damaged: its sha256 does not match; {remedy}")
         self._summed.add(name)

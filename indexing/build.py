@@ -52,15 +52,16 @@ def build_index(
     ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
         keep_what_is_there(plan, model, writer)
-        tell_what_is_there(plan, model, writer, tell)
+        tell_what_is_there(plan, model, writer, tell, keeps_rows=team.starts_after_prefix)
         plan = with_methods_there(plan, model, writer, tell)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
         facts = build_context(job)
-        made = [build_files(job.methods, name, indexer, facts) for name, indexer in plan.methods.items()]
+        methods = job.method_job
+        made = [build_files(methods, name, indexer, facts) for name, indexer in plan.methods.items()]
         # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
-        built = {files.work.name: record_method(job.methods, files) for files in made}
-        kept = keep_methods(job.methods, tell)
+        built = {files.work.name: record_method(methods, files) for files in made}
+        kept = keep_methods(methods, tell)
         return _finished(writer, _manifest(job, facts, in_order(kept | built, writer.base)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
-from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.kv_storage import AUTO, KVDtype
 from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, Prefill, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
@@ -75,10 +75,14 @@ def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
 
 
 def tell_what_is_there(
-    plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None]
+    plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None], *, keeps_rows: bool
 ) -> None:
     """Tell what an unfinished build has left, and how much of an index stays, before any of it is replaced: Ctrl-C then
-    leaves all of it."""
+    leaves all of it.
+
+    Args:
+        keeps_rows: the build can begin with the rows of an earlier text.
+    """
     base = writer.base
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
@@ -93,7 +97,11 @@ def tell_what_is_there(
     elif base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
         same, text = _same_beginning(plan, base), base.prompt.text_sha256 == plan.prompt.text_sha256
         of = f"this text, where {plan.split().tokens:,} are built" if text else "an earlier text"
-        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
+        if settings := _other_settings(plan, base):
+            of += f", and was built with {', '.join(settings)}"
+        # Rounded rows are not continued by exact ones.
+        stays = same and keeps_rows and (base.kv_storage is None or base.kv_storage.dtype == plan.kv_dtype)
+        told = f"the first {same:,} are those of this one, the others are replaced" if stays else "all are replaced"
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
     elif not _has_same_context(plan, model, base):
         changed = ", ".join(_other_settings(plan, base)) or "another configuration of the model"
@@ -110,7 +118,7 @@ def _other_settings(plan: BuildPlan, base: Manifest) -> list[str]:
 
 
 def _settings(split: Split, dtype: str, prefill: Prefill, kv_dtype: KVDtype | None) -> dict[str, object]:
-    of_rows = {"--dtype": dtype, "--prefill": str(prefill), "--kv-dtype": kv_dtype}
+    of_rows = {"--dtype": dtype, "--prefill": str(prefill), "--kv-dtype": kv_dtype or AUTO}
     return {"--sinks": split.sinks, "--tail": split.tail, **of_rows}
 
 

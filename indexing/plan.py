@@ -183,7 +183,7 @@ class BuildJob:
     tell: Callable[[str], None]
 
     @property
-    def methods(self) -> MethodJob:
+    def method_job(self) -> MethodJob:
         """The part of the build that needs no model."""
         plan, device = self.plan, self.plan.loaded.model.device
         return MethodJob(

@@ -1,5 +1,6 @@
 """The option `--gpus`, which starts ranks, and which commands can be run by them."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,6 +12,7 @@ from sparsekv.formats.ranks.place import own_place
 
 BY_RANKS = ("build-index", "generate")
 """Commands that several processes can run together."""
+MOST_ON_FEW_CORES = 8  # processes: a machine with more GPUs has more cores
 
 
 def refuse_other_commands(arguments: Sequence[str]) -> None:
@@ -31,6 +33,8 @@ def _start(size: int | None) -> int | None:
     if {"--help", "-h"} & set(arguments) or all(one.startswith("-") for one in arguments):
         return size
     refuse_other_commands(arguments)
+    if size > max(MOST_ON_FEW_CORES, cores := os.cpu_count() or 1):
+        raise UsageError(f"--gpus {size}: this machine has {cores} cores, too few for so many processes")
     from sparsekv.cli.ranks.launch import run_ranks
 
     raise typer.Exit(run_ranks(size, arguments))

@@ -53,11 +53,14 @@ class Indexer(ABC):
     """One method's offline half: a frozen dataclass whose fields are its parameters and command-line options."""
 
     revision: ClassVar[int] = 1
+    """Raised when the same parameters give other tensors than before: no build reuses files of another revision."""
     takes_tokens: ClassVar[bool] = False
+    """Whether it has `append_layer`: the tokens of an append join what is there."""
     learns: ClassVar[bool] = False
     """Whether it keeps what it learned of the tokens before those that it takes in, and may serve many of these worse:
     an append builds it anew at certain lengths of the text (`append.learning_again`)."""
-    by_default: ClassVar[bool] = True
+    by_default: ClassVar[bool] = False
+    """Whether it is built where no method is named."""
     seed: int = field(default=0, metadata={"help": "Seed of everything random in a build."})
 
     def __post_init__(self) -> None:

@@ -29,7 +29,6 @@ QUANTILES = 101
 class CSAttentionIndexer(Indexer):
     """Builds query-centric tables; not a default method, as the tables are larger than the keys and values."""
 
-    by_default: ClassVar[bool] = False
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
     subspace_size: int = field(

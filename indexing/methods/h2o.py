@@ -5,7 +5,6 @@ tokens, which more queries attend to, as it does in the paper (arXiv 2306.14048)
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -22,7 +21,6 @@ LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 class H2OIndexer(Indexer):
     """Accumulates attention per token; not a default method, as it needs a sample of the prompt's queries."""
 
-    by_default: ClassVar[bool] = False
     query_sample: int = field(
         default=4096, metadata={"help": "Queries of the document, per KV head, whose attention is summed."}
     )

@@ -40,7 +40,6 @@ class MultipoleIndexer(ClusterIndexer):
     block: int = field(default=8192, metadata={"help": "Tokens per block; each block is clustered on its own."})
     smallest_block: ClassVar[int] = 16
     takes_tokens: ClassVar[bool] = True
-    by_default: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,6 @@ clusters are in one softmax with exact keys.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -21,8 +20,6 @@ from sparsekv.kernels.common.rotation import rotate
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
     """Clusters keys with RoPE undone, block by block; `recall-report` shows whether that is better for a model."""
-
-    by_default: ClassVar[bool] = False
 
     def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
         """Keys [Hk, T, D] float32 as they would be at position 0.

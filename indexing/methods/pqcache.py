@@ -21,7 +21,6 @@ from sparsekv.indexing.indexers.registry import indexers
 class PQCacheIndexer(Indexer):
     """Builds PQ codebooks and the codes of all middle keys."""
 
-    by_default: ClassVar[bool] = False
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
     pq_bytes: int = field(default=8, metadata={"help": "Bytes per key's PQ code, a divisor of the head's channels."})

@@ -27,7 +27,6 @@ class SqueezedIndexer(ClusterIndexer):
     """Clusters all middle keys together."""
 
     revision: ClassVar[int] = 2
-    by_default: ClassVar[bool] = False
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """Levels of key centroids and the token order; also value centroids, which `--residual` uses."""

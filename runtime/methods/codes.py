@@ -41,6 +41,7 @@ class Codes(Method):
     """Ranks keys by their codes, all or those of the best clusters; centroids replace what is not chosen."""
 
     needs_index: ClassVar[bool] = True
+    learns_queries: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
     default_budget: ClassVar[float] = 0.05
     rerank: float = field(

@@ -30,9 +30,9 @@ class MiddleContext:
 
     `load_keys()` and `load_values()` read keys and values [Hk, M, D], in order of position, to the device of `tensors`;
     `load_observed()` reads the queries [Hk, G, W, D] of the tail's first half there: a method may learn from them, for
-    reports measure on the second half. Token positions in the tensors are counted from the first middle token, whose
-    own position in the prompt is `first_token`. `centroids_in_8_bits`: those of the finest clusters as kernels may
-    read them, where they are stored so; `tensors` has what they mean.
+    reports measure on the second half. Positions in `token_order` are counted from the first middle token, whose own
+    position in the prompt is `first_token`; those of other tensors are as the indexer gave them. `centroids_in_8_bits`:
+    those of the finest clusters as kernels may read them, where they are stored so; `tensors` has what they mean.
     """
 
     load_keys: Callable[[], torch.Tensor]

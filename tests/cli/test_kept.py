@@ -68,6 +68,16 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     assert "tokens of" not in run_here("build-index", "doc.txt", "--model", "model").stderr
 
 
+def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) -> None:
+    """Exact ones never continue them."""
+    built = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
+    assert built.code == 0, built.stderr
+    with (place / "doc.txt").open("a") as file:
+        file.write("One line more.\n")
+    told = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv").stderr
+    assert "of an earlier text, and was built with --kv-dtype int8: all are replaced" in told
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -75,7 +85,7 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
         (("--sinks", "4"), "doc.skv was built with --sinks 10: what depends on that is made again, its methods too"),
         (
             ("--kv-dtype", "int8"),
-            "doc.skv was built with --kv-dtype none: what depends on that is made again, its methods too",
+            "doc.skv was built with --kv-dtype auto: what depends on that is made again, its methods too",
         ),
     ],
 )

@@ -206,7 +206,8 @@ def test_a_small_file_with_another_sum_is_told_when_it_is_read(index: Path) -> N
     data[-1] ^= 1
     (index / METHOD).write_bytes(data)
     artifact = Artifact(index)
-    with pytest.raises(ArtifactError, match="its sha256 does not match"):
+    remedy = f"build it again with `sparsekv build-index {index} --method squeezed`"
+    with pytest.raises(ArtifactError, match=f"its sha256 does not match; {remedy}"):
         artifact.method_tensors("squeezed", 0)
     with pytest.raises(ArtifactError, match="its sha256 does not match"):
         Artifact(index).check_sums([METHOD])

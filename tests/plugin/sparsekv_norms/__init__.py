@@ -17,7 +17,6 @@ from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 class NormsIndexer(Indexer):
     """Orders tokens by the norm of their key."""
 
-    by_default: ClassVar[bool] = False
     norm_power: float = field(default=2.0, metadata={"help": "Power of the norm."})
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
