@@ -20,6 +20,7 @@ from sparsekv.kernels.attention.running_softmax_triton import (
     store_partial,
     tile_logits,
 )
+from sparsekv.kernels.attention.stand_ins_triton import share_of_stands, stand_logits_of
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, one_level
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, num_splits
 from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
@@ -38,9 +39,11 @@ from sparsekv.kernels.common.tiles_triton import (
 @dataclass(frozen=True)
 class Form:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's."""
+    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's. A program with
+    less than two tiles to do takes short ones: it would wait for a second one that is nearly empty."""
 
     tile_bytes: int
+    short_tile_bytes: int
     stages: int
     programs: int
     warps: int
@@ -54,39 +57,16 @@ class Form:
 
 
 # Costs are measured: of a centroid no key is read, and plain ones lie one after another.
-IN_HALF_PRECISION = Form(16_384, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
+IN_HALF_PRECISION = Form(16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
 # A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
 # stages; a program of one warp never waits for another.
-IN_8_BITS = Form(4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
+IN_8_BITS = Form(4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
 # This share of the chosen rows goes, a tile at a time, to programs that finish early, if each has at least LEAST_TILES:
 # equal shares do not finish at the same time.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
-
-
-@triton.jit
-def _stand(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Range of the centroids in a program's share of a head's work units, of which the centroids' are the first.
-
-    Both ends are multiples of 16, so that logits are read four at a time.
-    """
-    stop = tl.minimum(tl.cdiv(tl.minimum(last, units) * 5 // FIFTHS, 16), tl.cdiv(rows, 16)) * 16
-    begin = tl.cdiv(tl.maximum(first, 0) * 5 // FIFTHS, 16) * 16
-    return tl.multiple_of(begin, 16), tl.multiple_of(stop, 16)
-
-
-@triton.jit
-def _stand_logits(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
-    """Logits of some of a head's centroids with what these weigh, in units of log 2."""
-    if LEFT:
-        number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
-        log_left = tl.log(tl.maximum(number, 1).to(tl.float32)) + tl.load(log_counts + c, mask=there, other=0.0)
-        log_left = tl.where(number > 0, log_left, -float("inf"))
-    else:
-        log_left = tl.load(log_counts + c, mask=inside, other=-float("inf"))
-    return (tl.load(logits + c, mask=of_group[:, None] & inside, other=0.0) + log_left) * LOG2_E
 
 
 # These grow as a model decodes, and must not make Triton recompile.
@@ -139,7 +119,7 @@ def _partial_kernel(
     if LISTED:
         logits_of = listed_logits + (head * G + g[:, None]) * listed_logits_stride
         values_of = listed_values + head * listed_values_stride
-        begin, stop = _stand(first - stands, last - stands, lists, listed, LISTED_FIFTHS)
+        begin, stop = share_of_stands(first - stands, last - stands, lists, listed, LISTED_FIFTHS)
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             c = at + t
             inside = c < stop
@@ -154,14 +134,14 @@ def _partial_kernel(
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride
     values_of, log_counts = stand_values + head * stand_stride, stand_counts + head * counts_stride
     of_counts, of_taken = of_counts + head * of_stride, of_taken + head * stand_rows
-    begin, stop = _stand(first, last, stands, stand_rows, STAND_FIFTHS)
+    begin, stop = share_of_stands(first, last, stands, stand_rows, STAND_FIFTHS)
     if not STANDS_SCALED:
         for at in tl.range(begin, stop, TILE, num_stages=STAND_STAGES):
             c = at + t
             inside = c < stop
             there = inside & (c < stand_rows)
             v = tl.load(values_of + c[:, None] * D + d, mask=there[:, None] & in_row, other=0.0)
-            logits = _stand_logits(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
+            logits = stand_logits_of(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
             peak, total, output = add_tile(peak, total, output, logits, v)
 
     keys, values = keys + head * head_stride, values + head * head_stride
@@ -185,7 +165,7 @@ def _partial_kernel(
             there = inside & (c < stand_rows)
             v = tl.load(values_of + c[:, None] * (D // 2) + d, mask=there[:, None] & in_row, other=0)
             _, of_values = scales_of(tl.load(stand_scales + head * stand_rows + c, mask=there, other=0), 1.0, unit)
-            logits = _stand_logits(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
+            logits = stand_logits_of(logits_of, log_counts, of_counts, of_taken, c, inside, there, of_group, LEFT)
             peak, total, first_output, second_output = add_values(
                 peak, total, first_output, second_output, logits, v, of_values, EXACT
             )
@@ -268,6 +248,8 @@ def decode_attention_triton(
     units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
+    if units < 2 * tile * programs:
+        tile = tile_rows(D, runs.keys.dtype, form.short_tile_bytes)
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
     rows, used_rows = runs.starts, runs.used
     if runs.ends is not None:
