@@ -55,12 +55,8 @@ _OF_METHODS: dict[str, Shape] = {
     "scores": ("float32", ("Hk", "M")),
 }
 _CENTROIDS_INT8: dict[str, Shape] = {
-    "level0.centroids": ("int8", ("Hk", "C0", "D")),
-    "level0.value_centroids": ("int8", ("Hk", "C0", "D")),
-    "level0.centroid_scales": ("bfloat16", ("Hk", "C0")),
-    "level0.value_centroid_scales": ("bfloat16", ("Hk", "C0")),
-    "level0.centroid_channel_scales": ("bfloat16", ("Hk", "D")),
-    "level0.centroid_channel_offsets": ("bfloat16", ("Hk", "D")),
+    int8_centroids.NAMES[name]: (dtype, tuple("C0" if axis == "N" else axis for axis in axes))
+    for name, (dtype, axes) in _CONTEXT_INT8.items()
 }
 _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
