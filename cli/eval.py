@@ -13,6 +13,7 @@ from sparsekv.cli.common.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KVDtypeOption,
     ModelOption,
     QuietOption,
     names_of,
@@ -27,6 +28,7 @@ from sparsekv.cli.evaluating.ray_worker import answer_by_ray
 from sparsekv.cli.evaluating.recipe import Recipe
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
@@ -135,6 +137,7 @@ def evaluate_methods(
     ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
     tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128,
+    kv_dtype: KVDtypeOption = AUTO,
     chunk_size: ChunkSizeOption = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks and of the confidence intervals.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
@@ -195,6 +198,7 @@ def evaluate_methods(
     )
     configured = {name: configure(one, parameters) for name, one in chosen.items()}
     prefilled = {name: configure(way, parameters) for name, way in ways.items()}
+    stored = kv_dtype_named(kv_dtype)
     folder = work_folder(document, data, work)
     question = None
     if question_prefill is not None:
@@ -218,6 +222,7 @@ def evaluate_methods(
         sinks=sinks,
         tail=tail,
         chunk_size=chunk_size,
+        kv_dtype=stored,
         raw=raw,
         keep=keep_indices,
         max_new_tokens=max_new_tokens,
@@ -241,7 +246,8 @@ def evaluate_methods(
         mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
         plot_scores(found, mapped, f"{comparison.loaded.name} on {inputs.name}", plot)
         note(f"plot: {plot}", quiet=quiet)
-    about = {"model": comparison.loaded.name, "document": inputs.name, "seed": seed, "work": str(folder)}
+    about = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": kv_dtype, "seed": seed}
+    about |= {"work": str(folder)}
     if html is not None:
         write_html(evaluation_page(evaluation_record(found, places, about)), html, quiet=quiet)
     print_rows(found, places, about, as_json=as_json, as_csv=as_csv)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.formats.documents.prompt import FixedPrompt
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
@@ -14,7 +15,8 @@ from sparsekv.indexing.prefill.interface import Prefill
 
 @dataclass(frozen=True)
 class Builder:
-    """A model, what builds each method's tensors, and ways to prefill, by name; `chunk_size` None: the device's."""
+    """A model, what builds each method's tensors, and ways to prefill, by name; `chunk_size` None: the device's;
+    `kv_dtype` None: keys and values are stored in the model's dtype."""
 
     loaded: LoadedModel
     methods: dict[str, Indexer]
@@ -22,6 +24,7 @@ class Builder:
     sinks: int = 10
     tail: int = 128
     chunk_size: int | None = None
+    kv_dtype: KVDtype | None = None
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -30,9 +33,12 @@ class Builder:
 
     def decides(self, prefill: str) -> dict[str, Any]:
         """What else decides an index, beside its prompt and the model."""
+        # Answers over exact rows stay those of versions that had no others.
+        stored = {} if self.kv_dtype is None else {"kv_dtype": self.kv_dtype}
         return {
             "split": [self.sinks, self.tail],
             "prefill": [self._chunk_size(prefill), asdict(self.prefills[prefill])],
+            **stored,
         }
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
@@ -45,6 +51,7 @@ class Builder:
             tail=self.tail,
             chunk_size=self._chunk_size(prefill),
             prefill=self.prefills[prefill],
+            kv_dtype=self.kv_dtype,
         )
         build_index(plan, folder, progress)
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, say_csv, show
+from sparsekv.formats.kv_storage import AUTO
 from sparsekv.runtime.evaluation.table import Cell, Row
 from sparsekv.runtime.selection.budget import Budget
 
@@ -58,9 +59,10 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
+    stored = "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
     table = Table(
         title=f"{first.task}: {_counted(first)} of {mean}"
-        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}",
+        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
         title_justify="left",
         title_style="",
     )

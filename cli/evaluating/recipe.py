@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.cli.common.loading import load
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.builder import Builder
 from sparsekv.indexing.indexers.interface import Indexer
@@ -31,6 +32,7 @@ class Recipe:
     sinks: int
     tail: int
     chunk_size: int | None
+    kv_dtype: KVDtype | None
     raw: bool
     keep: bool
     max_new_tokens: int | None
@@ -45,7 +47,9 @@ class Recipe:
             identity=identify(loaded),
             methods=self.methods,
             budgets=self.budgets,
-            builder=Builder(loaded, self.indexers, self.prefills, self.sinks, self.tail, self.chunk_size),
+            builder=Builder(
+                loaded, self.indexers, self.prefills, self.sinks, self.tail, self.chunk_size, self.kv_dtype
+            ),
             question=self.question,
             residual=self.residual,
             raw=self.raw,

@@ -5,7 +5,7 @@ import math
 import torch
 
 from sparsekv.kernels.codes.types import LEVELS, PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, padded_clusters
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.kernels.tables.list_ranks import exact_logsumexp, ranks_of
 from sparsekv.kernels.tables.types import ExactKeys
 
@@ -69,4 +69,4 @@ def code_logits(
     below = ((best - octaves) * PER_OCTAVE).round().clamp(0, LEVELS)
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = (best.sum(2) - below.gather(-1, names).sum(2) / PER_OCTAVE) * math.log(2)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return softcapped(logits, softcap)

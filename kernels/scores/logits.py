@@ -16,6 +16,11 @@ def attention_logits(
         [Hk, G, Q, T] float32. On a CPU, half-precision keys are copied to float32 for it.
     """
     logits = products(query.flatten(1, 2), keys).view(*query.shape[:3], keys.shape[1]) * softmax_scale
+    return softcapped(logits, softcap)
+
+
+def softcapped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits of any shape as a model with a soft cap has them (Gemma 2); themselves where there is none."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.kernels.tables.list_codes import HIGHEST, TILE_TOKENS, ListCodes, unpacked
 from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, LARGEST, RANKS, ExactKeys, TokenRanks, lowest_rank
 
@@ -98,4 +98,4 @@ def list_logits(
         logits = logits + unpacked(words[rows[:, part]]) * numbers[:, part, :, None]
     whole = base[..., None] + logits * (size / room)[..., None]
     assert whole.shape[1] == G
-    return whole if softcap is None else softcap * torch.tanh(whole / softcap)
+    return softcapped(whole, softcap)

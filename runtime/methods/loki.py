@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -58,7 +58,7 @@ class LokiSelector(Selector):
         turned = query.float() @ self.basis[:, None]
         logits = attention_logits(turned, self.reduced, self.facts.softmax_scale)
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
-        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+        return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest estimated probability."""

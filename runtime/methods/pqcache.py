@@ -14,6 +14,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
 from sparsekv.kernels.scores.best import best_tokens
+from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -67,7 +68,7 @@ class PQSelector(Selector):
         for table, codes in zip(tables.unbind(1), self.codes.unbind(-1), strict=True):
             logits += table.gather(-1, codes.long()[:, None].expand_as(logits))
         logits = logits.view(Hk, G, Q, -1) * self.facts.softmax_scale
-        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+        return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest probability: estimated, or exact among the candidates with re-ranking."""

@@ -18,7 +18,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
-from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
@@ -81,7 +81,7 @@ class SparQSelector(Selector):
         some = query.gather(-1, best[:, None, None].expand(*query.shape[:3], -1)).float()
         share = some.abs().sum(-1, keepdim=True) / query.float().abs().sum(-1, keepdim=True).clamp(min=1e-30)
         logits = attention_logits(some / share.clamp(min=1e-30).sqrt(), keys.transpose(1, 2), self.facts.softmax_scale)
-        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+        return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """The tokens of highest estimated probability."""

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from sparsekv.formats.schema import LayerFacts
+from sparsekv.kernels.scores.logits import softcapped
 
 
 class CodeEstimates:
@@ -51,5 +52,4 @@ class CodeEstimates:
         return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
 
     def _capped(self, products: torch.Tensor) -> torch.Tensor:
-        logits = products * self.facts.softmax_scale
-        return logits if self.facts.softcap is None else self.facts.softcap * torch.tanh(logits / self.facts.softcap)
+        return softcapped(products * self.facts.softmax_scale, self.facts.softcap)

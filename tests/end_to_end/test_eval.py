@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from support.command import run_here
 from support.killed import Command
 from support.python_help import DOCUMENT
 from support.tiny_models import save_tiny
+
+from sparsekv.formats.manifest import read_manifest
 
 TASKS = ("--task", "niah-multikey", "--task", "perplexity", "--length", "500", "--contexts", "2", "--questions", "2")
 WAYS = ("--method", "oracle", "--method", "multipole", "--budget", "5%", "--budget", "100%", "--max-new-tokens", "6")
@@ -53,6 +56,28 @@ def _answers(work: Path) -> dict[str, tuple[str, float | None]]:
 def straight(place: Path) -> tuple[Path, str]:
     """A whole run: its folder, and what it wrote as JSON."""
     return place / "straight", _run(*_small(place, place / "straight", "--json", "--plot", place / "x.png"))
+
+
+def test_answers_over_keys_and_values_in_8_bits_are_their_own(place: Path, straight: tuple[Path, str]) -> None:
+    """In the folder of those over exact ones, of which none is taken; and of these none is asked again."""
+    work = shutil.copytree(straight[0], place / "in 8 bits")
+    exact = _answers(work)
+    stored = ("--kv-dtype", "int8", "--keep-indices")
+    rounded = json.loads(_run(*_small(place, work, "--json", *stored)))
+    assert (rounded["kv_dtype"], json.loads(straight[1])["kv_dtype"]) == ("int8", "auto")
+    both = _answers(work)
+    assert len(both) == 2 * len(exact)
+    assert exact.items() <= both.items()
+    indices = list((work / "indices").glob("*.skv"))
+    assert indices
+    assert all(read_manifest(one).kv_storage is not None for one in indices)
+    assert _rows(_run(*_small(place, work, "--json"))) == _rows(straight[1])
+    losses = [
+        [row["score"] for row in rows if row["metric"] != "exact"] for rows in (rounded["rows"], _rows(straight[1]))
+    ]
+    assert losses[0] != losses[1]
+    asked = [part for part in _small(place, work, *stored) if part != "-q"]
+    assert "keys and values in int8" in run_here(*asked).stdout
 
 
 def test_few_contexts_are_told_of(place: Path, straight: tuple[Path, str]) -> None:

@@ -1,5 +1,6 @@
 """Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, those
-that weigh what is always attended before tokens are ranked, logits of centroids in 8 bits, and the sum over ranks.
+that weigh what is always attended before tokens are ranked, the scan of codes, logits of centroids in 8 bits, and the
+sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -18,7 +19,7 @@ from sparsekv.kernels.attention import decode_attention_triton, running_softmax_
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton
-from sparsekv.kernels.codes import product_tables_triton
+from sparsekv.kernels.codes import code_ranks_triton, product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
@@ -114,7 +115,8 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
     codes = KeyCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
-    product_tables_triton.make_tables(query, codes, clusters, *about)
+    made = product_tables_triton.make_tables(query, codes, clusters, *about)
+    code_ranks_triton._scan(made, codes, 100, about[2])
     channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
     centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
     found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
@@ -123,12 +125,13 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, look_up, logits, summing = kernels = [
+    partial, shared, own, merging, tables, scan, look_up, logits, summing = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
         Compiler(running_softmax_triton._merge_kernel),
         Compiler(product_tables_triton._tables_kernel),
+        Compiler(code_ranks_triton._scan_kernel),
         Compiler(list_look_up_triton._look_up_kernel),
         Compiler(cluster_choice_triton._logits_kernel),
         Compiler(sum_triton._sum_kernel),
@@ -138,7 +141,8 @@ def main() -> None:
         patch.multiple(decode_attention_triton, _partial_kernel=partial, **multiprocessors),
         patch.multiple(shared_decode_triton, _shared_kernel=shared, _own_kernel=own, **multiprocessors),
         patch.object(running_softmax_triton, "_merge_kernel", merging),
-        patch.multiple(product_tables_triton, _tables_kernel=tables, **multiprocessors),
+        patch.object(product_tables_triton, "_tables_kernel", tables),
+        patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
         patch.object(list_look_up_triton, "_look_up_kernel", look_up),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsekv.kernels.scores.best import best_tokens
+from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 from sparsekv.kernels.tables.table_lookup import Tables, centroids_used, estimate_logits, estimate_part, look_up
 from sparsekv.kernels.tables.tables import cosine_kmeans, insert, split_channels, top_lists
@@ -140,9 +141,8 @@ class TableSelector(Selector):
         [Hk, Q or 1]; and the log-sum-exps [Hk, G, Q] of the softmax, which include the rows always attended."""
         Hk, G, Q, D = piece.query.shape
         lookup = look_up(self.tables, piece.query.transpose(1, 2).reshape(Hk, Q * G, D), self.backoff, self.weights)
-        logits = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
-        if (softcap := self.facts.softcap) is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        estimates = estimate_logits(self.tables, lookup, self.scoring) * self.facts.softmax_scale
+        logits = softcapped(estimates, self.facts.softcap)
         beside = piece.beside.transpose(1, 2).flatten(1)
         weights, totals = softmax_with_logsumexp(torch.cat([logits, beside[..., None]], -1))
         together = Q * G if piece.shared else G

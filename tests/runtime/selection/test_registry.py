@@ -26,6 +26,7 @@ from sparsekv.runtime.selection.selection import Cost, Selection, single_rows
 
 @dataclass(frozen=True)
 class LoudestIndexer(Indexer):
+    by_default: ClassVar[bool] = True
     power: float = 2.0
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
