@@ -196,9 +196,6 @@ def evaluate_methods(
         | {f"--question-prefill {name}": one for name, one in asking.items()},
         parameters,
     )
-    configured = {name: configure(one, parameters) for name, one in chosen.items()}
-    prefilled = {name: configure(way, parameters) for name, way in ways.items()}
-    stored = kv_dtype_named(kv_dtype)
     folder = work_folder(document, data, work)
     question = None
     if question_prefill is not None:
@@ -213,16 +210,16 @@ def evaluate_methods(
         model=model,
         device=device,
         dtype=dtype,
-        methods=configured,
+        methods={name: configure(one, parameters) for name, one in chosen.items()},
         budgets=budgets,
         indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
-        prefills=prefilled,
+        prefills={name: configure(way, parameters) for name, way in ways.items()},
         question=question,
         residual=residual,
         sinks=sinks,
         tail=tail,
         chunk_size=chunk_size,
-        kv_dtype=stored,
+        kv_dtype=kv_dtype_named(kv_dtype),
         raw=raw,
         keep=keep_indices,
         max_new_tokens=max_new_tokens,
@@ -232,9 +229,11 @@ def evaluate_methods(
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
-    counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}"
-    counted = f"{counted}, each in {len(comparison.ways())} ways"
-    note(f"{counted}; answers are kept in {folder}, and none is computed twice", quiet=quiet)
+    counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each in"
+    note(
+        f"{counted} {len(comparison.ways())} ways; answers are kept in {folder}, and none is computed twice",
+        quiet=quiet,
+    )
     with progress(quiet=quiet) as show:
         if ray is not None:
             answer_by_ray(recipe, comparison, asked, ray, workers, show)
@@ -246,8 +245,8 @@ def evaluate_methods(
         mapped = places if len(inputs.lengths) > 1 or len(inputs.depths) > 1 else []
         plot_scores(found, mapped, f"{comparison.loaded.name} on {inputs.name}", plot)
         note(f"plot: {plot}", quiet=quiet)
-    about = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": kv_dtype, "seed": seed}
-    about |= {"work": str(folder)}
+    name, where = comparison.loaded.name, str(folder)
+    about = {"model": name, "document": inputs.name, "kv_dtype": kv_dtype, "seed": seed, "work": where}
     if html is not None:
         write_html(evaluation_page(evaluation_record(found, places, about)), html, quiet=quiet)
     print_rows(found, places, about, as_json=as_json, as_csv=as_csv)
