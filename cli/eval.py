@@ -21,7 +21,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.chosen import chosen_methods, needed_indexers
+from sparsekv.cli.evaluating.chosen import chosen_methods, chosen_question, needed_indexers
 from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
@@ -31,7 +31,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
-from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
+from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
@@ -197,10 +197,6 @@ def evaluate_methods(
         parameters,
     )
     folder = work_folder(document, data, work)
-    question = None
-    if question_prefill is not None:
-        method_of = next((configure(one, parameters) for one in asking.values()), None)
-        question = QuestionPrefill(question_prefill, method_of, Budget.parse(question_budget, "--question-budget"))
     inputs = Inputs.read(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
@@ -214,7 +210,7 @@ def evaluate_methods(
         budgets=budgets,
         indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
         prefills={name: configure(way, parameters) for name, way in ways.items()},
-        question=question,
+        question=chosen_question(question_prefill, asking, parameters, question_budget),
         residual=residual,
         sinks=sinks,
         tail=tail,

@@ -1,8 +1,14 @@
-"""The methods that `eval` compares, and what builds their indices."""
+"""The methods that `eval` compares, what builds their indices, and what a question's tokens attend to."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
 
@@ -21,3 +27,17 @@ def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Index
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
     return {name: known[name] for name in dict.fromkeys(wanted)}
+
+
+def chosen_question(
+    name: str | None, asking: Mapping[str, type[Method]], parameters: Mapping[str, Any], budget: str
+) -> QuestionPrefill | None:
+    """What `--question-prefill` and `--question-budget` say a question's tokens attend to; None: what the answer's do.
+
+    Args:
+        asking: the method of that name, if it is one.
+    """
+    if name is None:
+        return None
+    method = next((configure(one, parameters) for one in asking.values()), None)
+    return QuestionPrefill(name, method, Budget.parse(budget, "--question-budget"))
