@@ -49,4 +49,6 @@ def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
     options = [*chosen] if manifest.model.id == EMBEDDED else [*chosen, "--model", manifest.model.id]
     if most < _EVALUATED and "--length" not in chosen:
         options += ["--length", str(most)]
+    if manifest.kv_storage is not None and "--kv-dtype" not in chosen:
+        options += ["--kv-dtype", manifest.kv_storage.dtype]
     return command("eval", text, *options)

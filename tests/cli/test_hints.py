@@ -128,13 +128,14 @@ def test_names_are_quoted_and_never_options() -> None:
 
 
 def test_a_report_shows_how_answers_are_evaluated(place: Path) -> None:
-    """With a length that its document has, also where only its beginning is indexed."""
+    """With a length that its document has, also where only its beginning is indexed; and stored as it is."""
     Path("long.txt").write_text(Path("doc.txt").read_text() * 2)
-    for cut in ((), ("--max-tokens", "600")):
-        assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q", *cut).code == 0
+    for options in ((), ("--max-tokens", "600"), ("--kv-dtype", "int8")):
+        assert run_here("build-index", "long.txt", "--model", "model", "--method", "squeezed", "-q", *options).code == 0
         report = run_here("recall-report", "-i", "long.skv", "--method", "squeezed", "--budget", "5%", "-q")
         (hint,) = shown(report.stdout)
         assert hint.startswith("sparsekv eval long.txt --method squeezed --model ")
+        assert ("--kv-dtype int8" in hint) == ("int8" in options)
         done = shell(f"{hint} --contexts 1 --questions 1 --max-new-tokens 2 -q", place)
         assert done.returncode == 0, done.stderr
         shutil.rmtree("long.skv")
