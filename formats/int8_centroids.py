@@ -32,9 +32,9 @@ def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) ->
 
     Args:
         tensors: as an indexer builds them.
-        before: what is stored of the clusters that these continue. All share its channels, by which centroids that
-            stay get the numbers that they had, unless there were fewer than half as many, or than FEWEST_SHARED: then
-            all get new ones, because channels of a few do not fit the others.
+        before: what is stored of the clusters that these continue. Its channels are used again, so that centroids that
+            stay get the numbers that they had. Not if it has fewer than FEWEST_SHARED clusters, or than half as many as
+            there are now: channels of a few do not fit the others.
     """
     if KEYS not in tensors:
         return dict(tensors)

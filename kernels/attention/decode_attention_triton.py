@@ -211,7 +211,7 @@ def _tensors(part: ScoredCentroids | None, other: torch.Tensor) -> tuple[torch.T
     size = aligned(part.values.shape[1] if rows is None else logits.shape[2])
     if logits.shape[2] != size:
         logits = pad(logits, (0, size - logits.shape[2]), value=-torch.inf)
-    if part.of is None and log_counts.shape[1] != size:
+    if part.clusters is None and log_counts.shape[1] != size:
         log_counts = pad(log_counts, (0, size - log_counts.shape[1]), value=-torch.inf)
     if rows is not None and rows.shape[1] != size:
         rows = pad(rows, (0, size - rows.shape[1]))
@@ -243,8 +243,8 @@ def decode_attention_triton(
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
     stand_scales = None if plain is None else plain.scales
     assert stand_scales is None or runs.scales is not None  # values are added up in the unit of rows in 8 bits
-    of = None if plain is None else plain.of
-    of_counts, of_taken = (query, query) if of is None else (of.counts, of.taken)
+    clusters = None if plain is None else plain.clusters
+    of_counts, of_taken = (query, query) if clusters is None else (clusters.counts, clusters.taken)
     units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
@@ -283,7 +283,7 @@ def decode_attention_triton(
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,
-        LEFT=of is not None,
+        LEFT=clusters is not None,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
     merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)

@@ -72,8 +72,8 @@ class ScoredCentroids:
     where the logits include the log of whole clusters, as on a CPU, it is the log of the share of them that is left.
     Logits and log counts past the last value are minus infinity. With rows [H, C] int32 the values [H, V, D] are those
     of all clusters, and `rows` are indices into them; the first `used` [H] int32 are valid, None: all. scales: values
-    are int8, without `rows`, and mean what these say. of: clusters, without `rows`, of which what is left is computed
-    where it is attended; the softmax takes the log of that too, and log_counts [H, C] is whatever is added to it.
+    are int8, without `rows`, and mean what these say. clusters, without `rows`: what is left of them is not counted
+    yet; the attention does, and the softmax takes the log of that, plus log_counts [H, C], plus the logits.
     """
 
     logits: torch.Tensor
@@ -82,11 +82,11 @@ class ScoredCentroids:
     rows: torch.Tensor | None = None
     used: torch.Tensor | None = None
     scales: RowScales | None = None
-    of: TakenRows | None = None
+    clusters: TakenRows | None = None
 
     def log_weights(self) -> torch.Tensor:
         """What the softmax takes beside the logits, [H, C]."""
-        return self.log_counts if self.of is None else self.of.log_left() + self.log_counts
+        return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:
         """Value of each centroid [H, C, D]; copies them if there are `rows` or scales."""
@@ -101,7 +101,7 @@ def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """Centroids of several levels as one, none in 8 bits; copies them if there is more than one level."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    assert all(part.scales is None and part.of is None for part in parts)
+    assert all(part.scales is None and part.clusters is None for part in parts)
     sizes = [part.values.shape[1] for part in parts]
     return ScoredCentroids(
         torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),

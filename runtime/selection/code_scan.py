@@ -57,5 +57,5 @@ class CodeScan:
             listed = top_ranked(found.ranks, candidates)
             ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, scale, softcap)
             chosen = top_ranked(ranks, tokens, listed, groups)
-        of = TakenRows(self.clusters.counts, found.taken)
-        return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, of=of)
+        clusters = TakenRows(self.clusters.counts, found.taken)
+        return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, clusters=clusters)

@@ -81,7 +81,7 @@ def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int
     query, runs, exact, (part,) = step.on(DEVICE).arguments(1)
     # As they lie beside one another in a table: heads are not contiguous.
     all_counts = torch.cat([counts, counts], 1).to(DEVICE)[:, :clusters]
-    part = replace(part, log_counts=bias.to(DEVICE), of=TakenRows(all_counts, taken.to(DEVICE)))
+    part = replace(part, log_counts=bias.to(DEVICE), clusters=TakenRows(all_counts, taken.to(DEVICE)))
     with poisoned_memory():
         found = decode_attention_triton(query, runs, exact, [part], 0.125).cpu()
     for output in (found, decode_attention_reference(query, runs, exact, [part], 0.125).cpu()):

@@ -72,7 +72,9 @@ def test_what_is_left_of_clusters_beside_such_rows(scaled: bool) -> None:
         step = replace(step, stand_values=centroids.exact_values)
     counts = torch.randint(0, 9, step.stand_counts.shape, dtype=torch.int32)
     taken = (counts * torch.rand(counts.shape).round()).int()
-    stand = replace(stand, log_counts=stand.log_counts.clamp(min=0), of=TakenRows(counts.to(DEVICE), taken.to(DEVICE)))
+    stand = replace(
+        stand, log_counts=stand.log_counts.clamp(min=0), clusters=TakenRows(counts.to(DEVICE), taken.to(DEVICE))
+    )
     weights = (counts - taken).double().log() + stand.log_counts.cpu()
     truth = expected(replace(step, stand_counts=weights), True, 0.125, None, None)
     with poisoned_memory():
