@@ -22,6 +22,7 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
+MOST_CHUNKS = 2  # more GPUs have not been measured, and each has the hidden states of all tokens
 
 
 def most_tokens(positions: int) -> int:
@@ -30,17 +31,19 @@ def most_tokens(positions: int) -> int:
     return most // 100 * 100 or most
 
 
-def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill) -> int:
+def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill, ranks: int = 1) -> int:
     """Tokens per forward pass of a prefill: as asked, else as many as the device needs to be busy.
 
-    The result of a sparse prefill depends on them, so there they are the same for all devices. GPUs that share a model
-    take no more than one: twice as many were 7% faster on two, and cost each what the hidden states of all take.
+    The result of a sparse prefill depends on them, so there they are the same for all devices.
+
+    Args:
+        ranks: how many devices share the model: of each token each one computes a share.
     """
     if asked is not None:
         return asked
     if not prefill.exact:
         return CHUNK
-    return CHUNK_ON_A_GPU if device.type == "cuda" else CHUNK_ON_A_CPU
+    return CHUNK_ON_A_GPU * min(ranks, MOST_CHUNKS) if device.type == "cuda" else CHUNK_ON_A_CPU
 
 
 @dataclass(frozen=True)

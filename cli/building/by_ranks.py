@@ -1,5 +1,6 @@
 """`build-index` by several ranks: each runs its share of the model and makes its share of the indices."""
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ from sparsekv.cli.building.recipe import Recipe
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.loading import load
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.indexing.plan import Progress
+from sparsekv.indexing.plan import Progress, choose_chunk_size
 
 if TYPE_CHECKING:  # torch.distributed is for ranks alone
     from sparsekv.formats.ranks.ranks import Ranks
@@ -31,4 +32,5 @@ def index_by_ranks(ranks: "Ranks", recipe: Recipe, target: Target, show: Progres
     def leader(loaded: LoadedModel) -> Leader:
         return Leader(ranks, split=splits_heads(loaded.model))
 
-    recipe.index(target, lambda: loads(ranks=ranks), show, leader)
+    chunk = choose_chunk_size(recipe.chunk_size, ranks.device, recipe.prefill, ranks.size)
+    replace(recipe, chunk_size=chunk).index(target, lambda: loads(ranks=ranks), show, leader)

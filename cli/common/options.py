@@ -85,7 +85,8 @@ SpecialTokensOption = Annotated[
 ChunkSizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU; a sparse prefill 512)."
+        help="Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU, 16,384 on several; a sparse "
+        "prefill 512)."
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]

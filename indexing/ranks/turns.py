@@ -38,6 +38,7 @@ def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     device: torch.device = ranks.device
     if device.type == "cuda":
-        # The rows that this rank captured are gone; those of all heads that are read now fit none of their places.
+        # The captured rows of this rank's heads are gone. Those of all heads, which threads now read on streams of
+        # their own, fit none of the places that torch has kept: it would take new ones beside them.
         torch.cuda.empty_cache()
     return make_layers_from(work, layers[ranks.number :: ranks.size], read, device)

@@ -13,6 +13,11 @@ def test_a_dense_prefill_gives_a_gpu_more_at_a_time() -> None:
     assert choose_chunk_size(None, GPU, DensePrefill()) > choose_chunk_size(None, CPU, DensePrefill())
 
 
+def test_gpus_that_share_a_model_take_more_together() -> None:
+    assert choose_chunk_size(None, GPU, DensePrefill(), 2) == 2 * choose_chunk_size(None, GPU, DensePrefill())
+    assert choose_chunk_size(None, CPU, DensePrefill(), 2) == choose_chunk_size(None, CPU, DensePrefill())
+
+
 def test_a_sparse_prefill_does_not_depend_on_the_device() -> None:
     assert choose_chunk_size(None, GPU, QuokaPrefill()) == choose_chunk_size(None, CPU, QuokaPrefill())
 
