@@ -21,7 +21,7 @@ from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Addition
+from sparsekv.formats.schema import AdditionRecord
 from sparsekv.indexing.append import (
     addition_record,
     clear_finished,
@@ -96,7 +96,7 @@ def append(
     say(str(artifact.folder))
 
 
-def _named(addition: Addition) -> str:
+def _named(addition: AdditionRecord) -> str:
     return f"sha256 {addition.sha256[:12]}, {addition.tokens:,} tokens"
 
 

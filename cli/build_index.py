@@ -9,7 +9,7 @@ import typer
 from sparsekv.cli.building.by_ranks import index_by_ranks
 from sparsekv.cli.building.onto_index import FIXED, add_methods, index_among
 from sparsekv.cli.building.ray_worker import index_by_ray
-from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.recipe import BuildRecipe
 from sparsekv.cli.building.several import index_here, index_several
 from sparsekv.cli.building.targets import choose_targets
 from sparsekv.cli.common.console import progress, say
@@ -124,7 +124,7 @@ def build_index(
     ranks = join_ranks(device)
     index = index_among(documents or [], ranks=ranks is not None)
     targets = choose_targets(documents or [], from_file, output)
-    recipe = Recipe(
+    recipe = BuildRecipe(
         methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
         prefill=configure(way, parameters),
         model=model,

@@ -25,7 +25,7 @@ from sparsekv.cli.evaluating.chosen import chosen_methods, chosen_question, need
 from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
-from sparsekv.cli.evaluating.recipe import Recipe
+from sparsekv.cli.evaluating.recipe import EvalRecipe
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
@@ -201,7 +201,7 @@ def evaluate_methods(
         document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
     )
     note_small_budgets(budgets, quiet=quiet)
-    recipe = Recipe(
+    recipe = EvalRecipe(
         work=folder,
         model=model,
         device=device,

@@ -27,7 +27,7 @@ from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Defaults, Target
+from sparsekv.formats.schema import Defaults, TuneTarget
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
@@ -190,7 +190,7 @@ def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bo
     note(f"{artifact.folder} has no default of its own now", quiet=quiet)
 
 
-def _defaults(best: Tuned, target: Target) -> Defaults:
+def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
     return Defaults(
         method=best.form.name,
         variant=best.form.variant,

@@ -66,11 +66,11 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
     Ranks gather one tensor at a time, together.
     """
-    gather = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
-    flat = (tensor if gather is None else gather()).reshape(-1)
+    whole = getattr(tensor, "full_tensor", None)  # of a DTensor, which a single process need not import
+    flat = (tensor if whole is None else whole()).reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR]
-    return sample if gather is None else sample.clone()
+    return sample if whole is None else sample.clone()
 
 
 def identify_model(

@@ -31,7 +31,7 @@ class HeadPart:
 ALL_HEADS = HeadPart()
 
 
-class GrowingRows:
+class GrowingPart:
     """One part of the heads of a safetensors file of tensors [H, N, D] that are filled from the front along N.
 
     Memory: 16 MiB of page-locked memory for each thread, where the tensors are on a GPU.
@@ -90,7 +90,7 @@ class GrowingRows:
             os.fdatasync(self._file.descriptor)
 
 
-class GrowingFile(GrowingRows):
+class GrowingFile(GrowingPart):
     """Such a file as the process has it that begins it, names it and records it.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sparsekv.formats.index_name import beside, with_ending
-from sparsekv.formats.schema import Target
+from sparsekv.formats.schema import TuneTarget
 from sparsekv.formats.suggestions import nearest
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
@@ -48,7 +48,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
     return command("build-index", folder, *(part for name in methods for part in ("--method", name)))
 
 
-def tune_hint(folder: Path, target: Target) -> str:
+def tune_hint(folder: Path, target: TuneTarget) -> str:
     """The search for a default setting again, for the same target among the same methods."""
     of = [] if target.of is None else ["--of", f"{target.of:g}"]
     among = (part for name in target.methods for part in ("--method", name))

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from sparsekv.formats.folder import Folder
-from sparsekv.formats.growing_file import GrowingRows, HeadPart
+from sparsekv.formats.growing_file import GrowingPart, HeadPart
 from sparsekv.formats.unfinished_file import JoinedFile, SharedFile
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.whole_file import WholeFile
@@ -25,7 +25,7 @@ class PartWriter:
     def __init__(self, part: HeadPart):
         self._part, self._folder = part, Path()
         self._files: dict[str, JoinedFile] = {}
-        self._rows: dict[str, GrowingRows] = {}
+        self._rows: dict[str, GrowingPart] = {}
         self._ended: dict[str, WholeFile] = {}
         self._threads = ThreadPoolExecutor(THREADS)
 
@@ -64,7 +64,7 @@ class PartWriter:
             return
         try:
             if name not in self._rows:
-                self._rows[name] = GrowingRows(self._files[name], tensors, self._part)
+                self._rows[name] = GrowingPart(self._files[name], tensors, self._part)
             self._rows[name].put(end, self._threads)
         except OSError as error:
             raise WaysOut().cannot_write(self._folder, error) from None

@@ -96,7 +96,7 @@ class LayerFacts(Record):
     rope: RopeFacts | None = Field(default=None, description="null where it is not known")
 
 
-class Prefill(Record):
+class PrefillRecord(Record):
     """How the context was computed: `dense`, or an approximation with its parameters."""
 
     kind: str
@@ -150,7 +150,7 @@ class FileRecord(Record):
     tensors: dict[str, TensorRecord]
 
 
-class Target(Record):
+class TuneTarget(Record):
     """What a setting had to reach: recall of at least or error of at most `value`, as a mean over layers, heads and
     queries; or perplexity of at most `value` times dense attention's.
 
@@ -178,13 +178,13 @@ class Defaults(Record):
     budget: Share
     layer_budgets: dict[int, Share] | None
     residual: bool
-    target: Target
+    target: TuneTarget
     calibration: float
     held_out: float
     kv_fraction: float
 
 
-class Addition(Record):
+class AdditionRecord(Record):
     """Text that `append` added: its sha256 and its number of tokens."""
 
     sha256: Sha256
@@ -219,12 +219,12 @@ class Manifest(Record):
     kv_storage: KVStorage | None = Field(default=None, description="null: keys and values are stored in `dtype`")
     rope: RopeRecord
     layers: list[LayerFacts] = Field(min_length=1)
-    prefill: Prefill
+    prefill: PrefillRecord
     versions: dict[str, str]
     methods: dict[MethodName, MethodRecord]
     probe: Probe
     files: dict[FileName, FileRecord]
-    additions: list[Addition] = Field(default=[], description="what was appended since it was built, in order")
+    additions: list[AdditionRecord] = Field(default=[], description="what was appended since it was built, in order")
     defaults: Defaults | None = Field(default=None, description="null where no setting was measured")
     manifest_sha256: str = ""
 

@@ -18,8 +18,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.parameters import given_parameters
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Addition as AdditionRecord
-from sparsekv.formats.schema import ChatFrame, Manifest
+from sparsekv.formats.schema import AdditionRecord, ChatFrame, Manifest
 from sparsekv.formats.values import check_values
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import Indexer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
 from sparsekv.formats.models.identify import identify
-from sparsekv.formats.schema import Addition, Manifest, MethodRecord, Prompt, RopeRecord
+from sparsekv.formats.schema import AdditionRecord, Manifest, MethodRecord, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
@@ -65,7 +65,7 @@ def build_index(
         return _finished(writer, _manifest(job, facts, in_order(kept | built, writer.base)))
 
 
-def _additions(plan: BuildPlan, base: Manifest | None) -> list[Addition]:
+def _additions(plan: BuildPlan, base: Manifest | None) -> list[AdditionRecord]:
     earlier = base.additions if base else []
     if plan.growth:
         return [*earlier, plan.growth.addition]

@@ -10,7 +10,7 @@ from sparsekv.formats.context_rows import Pair
 from sparsekv.formats.growing_file import RemoteSum
 from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
-from sparsekv.formats.schema import LayerFacts, ModelIdentity, Prefill, Split, layer_file
+from sparsekv.formats.schema import LayerFacts, ModelIdentity, PrefillRecord, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.storing_error import storing_error
 
@@ -18,7 +18,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def context_recipe(
-    model: ModelIdentity, ids_sha256: str, split: Split, dtype: str, prefill: Prefill, kv_dtype: KVDtype | None
+    model: ModelIdentity, ids_sha256: str, split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None
 ) -> str:
     """The recipe of a context's files: the hash of everything that decides their content.
 
@@ -40,7 +40,7 @@ def decides_keys(model: ModelIdentity) -> list[str | None]:
     return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
 
 
-def decides_context(prefill: Prefill) -> object:
+def decides_context(prefill: PrefillRecord) -> object:
     """What of a prefill decides keys and values: not the chunk size of a dense one."""
     return prefill.kind if prefill.exact else prefill.model_dump()
 

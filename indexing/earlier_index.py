@@ -8,7 +8,7 @@ from sparsekv.formats.checksums import chained_block_hashes, common_prefix_token
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.kv_storage import AUTO, KVDtype
-from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, Prefill, Split, layer_file
+from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, PrefillRecord, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
@@ -117,7 +117,7 @@ def _other_settings(plan: BuildPlan, base: Manifest) -> list[str]:
     return [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
 
 
-def _settings(split: Split, dtype: str, prefill: Prefill, kv_dtype: KVDtype | None) -> dict[str, object]:
+def _settings(split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None) -> dict[str, object]:
     of_rows = {"--dtype": dtype, "--prefill": str(prefill), "--kv-dtype": kv_dtype or AUTO}
     return {"--sinks": split.sinks, "--tail": split.tail, **of_rows}
 

@@ -11,8 +11,7 @@ from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.parameters import stored_parameters
-from sparsekv.formats.schema import Addition, ModelIdentity, Split, TokenizerIdentity
-from sparsekv.formats.schema import Prefill as PrefillRecord
+from sparsekv.formats.schema import AdditionRecord, ModelIdentity, PrefillRecord, Split, TokenizerIdentity
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.indexers.interface import Indexer
@@ -53,7 +52,7 @@ class Growth:
 
     base: str
     online: frozenset[str]
-    addition: Addition
+    addition: AdditionRecord
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.recipe import BuildRecipe
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.loading import load
 from sparsekv.formats.models.load import LoadedModel
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # torch.distributed is for ranks alone
     from sparsekv.formats.ranks.ranks import Ranks
 
 
-def index_by_ranks(ranks: "Ranks", recipe: Recipe, target: Target, show: Progress) -> None:
+def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Progress) -> None:
     """Build a document's index, or resume or update it; all ranks call this together.
 
     Raises:
-        SparsekvError: the ranks cannot share the model; or what `Recipe.index` raises.
+        SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
     """
     loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.rope_scaling, quiet=recipe.quiet)
     if not ranks.first:

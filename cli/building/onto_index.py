@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from sparsekv.cli.building.recipe import Recipe, tell_built
+from sparsekv.cli.building.recipe import BuildRecipe, tell_built
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.loading import load_for
 from sparsekv.formats.errors import UsageError
@@ -35,7 +35,7 @@ def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
     return folder
 
 
-def add_methods(folder: Path, recipe: Recipe, given: Iterable[str], show: Progress) -> None:
+def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: Progress) -> None:
     """Build the methods of a recipe into an index.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.recipe import BuildRecipe
 from sparsekv.cli.building.several import Done
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.ray_cluster import RayCluster
@@ -14,7 +14,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 
 
-class IndexWorker(RayWorker[Recipe, Target]):
+class IndexWorker(RayWorker[BuildRecipe, Target]):
     """Holds a model, and builds or resumes the index of a document."""
 
     command = "build-index"
@@ -27,7 +27,7 @@ class IndexWorker(RayWorker[Recipe, Target]):
         self.recipe.index(job, lambda: self.loaded, lambda stage, done, of: None)
 
 
-def index_by_ray(recipe: Recipe, address: str, workers: int | None, targets: Sequence[Target], done: Done) -> None:
+def index_by_ray(recipe: BuildRecipe, address: str, workers: int | None, targets: Sequence[Target], done: Done) -> None:
     """Index all documents by a cluster, the longest first.
 
     Raises:

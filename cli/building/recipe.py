@@ -27,7 +27,7 @@ from sparsekv.indexing.prefill.interface import Prefill
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuildRecipe:
     """What `build-index` was asked to do with each document; every field but `methods` and `prefill` is an option.
 
     methods: an indexer with its parameters, by name. prefill: what a chunk attends to. chunk_size: None for the

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.recipe import BuildRecipe
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.console import note, progress, say, tell
 from sparsekv.cli.common.failures import causes, describe
@@ -58,7 +58,7 @@ def index_several(targets: Sequence[Target], work: Work, *, quiet: bool) -> None
         )
 
 
-def index_here(recipe: Recipe, targets: Sequence[Target], show: Progress, done: Done) -> None:
+def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, done: Done) -> None:
     """Index one document after another, with one model.
 
     Raises:

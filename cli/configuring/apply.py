@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sparsekv.cli.configuring.defaults import Defaults, check_tables, command_defaults
+from sparsekv.cli.configuring.defaults import OptionDefaults, check_tables, command_defaults
 from sparsekv.cli.configuring.project_file import ProjectFile, project_file
 from sparsekv.cli.configuring.sources import with_defaults
 from sparsekv.formats.errors import UsageError
@@ -26,7 +26,9 @@ def apply_defaults(name: str, command: Any, commands: Iterable[str]) -> dict[str
         check_tables(file, commands)
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        defaults = Defaults() if file is None else command_defaults(file, path, leaf, table_of(file, path, leaves))
+        defaults = (
+            OptionDefaults() if file is None else command_defaults(file, path, leaf, table_of(file, path, leaves))
+        )
         with_defaults(leaf, defaults)
         inner = nested
         for part in path[1:]:

@@ -27,7 +27,7 @@ def variable(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Defaults:
+class OptionDefaults:
     """Values from a file for a command's parameters, by their names in Python, and where each stands."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,9 @@ def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
             refuse_type(f"{file.where(key)}: {key}", value, "text in quotes")
 
 
-def command_defaults(file: ProjectFile, name: tuple[str, ...], command: Any, table: Mapping[str, Any]) -> Defaults:
+def command_defaults(
+    file: ProjectFile, name: tuple[str, ...], command: Any, table: Mapping[str, Any]
+) -> OptionDefaults:
     """What the file has for a command: its table, and before that the keys for all commands.
 
     Args:
@@ -72,7 +74,7 @@ def command_defaults(file: ProjectFile, name: tuple[str, ...], command: Any, tab
         key: (file.where(key), value) for key, value in file.tables.items() if _takes_shared(options.get(key), key)
     }
     found |= {key: (file.where(*name, key), value) for key, value in table.items()}
-    defaults, kinds = Defaults(), kinds_of(command)
+    defaults, kinds = OptionDefaults(), kinds_of(command)
     for key, (where, value) in found.items():
         option = options[key]
         refuse_calls_own(option, kinds[option.name], where)

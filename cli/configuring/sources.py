@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sparsekv.cli.common.help_panels import METHODS_OF
-from sparsekv.cli.configuring.defaults import Defaults
+from sparsekv.cli.configuring.defaults import OptionDefaults
 from sparsekv.cli.configuring.option_values import long_name
 from sparsekv.formats.errors import UsageError
 
@@ -34,7 +34,7 @@ def on_command_line(ctx: Any, name: str) -> bool:
     return source_of(ctx, name) == "COMMANDLINE"
 
 
-def with_defaults(command: Any, defaults: Defaults) -> None:
+def with_defaults(command: Any, defaults: OptionDefaults) -> None:
     """Change a command to leave out defaults that other options outrank, and to name the source of one that fails.
 
     The changed command raises UsageError for a model that the file names and the user has never named.
@@ -99,7 +99,7 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
 
 @contextmanager
-def _naming_sources(ctx: Any, defaults: Defaults) -> Iterator[None]:
+def _naming_sources(ctx: Any, defaults: OptionDefaults) -> Iterator[None]:
     """Adds to an error that mentions an option, or its value, a note that says where the value comes from."""
     try:
         yield

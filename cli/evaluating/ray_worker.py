@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sparsekv.cli.common.ray_cluster import RayCluster
 from sparsekv.cli.common.ray_worker import RayWorker, whole_model
-from sparsekv.cli.evaluating.recipe import Recipe
+from sparsekv.cli.evaluating.recipe import EvalRecipe
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.evaluation.answers import Answers
 from sparsekv.runtime.evaluation.builder import Progress
@@ -14,7 +14,7 @@ from sparsekv.runtime.evaluation.parts import Parts
 from sparsekv.runtime.evaluation.tasks import Context
 
 
-class AnswerWorker(RayWorker[Recipe, Context]):
+class AnswerWorker(RayWorker[EvalRecipe, Context]):
     """Holds a model, and answers the questions of a context into a part of its own of the work folder."""
 
     command = "eval"
@@ -29,7 +29,12 @@ class AnswerWorker(RayWorker[Recipe, Context]):
 
 
 def answer_by_ray(
-    recipe: Recipe, comparison: Comparison, contexts: list[Context], address: str, workers: int | None, show: Progress
+    recipe: EvalRecipe,
+    comparison: Comparison,
+    contexts: list[Context],
+    address: str,
+    workers: int | None,
+    show: Progress,
 ) -> None:
     """Have a cluster answer what is not answered yet; all of it is in the work folder then.
 

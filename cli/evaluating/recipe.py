@@ -16,7 +16,7 @@ from sparsekv.runtime.selection.interface import Method
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EvalRecipe:
     """The options of `eval` that decide an answer, and where answers go; `work` is the folder."""
 
     work: Path

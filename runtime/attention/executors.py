@@ -160,7 +160,7 @@ class InPlaceExecutor(Executor):
         self.selector, self.middle, self.counter, self.gather = selector, middle, counter, gather
 
     def attend(self, step: Step, budget: Budget) -> Attended:
-        count = None if step.slot is None else step.slot.count
+        count = None if step.step_row is None else step.step_row.count
         queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count, step.how[2])))
         selection, rows = self.selector.select(queries, budget), self.middle.in_place()
         per_count = selection.cost.per_count

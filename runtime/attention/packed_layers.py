@@ -92,7 +92,7 @@ class PackedSparse(PackedLayer):
             values=values,
             mask=causal_mask(piece.tokens, keys.shape[1], None, keys.device),
             first=self.tokens,
-            slot=None,
+            step_row=None,
             unstored=self.tokens - self.exact[0].shape[1],
             joint=True,
             how=_how(call, len(keys)),

@@ -42,14 +42,14 @@ class LayerOptions:
     search_device: torch.device | None = None
     mapped: tuple[torch.Tensor, ...] = ()
     question: QuestionSearch | None = None
-    gather: GatherMaker | None = None
+    gather_maker: GatherMaker | None = None
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a slot), and
+    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is a `StepRow`), and
     `prefill` a question's tokens; `own_prefill`: the selector chooses for these too. `steps_alike`: whether policies
     and placement allow one captured step to be replayed.
     """
@@ -99,13 +99,13 @@ def plan_layer(
         heads: KV heads, Hk.
         device: the model's.
     """
-    read, where, make = ReadRows(heads, device), options.search_device or device, options.gather or GatherExecutor
+    read, where, make = ReadRows(heads, device), options.search_device or device, options.gather_maker or GatherExecutor
     gather = make(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
     prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
     appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
     appender = None if appendable is None else Appender(appendable, middle, sinks, read, where, prefetcher)
     shared = _Shared(selector, middle, facts, budget, read, gather, prefetcher, options)
-    plain = options.meter is None and prefetcher is None and options.gather is None
+    plain = options.meter is None and prefetcher is None and options.gather_maker is None
     return LayerPlan(
         selector=selector,
         middle=middle,
@@ -147,7 +147,7 @@ class _Shared:
 def _decode(shared: _Shared, device: torch.device) -> Policy:
     """On a CPU, with nothing measured, prefetched or gathered, the fused executor; otherwise what `_captured` gives."""
     options = shared.options
-    if options.meter is None and shared.prefetcher is None and options.gather is None and device.type != "cuda":
+    if options.meter is None and shared.prefetcher is None and options.gather_maker is None and device.type != "cuda":
         return shared.direct(FusedExecutor(shared.selector, shared.middle, shared.gather))
     return _captured(shared)
 
@@ -158,7 +158,7 @@ def _captured(shared: _Shared) -> Policy:
         return shared.measured(shared.options.meter)
     if shared.prefetcher is not None:
         return Prefetching(shared.prefetcher, shared.middle, shared.read)
-    if shared.options.gather is not None or not shared.middle.reachable:
+    if shared.options.gather_maker is not None or not shared.middle.reachable:
         return shared.direct(shared.gather)
     return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
 

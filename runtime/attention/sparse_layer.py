@@ -7,7 +7,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.attention.step import step_of
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.cache.stored_layer import MissedShares, Slot, StoredLayer
+from sparsekv.runtime.cache.stored_layer import MissedShares, StepRow, StoredLayer
 from sparsekv.runtime.selection.capabilities import ObservesQuestion
 
 
@@ -32,12 +32,12 @@ class SparseLayer(StoredLayer):
         # Never during a question: its first tokens must not see an index that contains its last ones.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
-        decode = plan.decode if self.slot is None else plan.captured
+        decode = plan.decode if self.step_row is None else plan.captured
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
-    def reserve(self, slot: Slot, tokens: int) -> None:
-        super().reserve(slot, tokens)
+    def reserve(self, step_row: StepRow, tokens: int) -> None:
+        super().reserve(step_row, tokens)
         self.plan.read.deferred = True
 
     def buffers(self) -> tuple[int, ...]:

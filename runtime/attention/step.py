@@ -9,7 +9,7 @@ import torch
 from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
 from sparsekv.runtime.selection.queries import Queries
 
 How = tuple[float, float | None, torch.Tensor | None]
@@ -21,8 +21,8 @@ class Step:
     """query [Hk, G, Q, D] of the tokens that a layer appended last; `first` is the position of the first of them.
 
     keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
-    each query sees; None: all valid rows. With a `slot`, the number of valid rows and the token's position are known
-    on the device only. `unstored`: add it to an exact row's number to get its token's position.
+    each query sees; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and the
+    token's position. `unstored`: add it to an exact row's number to get its token's position.
     `joint`: one selection for all Q queries. `batch`: that of `Queries`.
     """
 
@@ -31,7 +31,7 @@ class Step:
     values: torch.Tensor
     mask: torch.Tensor | None
     first: int
-    slot: Slot | None
+    step_row: StepRow | None
     unstored: int
     joint: bool
     how: How
@@ -55,9 +55,9 @@ class Step:
             yield replace(self, query=self.query[:, :, piece], mask=mask, first=self.first + start)
 
     def _seen(self) -> torch.Tensor | None:
-        if self.slot is None:
+        if self.step_row is None:
             return self.mask
-        return torch.arange(self.keys.shape[1], device=self.keys.device)[None] < self.slot.count
+        return torch.arange(self.keys.shape[1], device=self.keys.device)[None] < self.step_row.count
 
     def _exact_logsumexp(self) -> torch.Tensor:
         logits, seen, sinks = attention_logits(self.query, self.keys, *self.how[:2]), self._seen(), self.how[2]
@@ -65,8 +65,8 @@ class Step:
         return total if sinks is None else torch.logaddexp(total, sinks[..., None].float())
 
     def _positions(self) -> torch.Tensor:
-        if self.slot is not None:
-            return self.slot.row + self.unstored
+        if self.step_row is not None:
+            return self.step_row.row + self.unstored
         return torch.arange(self.first, self.first + self.query.shape[2], device=self.keys.device)
 
 
@@ -80,7 +80,7 @@ def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
         values=values,
         mask=None if queries == 1 else causal_mask(queries, layer.used, None, keys.device),
         first=layer.get_seq_length() - queries,
-        slot=layer.slot,
+        step_row=layer.step_row,
         unstored=layer.stored - layer.first,
         joint=queries > 1,
         how=(call.softmax_scale, call.softcap, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)),

@@ -8,7 +8,7 @@ from sparsekv.kernels.attention.attention import Segment, attend, attend_once, c
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
 
 
 class DenseLayer(StoredLayer):
@@ -33,8 +33,8 @@ class DenseLayer(StoredLayer):
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)
 
-    def reserve(self, slot: Slot, tokens: int) -> None:
-        super().reserve(slot, tokens)
+    def reserve(self, step_row: StepRow, tokens: int) -> None:
+        super().reserve(step_row, tokens)
         if self.window is not None:
             self._join()
 
@@ -50,8 +50,8 @@ class DenseLayer(StoredLayer):
             self.keys, self.values = keys[:, seen:], values[:, seen:]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if self.slot is not None:
-            return self._decode_at(self.slot, call)
+        if self.step_row is not None:
+            return self._decode_at(self.step_row, call)
         if call.query.shape[1] == 1:
             return self._decode(call) if call.query.is_cuda else self._attend_once(call)
         return self.attend_before(call, self.exact_rows())
@@ -98,12 +98,12 @@ class DenseLayer(StoredLayer):
         runs = RunRows(self.keys, self.values, start, new - start, new)
         return attend_to(call, runs, (stored_keys, stored_values))
 
-    def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
-        """The same when the number of new rows is on the device, in the slot."""
+    def _decode_at(self, step_row: StepRow, call: AttentionCall) -> torch.Tensor:
+        """The same when the number of new rows is on the device, in `step_row`."""
         assert self.keys is not None
         assert self.values is not None
         assert call.window == self.window
-        count = slot.count.expand(len(self.keys), 1)
+        count = step_row.count.expand(len(self.keys), 1)
         if self.window is None:
             runs = RunRows(self.keys, self.values, torch.zeros_like(count), count, self.keys.shape[1])
             return attend_to(call, runs, self.stored_rows())

@@ -11,7 +11,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.dense_layer import DenseLayer, attend_to
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.rows_in_8_bits import placed, side_by_side, units_of
-from sparsekv.runtime.cache.stored_layer import Slot
+from sparsekv.runtime.cache.stored_layer import StepRow
 
 
 class DenseLayerIn8Bits(DenseLayer):
@@ -48,7 +48,7 @@ class DenseLayerIn8Bits(DenseLayer):
     def _decode(self, call: AttentionCall) -> torch.Tensor:
         return attend_to(call, self._runs, self.exact_rows())
 
-    def _decode_at(self, slot: Slot, call: AttentionCall) -> torch.Tensor:
+    def _decode_at(self, step_row: StepRow, call: AttentionCall) -> torch.Tensor:
         assert self.keys is not None
         assert self.values is not None
-        return attend_to(call, self._runs, (self.keys, self.values), slot.count)
+        return attend_to(call, self._runs, (self.keys, self.values), step_row.count)

@@ -8,7 +8,7 @@ from transformers import Cache
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.graphs import ModelGraph
 from sparsekv.runtime.cache.read_rows import read_share, total_read
-from sparsekv.runtime.cache.stored_layer import Slot, StoredLayer
+from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LayerStats:
 class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
-    Between `reserve` and `release` each layer appends one row per step, to a slot whose position is kept on the device,
-    so that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
+    Between `reserve` and `release` each layer appends one row per step, at a `StepRow` that is kept on the device, so
+    that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
     capture has failed.
     """
 
@@ -61,7 +61,7 @@ class IndexCache(Cache):
         """Switch to one row per step, with capacity for `tokens` of them; may reallocate the buffers."""
         for number, layer in enumerate(self.stored_layers):
             one = slice(number, number + 1)
-            layer.reserve(Slot(self.rows[one], self.counts[one]), tokens)
+            layer.reserve(StepRow(self.rows[one], self.counts[one]), tokens)
         used = torch.tensor([layer.used for layer in self.stored_layers])
         self.rows.copy_(used)
         self.counts.copy_(used + 1)

@@ -14,7 +14,7 @@ MissedShares = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Slot:
+class StepRow:
     """Where a decode step writes its row: `row` [1] int64, and `count` [1] int32, the number of rows including it. Both
     are on the device, so that each replay of a captured step writes to another row."""
 
@@ -40,7 +40,7 @@ class StoredLayer(CacheLayerMixin):
     def __init__(self, stored: int, first_keys: torch.Tensor, first_values: torch.Tensor):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
-        self.slot: Slot | None = None
+        self.step_row: StepRow | None = None
         rows = self.first + FIRST_NEW_ROWS
         # Zeros, because masked rows must still be finite numbers.
         self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
@@ -60,9 +60,9 @@ class StoredLayer(CacheLayerMixin):
         """
         assert self.keys is not None
         assert self.values is not None
-        if self.slot is not None:
-            self.keys.index_copy_(1, self.slot.row, key_states.flatten(0, 1))
-            self.values.index_copy_(1, self.slot.row, value_states.flatten(0, 1))
+        if self.step_row is not None:
+            self.keys.index_copy_(1, self.step_row.row, key_states.flatten(0, 1))
+            self.values.index_copy_(1, self.step_row.row, value_states.flatten(0, 1))
             return key_states, value_states
         start, self.used = self.used, self.used + key_states.shape[2]
         if self.used > self.keys.shape[1]:
@@ -71,22 +71,22 @@ class StoredLayer(CacheLayerMixin):
         self.values[:, start : self.used] = value_states.flatten(0, 1)
         return key_states, value_states
 
-    def reserve(self, slot: Slot, tokens: int) -> None:
-        """Switch to one row per step, written to the slot, with buffers that have capacity for `tokens` more rows."""
+    def reserve(self, step_row: StepRow, tokens: int) -> None:
+        """Switch to one row per step, written to `step_row`, with buffers that have capacity for `tokens` more rows."""
         assert self.keys is not None
         assert self.values is not None
-        self.slot = slot
+        self.step_row = step_row
         if self.used + tokens > self.keys.shape[1]:
             needed = self.used + tokens
             self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
 
     def advance(self) -> None:
-        """Count the row of a finished step; the cache itself moves the slot on."""
+        """Count the row of a finished step; the cache itself moves `step_row` on."""
         self.used += 1
 
     def release(self) -> None:
         """Switch back to appending any number of rows per step."""
-        self.slot = None
+        self.step_row = None
 
     def room_left(self) -> int:
         """How many more rows fit into the buffers."""
@@ -114,7 +114,7 @@ class StoredLayer(CacheLayerMixin):
         """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""
         assert self.keys is not None
         assert self.values is not None
-        if self.slot is not None:
+        if self.step_row is not None:
             return self.keys, self.values
         return self.keys.narrow(1, 0, self.used), self.values.narrow(1, 0, self.used)
 

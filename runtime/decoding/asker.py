@@ -35,7 +35,7 @@ class Asker:
         placement: str = "device",
         prefetch: bool = False,
         question: QuestionPrefill | None = None,
-        gather: Callable[[int], GatherMaker] | None = None,
+        gather_makers: Callable[[int], GatherMaker] | None = None,
     ) -> "Asker":
         """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`.
 
@@ -54,7 +54,7 @@ class Asker:
             prefetch=prefetch,
             question=question,
             budgets=setting.layer_budgets,
-            gather=gather,
+            gather_makers=gather_makers,
         )
         return cls(index, setting, cache)
 

@@ -91,7 +91,7 @@ class OpenIndex:
         question: QuestionPrefill | None = None,
         budgets: Mapping[int, Budget] | None = None,
         tail: bool = True,
-        gather: Callable[[int], GatherMaker] | None = None,
+        gather_makers: Callable[[int], GatherMaker] | None = None,
     ) -> IndexCache:
         """A cache that decodes with one method; layers with a sliding window stay dense.
 
@@ -108,7 +108,7 @@ class OpenIndex:
             question: how a question's tokens select, if not like the answer's.
             budgets: budgets of single layers, by layer number, that replace `budget`.
             tail: False: the stored context ends with the middle, and the tokens fed next take the tail's place.
-            gather: for each layer, what makes the executor of all of its steps.
+            gather_makers: for each layer, what makes the executor of all of its steps.
 
         Raises:
             UsageError: unknown placement, `residual` for an index without value centroids, or a missed share to be
@@ -125,7 +125,7 @@ class OpenIndex:
         where = search_device(method, placement, self.device)
         prepared = self._take_prepared(PreparedMethod(name, method, where, residual))
         about = self.artifact, self.device, self.dtype, self.take_rows
-        sparse = SparseLayers(*about, prepared, split, placement, question, gather=gather)
+        sparse = SparseLayers(*about, prepared, split, placement, question, gather_makers=gather_makers)
         for layer, facts in enumerate(self.artifact.manifest.layers):
             if facts.sliding_window is not None:
                 layers.append(self._dense_layer(layer, split.tokens))

@@ -51,7 +51,7 @@ class SparseLayers:
     placement: str
     question: QuestionPrefill | None
     _: KW_ONLY
-    gather: Callable[[int], GatherMaker] | None
+    gather_makers: Callable[[int], GatherMaker] | None
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
@@ -66,7 +66,7 @@ class SparseLayers:
             search_device=self.prepared.device,
             mapped=mapped,
             question=self._question_search(rows, prepared.selector),
-            gather=None if self.gather is None else self.gather(layer),
+            gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
         # The selector may keep the file mapped, with the pages that were read to get here.
         for tensor in (*rows.stored.tensors.values(), *mapped) if self.placement == "disk" else ():

@@ -64,7 +64,7 @@ class TracedIndex:
             UsageError: the setting moves tokens of the answer into the index; and what `Asker.ask` raises.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
-        answer = self._asker(self._attending, tracer.gather).ask(question, Sampling(max_new_tokens), on_text)
+        answer = self._asker(self._attending, tracer.gather_maker).ask(question, Sampling(max_new_tokens), on_text)
         return answer, {**self._about(answer), "truth": truth, **tracer.shares()}
 
     @property
@@ -105,8 +105,8 @@ class TracedIndex:
     def _hiding(self, hidden: torch.Tensor) -> Callable[[int], GatherMaker]:
         return lambda layer: partial(HidingExecutor, hidden=hidden, sinks=self.index.split.sinks)
 
-    def _asker(self, setting: Setting, gather: Callable[[int], GatherMaker]) -> Asker:
-        asker = Asker.open(self.index, setting, question=self.prefill, gather=gather)
+    def _asker(self, setting: Setting, gather_makers: Callable[[int], GatherMaker]) -> Asker:
+        asker = Asker.open(self.index, setting, question=self.prefill, gather_makers=gather_makers)
         if _appends(asker.cache):
             raise UsageError("--stream: a trace tells of the document's own tokens; leave it out")
         return asker

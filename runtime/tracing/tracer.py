@@ -43,7 +43,7 @@ class Tracer:
             for layer in manifest.indexed_layers
         }
 
-    def gather(self, layer: int) -> GatherMaker:
+    def gather_maker(self, layer: int) -> GatherMaker:
         """What makes a layer's executor."""
         return partial(RecordingExecutor, record=self.layers[layer])
 

@@ -10,7 +10,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import Target
+from sparsekv.formats.schema import TuneTarget
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, Point
@@ -62,9 +62,9 @@ class Goal(ABC):
         """The goal, about attention, by which a method's forms are compared on a sample of layers."""
         return self
 
-    def target(self) -> Target:
+    def target(self) -> TuneTarget:
         """The goal as it is recorded in a manifest."""
-        return Target(measure=self.measure, value=self.value)
+        return TuneTarget(measure=self.measure, value=self.value)
 
     def __str__(self) -> str:
         return f"{self.measure} of {self.bound} {self.value:g}"
@@ -98,8 +98,8 @@ class RecallGoal(Goal):
         chosen_on = AttentionMeter(artifact, self.reference, calibration=True, outputs=self.outputs, device=device)
         return chosen_on, AttentionMeter(artifact, self.reference, calibration=False, device=device)
 
-    def target(self) -> Target:
-        return Target(measure=self.measure, value=self.value, of=self.reference.value)
+    def target(self) -> TuneTarget:
+        return TuneTarget(measure=self.measure, value=self.value, of=self.reference.value)
 
     def __str__(self) -> str:
         return f"recall of the oracle's best {self.reference} of {self.bound} {self.value:g}"

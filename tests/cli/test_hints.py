@@ -11,7 +11,7 @@ from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.hints import command
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.schema import Defaults, Target
+from sparsekv.formats.schema import Defaults, TuneTarget
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 SHOWN = re.compile(r"`(sparsekv [^`]+)`")
@@ -104,7 +104,7 @@ def test_every_command_exits_alike_where_no_index_is(place: Path, command: tuple
 
 def test_tune_is_shown_with_its_target_where_its_default_is_gone(place: Path) -> None:
     manifest = read_manifest(place / "doc.skv")
-    target = Target(measure="recall", value=0.3, of=0.1)
+    target = TuneTarget(measure="recall", value=0.3, of=0.1)
     defaults = Defaults(
         method="gone",
         variant="",

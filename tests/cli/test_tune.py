@@ -10,7 +10,7 @@ from support.command import run_here
 
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.schema import Defaults, Target
+from sparsekv.formats.schema import Defaults, TuneTarget
 
 TUNE = ("tune", "--target-recall", "0.7", "--method", "squeezed", "--method", "quest", "--method", "window")
 ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", "4", "--model", "model", "--json")
@@ -46,7 +46,7 @@ def setting(place: Path) -> Defaults:
         budget=0.5,
         layer_budgets={0: 0.25, 1: 0.75, 2: 0.5},
         residual=False,
-        target=Target(measure="recall", value=0.9),
+        target=TuneTarget(measure="recall", value=0.9),
         calibration=0.91,
         held_out=0.9,
         kv_fraction=0.6,
@@ -239,7 +239,7 @@ def test_a_perplexity_is_measured_with_the_model(place: Path) -> None:
     assert best["recall"] is not None
     defaults = read_manifest(place / "doc.skv").defaults
     assert defaults is not None
-    assert defaults.target == Target(measure="perplexity", value=1.5, methods=["squeezed", "window"])
+    assert defaults.target == TuneTarget(measure="perplexity", value=1.5, methods=["squeezed", "window"])
     assert asked()["method"] == best["method"]
 
 

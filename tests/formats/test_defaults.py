@@ -18,7 +18,7 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.journal import JOURNAL
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.reader import Artifact
-from sparsekv.formats.schema import MANIFEST, Defaults, Manifest, Target
+from sparsekv.formats.schema import MANIFEST, Defaults, Manifest, TuneTarget
 from sparsekv.formats.writer import ArtifactWriter
 
 SETTING = Defaults(
@@ -28,7 +28,7 @@ SETTING = Defaults(
     budget=0.25,
     layer_budgets={0: 0.1, 11: 0.4},
     residual=True,
-    target=Target(measure="recall", value=0.9),
+    target=TuneTarget(measure="recall", value=0.9),
     calibration=0.91,
     held_out=0.895,
     kv_fraction=0.3125,

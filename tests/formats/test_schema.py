@@ -14,7 +14,7 @@ from sparsekv.formats.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.names import FILE_NAME, METHOD_NAME
 from sparsekv.formats.schema import (
     MANIFEST,
-    Addition,
+    AdditionRecord,
     ChatFrame,
     FileRecord,
     LayerFacts,
@@ -77,7 +77,7 @@ changes = st.fixed_dictionaries(
         "methods": st.dictionaries(st.from_regex(METHOD_NAME, fullmatch=True), methods, max_size=2),
         "probe": probes,
         "files": st.dictionaries(names, files, max_size=2),
-        "additions": st.lists(st.builds(Addition, sha256=hashes, tokens=sizes), max_size=2),
+        "additions": st.lists(st.builds(AdditionRecord, sha256=hashes, tokens=sizes), max_size=2),
     }
 )
 

@@ -16,7 +16,7 @@ from sparsekv.formats.schema import (
     Manifest,
     MethodRecord,
     ModelIdentity,
-    Prefill,
+    PrefillRecord,
     Probe,
     Prompt,
     Split,
@@ -87,7 +87,7 @@ def small_manifest(context: int = 0, method: int = 0) -> Manifest:
         dtype="float32",
         rope={"parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         layers=[LayerFacts(softmax_scale=0.125, softcap=None, sliding_window=None, attention_sinks=False)],
-        prefill=Prefill(kind="dense", chunk_size=512),
+        prefill=PrefillRecord(kind="dense", chunk_size=512),
         versions={"torch": "2.0"},
         methods={
             "squeezed": MethodRecord(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.building.by_ranks import index_by_ranks
-from sparsekv.cli.building.recipe import Recipe
+from sparsekv.cli.building.recipe import BuildRecipe
 from sparsekv.cli.building.targets import Target
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.ranks.join import join_ranks
@@ -35,9 +35,9 @@ QUESTION = "What does line 7 say?"
 TOKENS = 12
 
 
-def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> Recipe:
+def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> BuildRecipe:
     """What both one process and ranks are asked to build: the indices of those methods that have one."""
-    return Recipe(
+    return BuildRecipe(
         methods={name: indexer() for name, indexer in indexers().items() if name in methods},
         prefill=prefills()["dense"](),
         model=str(model),

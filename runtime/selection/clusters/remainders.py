@@ -22,7 +22,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Centroids:
+class LevelCentroids:
     """Each level's centroids [Hk, C, D], as they are attended; counts and parents [Hk, C] of clusters, parents of all
     levels but the coarsest. Without value centroids the keys are passed in their place, unread. layout [Hk, M]: the
     position of each row; starts [Hk, C]: the first row of each finest cluster."""

@@ -17,7 +17,7 @@ from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import Appended
-from sparsekv.runtime.selection.clusters.remainders import Centroids, Scored, of_clusters
+from sparsekv.runtime.selection.clusters.remainders import LevelCentroids, Scored, of_clusters
 from sparsekv.runtime.selection.clusters.steps import ClusterSteps
 from sparsekv.runtime.selection.clusters.stream import BlockClustering, ClusterStream, lookup_tensors
 from sparsekv.runtime.selection.clusters.thresholds import Thresholds
@@ -90,7 +90,9 @@ class ClusterSelector(Selector):
         scored = () if self.windowed_rope is None else scored
         self.tree = Tree(scored or self.keys, **of_levels)
         self.layout, self.starts = found["token_order"], found["starts"]
-        self._centroids = Centroids(self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts)
+        self._centroids = LevelCentroids(
+            self.keys, self.values, self.tree.counts, self.parents, self.layout, self.starts
+        )
         self.middle = self.layout.shape[1]
         self.fewest_tokens = [fewest_tokens(counts) for counts in self.tree.counts[: len(self.parents)]]
         self.most_children = [int(children.max()) for children in self.tree.children]

@@ -10,7 +10,7 @@ from support.command import fails, run_here
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.embedded import EMBEDDED
-from sparsekv.formats.schema import Defaults, Target
+from sparsekv.formats.schema import Defaults, TuneTarget
 
 ASK = ("generate", "Why?", "--json", "--max-new-tokens", "1", "-q")
 
@@ -25,7 +25,7 @@ def tuned(place: Path) -> Path:
         "budget": 0.25,
         "layer_budgets": None,
         "residual": False,
-        "target": Target(measure="recall", value=0.9),
+        "target": TuneTarget(measure="recall", value=0.9),
         "calibration": 0.9,
         "held_out": 0.9,
         "kv_fraction": 0.3,

@@ -17,7 +17,7 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
-from sparsekv.runtime.cache.stored_layer import Slot
+from sparsekv.runtime.cache.stored_layer import StepRow
 
 HK, TOKENS, D = 2, 90, 16
 CPU = torch.device("cpu")
@@ -84,8 +84,8 @@ def test_a_dense_layer_decodes_at_a_slot(stored: dict[str, torch.Tensor]) -> Non
     layers = _both(stored)
     call, outputs = AttentionCall(0, normal(1, 3 * HK, 1, D), *[normal(2, HK, 1, D)] * 2, 0.3, None, None, None), []
     for layer in layers:
-        slot = Slot(torch.tensor([0]), torch.tensor([1], dtype=torch.int32))
-        layer.reserve(slot, 3)
+        step_row = StepRow(torch.tensor([0]), torch.tensor([1], dtype=torch.int32))
+        layer.reserve(step_row, 3)
         layer.update(call.keys[None], call.values[None])
         outputs.append(layer.attend(call))
     assert_close(outputs[0], outputs[1].double(), 1e-6)
