@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     BudgetOption,
     MaxNewTokensOption,
@@ -24,7 +25,6 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -37,9 +37,6 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.runtime.cache.kv_store import check_placement
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -82,12 +79,9 @@ def chat(
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
-    artifact = open_artifact(index)
-    prefilling, hold = prefill_method(artifact, prefill), placement == "device"
-    choices = Choices(artifact, budget, parameters, prefilling, residual)
-    setting = choices.setting(method)
-    read = files_read(artifact, setting.name, setting.method)
-    early = EarlyReading(artifact, device, read, hold=hold, form=setting.form)
+    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    artifact, setting, hold = chosen.artifact, chosen.setting, placement == "device"
+    choices, early = Choices(artifact, budget, parameters, residual), chosen.early_reading(device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.chatting.loop import HOW, converse
     from sparsekv.cli.chatting.piped import is_piped, piped_questions
@@ -96,16 +90,13 @@ def chat(
     from sparsekv.runtime.decoding.generate import Sampling
     from sparsekv.runtime.decoding.talk import Talk
 
-    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     check_placement(placement)
-    if setting.residual:
-        residual_source(artifact)
     piped, questions = is_piped(), piped_questions()
     first = [next(questions)] if piped else []
     started, loading = time.perf_counter(), list[float]()
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, early=early)
-    talk = Talk(opened, setting, placement=placement, prefill=asking, raw=raw, special_tokens=special_tokens)
+    talk = Talk(opened, setting, placement=placement, prefill=chosen.question, raw=raw, special_tokens=special_tokens)
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([setting.budget], quiet=quiet)
     note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)

@@ -12,7 +12,7 @@ from sparsekv.cli.common.options import DeviceOption, QuietOption
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.kv_storage import KVDtype, kv_dtype_named
+from sparsekv.formats.kv_storage import kv_dtype_named
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.ours import check_output
 from sparsekv.formats.reader import Artifact
@@ -43,10 +43,10 @@ def convert(
     sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv
     """
     wanted = kv_dtype_named(kv_dtype)
+    artifact = open_artifact(index, thorough=True, called="INDEX")
+    _refuse_rounded(artifact)
     if wanted is None:
         raise UsageError(f"--kv-dtype {kv_dtype}: keys and values of an index are in its dtype already; give int8")
-    artifact = open_artifact(index, thorough=True, called="INDEX")
-    _refuse_rounded(artifact, wanted)
     if os.path.lexists(output):
         raise UsageError(f"{output} is there already; choose another name with --output")
     check_output(output)
@@ -61,11 +61,11 @@ def convert(
     say(str(output))
 
 
-def _refuse_rounded(artifact: Artifact, wanted: KVDtype) -> None:
+def _refuse_rounded(artifact: Artifact) -> None:
     """Raise UsageError for an index whose exact rows are no longer there."""
     stored = artifact.manifest.kv_storage
     if stored is not None:
         raise UsageError(
-            f"{artifact.folder} stores its keys and values in {stored.dtype} already: the exact ones are not there to "
-            f"store in {wanted}; copy the folder, or build the index again from its document"
+            f"{artifact.folder} stores its keys and values in {stored.dtype} already: the exact ones are gone; copy "
+            "the folder, or build the index again from its document"
         )

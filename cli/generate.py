@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.answering.by_ranks import for_all_ranks, joined_answers, one_at_a_time, refuse_merged_heads
+from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     AnswersJsonOption,
     BatchSizeOption,
@@ -32,7 +33,6 @@ from sparsekv.cli.answering.resuming import AnswersFile
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -50,11 +50,8 @@ from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import check_placement
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
+from sparsekv.runtime.decoding.choose_setting import refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import check_mode
-from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -148,17 +145,14 @@ def generate(
     if schedule is not None:
         budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
     ranks = join_ranks(device)
-    artifact = open_artifact(index)
-    prefilling = prefill_method(artifact, prefill)
-    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
-    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
+    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    artifact, setting, asking = chosen.artifact, chosen.setting, chosen.question
     if ranks is not None:
         refuse_with_ranks({"--resume": resume, "--save-to": save_to})
         refuse_merged_heads(setting, asking)
         batch_size = one_at_a_time(batch_size, batch_file)
     hold = placement == "device"
-    read = files_read(artifact, setting.name, setting.method)
-    early = None if ranks is not None else EarlyReading(artifact, device, read, hold=hold, form=setting.form)
+    early = None if ranks is not None else chosen.early_reading(device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, read_questions
@@ -181,12 +175,10 @@ def generate(
     guarded, stats = None if guard is None else Guard(guard), stats or gauge
     measured, option = gauge or guarded is not None, "--gauge" if guarded is None else "--guard"
     if setting.method is None:
-        beside = {"--guard": guard, "--gauge": gauge, "--ahead": ahead, "--prefill": prefilling and prefill}
+        beside = {"--guard": guard, "--gauge": gauge, "--ahead": ahead, "--prefill": chosen.prefilling and prefill}
         refuse_beside_dense(beside | {"--placement": placement != "device" and placement})
     elif measured:
         check_estimates_missed(option, setting.name, setting.method, residual=setting.residual)
-    if setting.residual:
-        residual_source(artifact)
     wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
     questions = for_all_ranks(ranks, lambda: read_questions(prompt, prompt_file, batch_file))
     if resume is not None and not (batch_file and as_json):

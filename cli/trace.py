@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     BudgetOption,
     MaxNewTokensOption,
@@ -17,7 +18,6 @@ from sparsekv.cli.answering.options import (
 )
 from sparsekv.cli.common.console import note, say, waiting
 from sparsekv.cli.common.help_panels import GroupedCommand
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -32,10 +32,6 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting
-from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.prepare import files_read, residual_source
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -100,24 +96,18 @@ def trace(
     """
     refuse_little_room()
     refuse_unwritable(output)
-    artifact = open_artifact(index)
-    prefilling = prefill_method(artifact, prefill)
-    setting = choose_setting(artifact, method, budget, parameters, prefilling, residual=residual)
-    asking = question_prefill(prefill, prefill_budget, prefilling, parameters)
-    if setting.residual:
-        residual_source(artifact)
-    question = read_question(prompt, prompt_file)
-    read = files_read(artifact, setting.name, setting.method)
-    early = EarlyReading(artifact, device, read, hold=True, form=setting.form)
+    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    setting, question = chosen.setting, read_question(prompt, prompt_file)
+    early = chosen.early_reading(device, hold=True)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(max_new_tokens)
-    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
+    opened = load_for(chosen.artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
     ids = question_ids(opened, question, raw=raw, special_tokens=special_tokens)
-    traced = TracedIndex(opened, setting, asking)
+    traced = TracedIndex(opened, setting, chosen.question)
     hidden = traced.hide(without) if without else None
     note_small_budgets([setting.budget], quiet=quiet)
     note(setting.origin, quiet=quiet or not setting.origin)

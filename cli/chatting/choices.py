@@ -8,24 +8,16 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.decoding.choose_setting import attention_of, choose_setting, refuse_beside_dense
 from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
 
 
 @dataclass
 class Choices:
-    """A budget (None: each method's own), the methods' options, and --residual; `prefilling` is `choose_setting`'s."""
+    """A budget (None: each method's own), the methods' options, and --residual."""
 
     artifact: Artifact
     budget: str | None
     parameters: Mapping[str, Any]
-    prefilling: Mapping[str, type[Method]]
     residual: bool
-
-    def setting(self, method: str | None) -> Setting:
-        """The first setting; raises what `choose_setting` raises, also for options that mean nothing to it."""
-        return choose_setting(
-            self.artifact, method, self.budget, self.parameters, self.prefilling, residual=self.residual
-        )
 
     def other_method(self, name: str) -> Setting:
         """The setting of another method, with those options that it has; raises UsageError if there is none."""

@@ -41,11 +41,15 @@ def _start(size: int | None) -> int | None:
 
 
 def _without_option(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the first `--gpus N` or `--gpus=N`, which stands before the command."""
-    left = list(arguments)
-    at = next(number for number, one in enumerate(left) if one == "--gpus" or one.startswith("--gpus="))
-    del left[at : at + (2 if left[at] == "--gpus" else 1)]
-    return left
+    """The arguments without each `--gpus N` or `--gpus=N` before the command; the last of them counts."""
+    command = next((number for number, one in enumerate(arguments) if one in BY_RANKS), len(arguments))
+    before, left = iter(arguments[:command]), list[str]()
+    for one in before:
+        if one == "--gpus":
+            next(before, None)
+        elif not one.startswith("--gpus="):
+            left.append(one)
+    return [*left, *arguments[command:]]
 
 
 GpusOption = Annotated[

@@ -105,6 +105,7 @@ def test_answers_and_talks_over_8_bits_are_saved_and_asked_again(indices: Path) 
         (("exact.skv", "-o", "new.skv", "--kv-dtype", "auto"), 2, ("--kv-dtype auto", "give int8")),
         (("exact.skv", "-o", "new.skv", "--kv-dtype", "fp8"), 2, ("--kv-dtype fp8", "choose one of auto, int8")),
         (("direct.skv", "-o", "new.skv"), 2, ("direct.skv stores its keys and values in int8 already", "document")),
+        (("direct.skv", "-o", "new.skv", "--kv-dtype", "auto"), 2, ("in int8 already", "document")),
         (("exact.skv",), 2, ("--output",)),
         (("exact.skv", "-o", "doc.txt/new.skv"), 1, ("doc.txt/new.skv",)),
         (("exact.skv", "-o", "new.skv", "--device", "tpu"), 2, ("--device tpu",)),
