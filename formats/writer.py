@@ -107,14 +107,16 @@ class ArtifactWriter(BuildFolder):
         *,
         wait: bool = True,
     ) -> None:
-        """Write one logical file atomically and record it in the journal, in a thread.
+        """Write one logical file in a thread, and record it in the journal once all of it is on disk.
 
-        The tensors must not change until `files` returns.
+        The tensors are held until then, and must not change. Rows that `write_rows` has written are not written again.
 
         Args:
+            name: of `layer_file`, or TOKENS; an earlier file of this name is written first.
+            recipe: the hash of everything that decides the content, but for `of`.
             of: files of this build that it is made from, whose contents are part of the recipe.
-            wait: until it and the files that wait to be written have at most 6 GiB; not for tensors that would take
-                the memory anyway.
+            wait: return once all tensors that wait to be written are at most 6 GiB. False for tensors that stay in
+                memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.

@@ -95,15 +95,15 @@ class CodesSelector(Selector):
         self.clusters, self.bias = residual_clusters(tensors), tensors["rest_bias"]
         self.values, self.starts = tensors["rest_values"], tensors["token_offsets"].long()[:, :-1]
         self.middle, self.counts = self.codes.shape[1], self.clusters.counts.long()
-        self.masses = self.counts.float().log() + self.bias
+        self.log_masses = self.counts.float().log() + self.bias
         stored = sum(2 * tensors[name][0].numel() for name in ("query_turn", "codebooks"))  # bytes, in float16
         self.row_bytes = self.clusters.keys.shape[2] * self.clusters.keys.element_size()
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
         self.tensors = tensors
-        self.by_kernels = method.scan == 1 and CodeScan.serves(tensors)
+        self.has_gpu_scan = method.scan == 1 and CodeScan.serves(tensors)
 
     @cached_property
-    def fused(self) -> StepCodes:
+    def compiled_step(self) -> StepCodes:
         """What the compiled step reads, on a CPU."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
@@ -112,14 +112,14 @@ class CodesSelector(Selector):
             labels=self.clusters.labels.int(),
             centroids=self.clusters.keys,
             counts=self.clusters.counts,
-            masses=self.masses,
+            masses=self.log_masses,
             values=self.values,
             softmax_scale=self.facts.softmax_scale,
             softcap=self.facts.softcap,
         )
 
     @cached_property
-    def kernels(self) -> CodeScan:
+    def gpu_scan(self) -> CodeScan:
         """Made by the first step that can use it, which is none where rows lie elsewhere."""
         return CodeScan(self.tensors, self.clusters, self.facts)
 
@@ -133,23 +133,24 @@ class CodesSelector(Selector):
         if tokens == self.middle:
             return self._everything(1 if queries.joint else queries.query.shape[2])
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
-        if self.by_kernels and queries.in_place is not None:
-            return self._by_kernels(self.kernels, queries, queries.in_place.exact, tokens, candidates)
+        if self.has_gpu_scan and queries.in_place is not None:
+            return self._choose_on_gpu(self.gpu_scan, queries, queries.in_place.exact, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
-        if scanned == self.middle and candidates == tokens and (chosen := self._by_step(queries, tokens)) is not None:
+        chosen = self._choose_compiled(queries, tokens) if scanned == self.middle and candidates == tokens else None
+        if chosen is not None:
             return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
-        masses = (logits + self.masses[:, None, None]).logsumexp(-1)
-        beside = torch.logaddexp(masses, queries.exact_logsumexp())
+        of_rest = (logits + self.log_masses[:, None, None]).logsumexp(-1)
+        logsumexp = torch.logaddexp(of_rest, queries.exact_logsumexp())
         if scanned == self.middle:
-            scores = _probability(self.estimates.of_all(query), beside, joint=queries.joint)
+            scores = _probability(self.estimates.of_all(query), logsumexp, joint=queries.joint)
             best = best_tokens(scores, candidates)
         else:
-            found = self._members(_probability(logits, beside, joint=queries.joint), scanned)
-            scores = _probability(self.estimates.of(query, found), beside, joint=queries.joint)
+            found = self._members(_probability(logits, logsumexp, joint=queries.joint), scanned)
+            scores = _probability(self.estimates.of(query, found), logsumexp, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
         if self.keys is not None and candidates > tokens:
-            exact = _probability(token_logits(query, self.keys, best, self.facts), beside, joint=queries.joint)
+            exact = _probability(token_logits(query, self.keys, best, self.facts), logsumexp, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
 
@@ -166,19 +167,19 @@ class CodesSelector(Selector):
         if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle):
             return None
         replace, sinks = self.replace, sink_logits
-        output = attend_by_codes(query, self.fused, rows, exact, tokens, replace=replace, sink_logits=sinks)
+        output = attend_by_codes(query, self.compiled_step, rows, exact, tokens, replace=replace, sink_logits=sinks)
         read = self._read(self.middle, 0) if tokens < self.middle else 0.0
         return None if output is None else (output, 2.0 * tokens + read)
 
-    def _by_step(self, queries: Queries, tokens: int) -> torch.Tensor | None:
+    def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
         """The tokens [Hk, 1, K] that the compiled step chooses for one query; None where it is not there for that."""
         Hk, _, Q, _ = queries.query.shape
         if Q > 1 or queries.query.dtype != torch.float32 or queries.query.is_cuda or Hk != len(self.codes):
             return None
-        if self.fused.compiled is None:
+        if self.compiled_step.compiled is None:
             return None
-        beside = queries.exact_logsumexp()[..., 0]
-        chosen = choose_by_codes(queries.query[:, :, 0], self.fused, beside, tokens)
+        logsumexp = queries.exact_logsumexp()[..., 0]
+        chosen = choose_by_codes(queries.query[:, :, 0], self.compiled_step, logsumexp, tokens)
         return None if chosen is None else chosen[:, None].long()
 
     def _selection(
@@ -193,7 +194,7 @@ class CodesSelector(Selector):
         rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
         return Selection(single_rows(rows), Cost(0.0), Rest(lambda: self._rest(rows), attended=self.replace))
 
-    def _by_kernels(
+    def _choose_on_gpu(
         self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
     ) -> Selection:
         chosen, left = scan.choose(queries.query[:, :, 0], exact, self.keys, tokens, candidates)
@@ -240,9 +241,9 @@ class CodesSelector(Selector):
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)
 
 
-def _probability(logits: torch.Tensor, beside: torch.Tensor, *, joint: bool) -> torch.Tensor:
+def _probability(logits: torch.Tensor, logsumexp: torch.Tensor, *, joint: bool) -> torch.Tensor:
     """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S] by their log-sum-exp [Hk, G, Q], the mean over the group; of a
     joint selection [Hk, 1, S], the mean over its queries too."""
     # What it is divided by is an estimate, above which a logit can be.
-    probability = (logits - beside[..., None]).clamp(max=MOST).exp().mean(1)
+    probability = (logits - logsumexp[..., None]).clamp(max=MOST).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability
