@@ -32,7 +32,8 @@ ALL_HEADS = HeadPart()
 
 
 class GrowingPart:
-    """One part of the heads of a safetensors file of tensors [H, N, D] that are filled from the front along N.
+    """One process's heads of a safetensors file of tensors [H, N, D] that are filled from the front along N; that of
+    the first process, which also begins, names and records the file, is a `GrowingFile`.
 
     Memory: 16 MiB of page-locked memory for each thread, where the tensors are on a GPU.
 

@@ -115,8 +115,8 @@ class ArtifactWriter(BuildFolder):
             name: of `layer_file`, or TOKENS; an earlier file of this name is written first.
             recipe: the hash of everything that decides the content, but for `of`.
             of: files of this build that it is made from, whose contents are part of the recipe.
-            wait: return once all tensors that wait to be written are at most 6 GiB. False for tensors that stay in
-                memory anyway.
+            wait: first wait until the tensors of this file and of others that were added so, and are not written yet,
+                are at most 6 GiB; a larger file goes alone. False for tensors that stay in memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.

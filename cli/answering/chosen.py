@@ -18,9 +18,10 @@ from sparsekv.runtime.selection.interface import Method
 
 @dataclass(frozen=True)
 class Chosen:
-    """An index, what its answers are decoded with, and what prefills their questions; None: the same.
+    """An index, and what its answers are decoded with.
 
-    `prefilling` is that of `choose_setting`.
+    `question`: what selects for a question's tokens; None: the answer's method. `prefilling`: the method that
+    `--prefill` names, by the name that errors use; empty without one, and for `dense`.
     """
 
     artifact: Artifact
@@ -29,7 +30,7 @@ class Chosen:
     prefilling: Mapping[str, type[Method]]
 
     def early_reading(self, device: str, *, hold: bool) -> EarlyReading:
-        """Reads what answers need of the index, while the model is loaded."""
+        """Begin to read what answers need of the index, beside imports and the model's loading; see `EarlyReading`."""
         read = files_read(self.artifact, self.setting.name, self.setting.method)
         return EarlyReading(self.artifact, device, read, hold=hold, form=self.setting.form)
 
@@ -50,8 +51,8 @@ def choose(
         parameters: of methods, None where a person set none.
 
     Raises:
-        UsageError: what was asked for does not exist, or not together.
-        ArtifactError: the index is damaged, or its default cannot run any more.
+        UsageError: what was asked for does not exist, or not together; or a residual, of an index without centroids.
+        ArtifactError: the index's default cannot run any more; or what `open_artifact` raises.
     """
     artifact = open_artifact(index)
     prefilling = prefill_method(artifact, prefill)

@@ -28,15 +28,16 @@ from sparsekv.indexing.ranks.requests import (
     ShareFiles,
 )
 from sparsekv.indexing.ranks.sums import SentSums
-from sparsekv.indexing.ranks.turns import give_turns
+from sparsekv.indexing.ranks.turns import give_memory_back, give_turns
 
 
 def follow(ranks: Ranks, loaded: LoadedModel) -> None:
     """Do what the first rank asks until its build needs this one no more.
 
-    Memory: this rank's share of the model and its own heads' cache of N rows; a layer's rows go once they are written
-    or sent. Then what `make_layers_from` takes, as on the first rank: there are layers of all heads. Writing takes
-    16 MiB of page-locked memory for each thread, as of the first rank's, reading 128 MiB.
+    Memory: this rank's share of the model and its own heads' cache of N rows. A layer's rows go once they are written
+    or sent, and all that is left before layers are made. Then what `make_layers_from` takes, as on the first rank:
+    there are layers of all heads. Writing takes 16 MiB of page-locked memory for each thread, as of the first rank's,
+    reading 128 MiB.
 
     Raises:
         ArtifactError: its rows could not be written, or files not be read.
@@ -111,6 +112,8 @@ class _Follower:
         join_queries(self.ranks, self._capture.take_queries(request.layer))
 
     def _make_layers(self, request: MakeLayers) -> None:
+        self.own = None  # no layer is asked for after that
+        give_memory_back(self.ranks.device)
         found = self._opened(request)
         if not all(self.ranks.collect(found is not None)) or found is None:
             return

@@ -27,7 +27,7 @@ from sparsekv.indexing.ranks.requests import (
     ShareFiles,
 )
 from sparsekv.indexing.ranks.sums import ReceivedSums
-from sparsekv.indexing.ranks.turns import take_turns
+from sparsekv.indexing.ranks.turns import give_memory_back, take_turns
 
 
 class SplitRows(SharedRows):
@@ -92,6 +92,7 @@ class Leader(Team):
         self, work: LayerWork, layers: Sequence[int], files: BuildFiles, device: torch.device
     ) -> Generator[Tensors, None, None]:
         """In turn with the other ranks, if all of them can read the files; else by this one alone, as all else then."""
+        give_memory_back(device)
         if layers and not self._released:
             if self._others_read(work, layers, files):
                 return take_turns(self.ranks, work, layers, lambda name: files.read(name, device))

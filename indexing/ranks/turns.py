@@ -16,6 +16,16 @@ from sparsekv.indexing.indexers.layer_work import LayerWork
 Read = Callable[[str], Tensors]
 
 
+def give_memory_back(device: torch.device) -> None:
+    """Give the system what torch keeps of a GPU's memory without using it.
+
+    What was freed, such as this rank's captured rows, torch keeps for the streams that used it. The threads that read
+    layers have streams of their own, for which it would get new memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def take_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     """The first rank's side: yields what a method makes of each layer, in order.
 
@@ -37,8 +47,4 @@ def give_turns(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read)
 
 def _own(ranks: Ranks, work: LayerWork, layers: Sequence[int], read: Read) -> Generator[Tensors, None, None]:
     device: torch.device = ranks.device
-    if device.type == "cuda":
-        # The captured rows of this rank's heads are gone. Those of all heads, which threads now read on streams of
-        # their own, fit none of the places that torch has kept: it would take new ones beside them.
-        torch.cuda.empty_cache()
     return make_layers_from(work, layers[ranks.number :: ranks.size], read, device)

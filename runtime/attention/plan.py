@@ -34,7 +34,7 @@ class LayerOptions:
         search_device: the selector's; None: the model's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         question: selects for a question's tokens in place of the layer's selector.
-        gather: makes the executor of all steps, which gathers rows, in place of those that attend without a copy.
+        gather_maker: makes the executor of all steps, which gathers rows, in place of those that attend without a copy.
     """
 
     prefetch: bool = False
@@ -49,7 +49,7 @@ class LayerOptions:
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is a `StepRow`), and
+    `decode` runs decode steps, `captured` decode steps in a CUDA graph (the new row's position is in a `StepRow`), and
     `prefill` a question's tokens; `own_prefill`: the selector chooses for these too. `steps_alike`: whether policies
     and placement allow one captured step to be replayed.
     """
@@ -153,7 +153,7 @@ def _decode(shared: _Shared, device: torch.device) -> Policy:
 
 
 def _captured(shared: _Shared) -> Policy:
-    """The policy of decode steps while rows lie in slots; only `Direct` in place is ever captured in a CUDA graph."""
+    """The policy of steps between `reserve` and `release`; only `Direct` in place is ever captured in a CUDA graph."""
     if shared.options.meter is not None:
         return shared.measured(shared.options.meter)
     if shared.prefetcher is not None:

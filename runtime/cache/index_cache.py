@@ -25,8 +25,8 @@ class LayerStats:
 class IndexCache(Cache):
     """Stored layers as a transformers cache; `attend` is the attention function to route a model's calls to.
 
-    Between `reserve` and `release` each layer appends one row per step, at a `StepRow` that is kept on the device, so
-    that the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
+    Between `reserve` and `release` each layer appends one row per step, where a `StepRow`, on the device, says, so that
+    the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
     capture has failed.
     """
 
@@ -71,7 +71,7 @@ class IndexCache(Cache):
         return min(layer.room_left() for layer in self.stored_layers)
 
     def advance_on_device(self) -> None:
-        """Move the slots on by one row: the device part of a step's end, captured with the step."""
+        """Move each layer's `StepRow` on by one: the device part of a step's end, captured with the step."""
         self.rows += 1
         self.counts += 1
 

@@ -103,8 +103,8 @@ class CodesSelector(Selector):
         self.has_gpu_scan = method.scan == 1 and CodeScan.serves(tensors)
 
     @cached_property
-    def compiled_step(self) -> StepCodes:
-        """What the compiled step reads, on a CPU."""
+    def step_codes(self) -> StepCodes:
+        """What the compiled step of a CPU reads, and the step itself, if there is one."""
         return StepCodes(
             turn=self.estimates.turn.contiguous(),
             books=self.estimates.codebooks.contiguous(),
@@ -140,17 +140,17 @@ class CodesSelector(Selector):
         if chosen is not None:
             return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
-        of_rest = (logits + self.log_masses[:, None, None]).logsumexp(-1)
-        logsumexp = torch.logaddexp(of_rest, queries.exact_logsumexp())
+        of_clusters = (logits + self.log_masses[:, None, None]).logsumexp(-1)
+        total = torch.logaddexp(of_clusters, queries.exact_logsumexp())
         if scanned == self.middle:
-            scores = _probability(self.estimates.of_all(query), logsumexp, joint=queries.joint)
+            scores = _probability(self.estimates.of_all(query), total, joint=queries.joint)
             best = best_tokens(scores, candidates)
         else:
-            found = self._members(_probability(logits, logsumexp, joint=queries.joint), scanned)
-            scores = _probability(self.estimates.of(query, found), logsumexp, joint=queries.joint)
+            found = self._members(_probability(logits, total, joint=queries.joint), scanned)
+            scores = _probability(self.estimates.of(query, found), total, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
         if self.keys is not None and candidates > tokens:
-            exact = _probability(token_logits(query, self.keys, best, self.facts), logsumexp, joint=queries.joint)
+            exact = _probability(token_logits(query, self.keys, best, self.facts), total, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
 
@@ -167,7 +167,7 @@ class CodesSelector(Selector):
         if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle):
             return None
         replace, sinks = self.replace, sink_logits
-        output = attend_by_codes(query, self.compiled_step, rows, exact, tokens, replace=replace, sink_logits=sinks)
+        output = attend_by_codes(query, self.step_codes, rows, exact, tokens, replace=replace, sink_logits=sinks)
         read = self._read(self.middle, 0) if tokens < self.middle else 0.0
         return None if output is None else (output, 2.0 * tokens + read)
 
@@ -176,10 +176,10 @@ class CodesSelector(Selector):
         Hk, _, Q, _ = queries.query.shape
         if Q > 1 or queries.query.dtype != torch.float32 or queries.query.is_cuda or Hk != len(self.codes):
             return None
-        if self.compiled_step.compiled is None:
+        if self.step_codes.compiled is None:
             return None
-        logsumexp = queries.exact_logsumexp()[..., 0]
-        chosen = choose_by_codes(queries.query[:, :, 0], self.compiled_step, logsumexp, tokens)
+        exact = queries.exact_logsumexp()[..., 0]
+        chosen = choose_by_codes(queries.query[:, :, 0], self.step_codes, exact, tokens)
         return None if chosen is None else chosen[:, None].long()
 
     def _selection(
@@ -241,9 +241,9 @@ class CodesSelector(Selector):
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)
 
 
-def _probability(logits: torch.Tensor, logsumexp: torch.Tensor, *, joint: bool) -> torch.Tensor:
-    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S] by their log-sum-exp [Hk, G, Q], the mean over the group; of a
-    joint selection [Hk, 1, S], the mean over its queries too."""
-    # What it is divided by is an estimate, above which a logit can be.
-    probability = (logits - logsumexp[..., None]).clamp(max=MOST).exp().mean(1)
+def _probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
+    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S], the mean over the group; of a joint selection [Hk, 1, S], the
+    mean over its queries too. `total` [Hk, G, Q]: the log-sum-exp of all that is attended."""
+    # That is an estimate, above which a logit can be.
+    probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
     return probability.mean(1, keepdim=True) if joint else probability

@@ -40,7 +40,7 @@ def answered(index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 
     """Answers a question of the index with a form of a method."""
     steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
     asker = Asker.open(
-        index, Setting(form, budget), gather=lambda layer: partial(RecordingExecutor, record=steps[layer].append)
+        index, Setting(form, budget), gather_makers=lambda layer: partial(RecordingExecutor, record=steps[layer].append)
     )
     question = question_ids(index, "What comes next?")
     return Answered(question, asker.ask(question, Sampling(tokens)), steps, asker.cache)

@@ -80,7 +80,7 @@ def test_a_dense_layer_attends_as_over_restored_rows(stored: dict[str, torch.Ten
     assert_close(outputs[0], outputs[1].double(), 1e-6)
 
 
-def test_a_dense_layer_decodes_at_a_slot(stored: dict[str, torch.Tensor]) -> None:
+def test_a_dense_layer_decodes_at_a_step_row(stored: dict[str, torch.Tensor]) -> None:
     layers = _both(stored)
     call, outputs = AttentionCall(0, normal(1, 3 * HK, 1, D), *[normal(2, HK, 1, D)] * 2, 0.3, None, None, None), []
     for layer in layers:
