@@ -54,7 +54,11 @@ def build_index(
         ),
     ] = None,
     from_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Index the documents that a file names, one a line; - for stdin.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Index the documents that a file names, one a line, as seen from this folder; - for stdin.",
+        ),
     ] = None,
     model: ModelOption = None,
     method: Annotated[
@@ -147,7 +151,7 @@ def build_index(
         return say(str(index))
     if ranks is not None:
         several = len(targets) > 1 or from_file is not None
-        refuse_with_ranks({"--ray": ray, "an index of more than one document": several, "--prefill": not way.exact})
+        refuse_with_ranks({"--ray": ray, "building of several documents": several, "--prefill": not way.exact})
         with progress(quiet=quiet) as show:
             index_by_ranks(ranks, recipe, targets[0], show)
         return say(str(targets[0].folder))

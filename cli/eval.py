@@ -118,11 +118,12 @@ def evaluate_methods(
         ),
     ] = None,
     question_budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Share or number of tokens that each chunk of the question attends to, with --question-prefill."
+            help="Share or number of tokens that each chunk of the question attends to, with --question-prefill. "
+            f"Default: {QUESTION_BUDGET}."
         ),
-    ] = QUESTION_BUDGET,
+    ] = None,
     batch_size: Annotated[
         int,
         typer.Option(

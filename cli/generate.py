@@ -29,7 +29,7 @@ from sparsekv.cli.answering.options import (
     TopKOption,
     TopPOption,
 )
-from sparsekv.cli.answering.resuming import AnswersFile
+from sparsekv.cli.answering.resuming import AnswersFile, refuse_redirected_to
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -185,6 +185,8 @@ def generate(
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
     encoding = {"raw": raw, "special_tokens": special_tokens}
     settings = settings_of(setting, sampling, artifact, asking, guard=guard, ahead=ahead, **encoding)
+    if resume is not None:
+        refuse_redirected_to(resume)
     resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
     done = [] if resumed is None else resumed.begin()
     note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)

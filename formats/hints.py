@@ -31,7 +31,7 @@ def build_hint(folder: Path) -> str:
         return f"build it with {command('build-index', text, '-o', folder)}"
     # Without the ending, by which all of them are alike.
     near = nearest(folder.stem, (index.stem for index in folder.parent.glob("*.skv") if index.is_dir()))
-    meant = "" if near is None else f" (did you mean {near}.skv?)"
+    meant = "" if near is None else f" (did you mean {folder.with_name(f'{near}.skv')}?)"
     return f"name one that is there{meant}, or build it: {command('build-index', '--help')} says how"
 
 

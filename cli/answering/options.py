@@ -68,7 +68,8 @@ ResidualOption = Annotated[
     bool,
     typer.Option(
         "--residual",
-        help="Attend to cluster centroids in place of the tokens not selected; without it these are dropped.",
+        help="Attend to cluster centroids in place of the tokens not selected, where a method would drop these: codes "
+        "and multipole attend to their own without it.",
         rich_help_panel=ATTENDED,
     ),
 ]

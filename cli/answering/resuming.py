@@ -1,11 +1,26 @@
 """The answers of an interrupted batch: which are there already, and adding the others to them."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparsekv.formats.errors import UsageError
+
+
+def refuse_redirected_to(file: Path) -> None:
+    """Raise UsageError where standard output goes to the file: each answer would be in it twice."""
+    try:
+        same = os.path.samestat(os.fstat(sys.stdout.fileno()), file.stat())
+    except (OSError, ValueError):  # no such file yet, or standard output is none
+        return
+    if same:
+        raise UsageError(
+            f"--resume {file}: standard output goes to the same file, to which --resume adds the answers by itself; "
+            "leave the redirection out"
+        )
 
 
 class AnswersFile:

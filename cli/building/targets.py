@@ -48,6 +48,8 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:
         raise UsageError("standard input has the list of documents, so that it cannot be one of them; name a file")
+    if "-" in named:
+        raise UsageError("a document from standard input has no name: index it by itself, with --output NAME.skv")
     _check_holds_several(output, {Path(one).suffix for one in named if has_extension(Path(one))})
     return _apart([Target(one, folder_of(one, output)) for one in named])
 

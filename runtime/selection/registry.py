@@ -48,7 +48,9 @@ def choose_methods(
             there = [*usable, *beside]
             several = "; name each by a --method of its own" if "," in name else ""
             meant = "" if several else suggestion(name, [*known, *beside])
-            raise UsageError(f"no method '{name}'{meant}; there are: {', '.join(there)}{several}")
+            lacking = [one for one in known if one not in usable]
+            more = f"; not in this index: {', '.join(lacking)}" if lacking and not several else ""
+            raise UsageError(f"no method '{name}'{meant}; there are: {', '.join(there)}{several or more}")
         if name != "all" and name not in usable:
             raise UsageError(
                 f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"

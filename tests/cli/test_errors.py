@@ -100,6 +100,8 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("eval", "doc.txt", "--method", "oracle", "--page-size", "8"), 2, ("--page-size", "oracle")),
         (("eval", "doc.txt", "--question-prefill", "nonsense"), 2, ("'nonsense'", "quoka")),
         (("eval", "doc.txt", "--question-prefill", "dense", "--question-budget", "0"), 2, ("--question-budget 0",)),
+        (("eval", "doc.txt", "--question-budget", "5%"), 2, ("--question-budget 5%", "--question-prefill")),
+        (("build-index", "-", "doc.txt", "-o", "indices"), 2, ("standard input has no name", "--output NAME.skv")),
         (("eval", "doc.txt", "--budget", "0"), 2, ("--budget 0",)),
         (("eval", "doc.txt", "--contexts", "0"), 2, ("--contexts 0",)),
         (("eval", "doc.txt", "--questions", "0"), 2, ("--questions 0",)),

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,15 @@ def test_what_was_answered_is_not_asked_again() -> None:
     # With nothing left to ask no model is needed.
     Path("model").unlink()
     assert run_here(*ASK, "--json", "--resume", "answers.jsonl").stdout == resumed.stdout
+
+
+def test_answers_are_not_redirected_to_the_file_that_they_are_added_to() -> None:
+    command = [sys.executable, "-m", "sparsekv.cli", *ASK, "--json", "--resume", "same.jsonl"]
+    with Path("same.jsonl").open("ab") as file:
+        refused = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--resume same.jsonl: standard output goes to the same file" in refused.stderr
+    assert Path("same.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
