@@ -112,11 +112,9 @@ class ArtifactWriter(BuildFolder):
         The tensors are held until then, and must not change. Rows that `write_rows` has written are not written again.
 
         Args:
-            name: of `layer_file`, or TOKENS; an earlier file of this name is written first.
             recipe: the hash of everything that decides the content, but for `of`.
             of: files of this build that it is made from, whose contents are part of the recipe.
-            wait: first wait until the tensors of this file and of others that were added so, and are not written yet,
-                are at most 6 GiB; a larger file goes alone. False for tensors that stay in memory anyway.
+            wait: for room: tensors given so wait with at most 6 GiB in all. False for those that stay in memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.
