@@ -29,12 +29,12 @@ def _steps(tensors: dict[str, torch.Tensor], part: str) -> torch.Tensor:
     return steps * tensors["channel_scales"].double()[:, None] if part == "key" else steps
 
 
-def _bound(tensors: dict[str, torch.Tensor], rows: torch.Tensor, part: str) -> torch.Tensor:
+def _bound(tensors: dict[str, torch.Tensor], found: torch.Tensor, part: str) -> torch.Tensor:
     """The most that restored rows may be off: half a scale, and the rounding of the result to its dtype, whose smallest
     numbers lie further apart than their own size tells."""
-    dtype = torch.finfo(rows.dtype)
+    dtype = torch.finfo(found.dtype)
     of_smallest = dtype.eps * dtype.smallest_normal / 2
-    return 0.501 * _steps(tensors, part) + dtype.eps * rows.double().abs() + of_smallest + TINY
+    return 0.501 * _steps(tensors, part) + dtype.eps * found.double().abs() + of_smallest + TINY
 
 
 @given(st.integers(0, 99), shapes, st.floats(-30, 38), st.sampled_from([1.0, 1e3, 1e6]), dtypes)
@@ -48,7 +48,7 @@ def test_restored_rows_are_off_by_at_most_half_a_scale(
     for part, rows, found in zip(("key", "value"), (keys, values), restored, strict=True):
         assert found.dtype == dtype
         assert found.isfinite().all()
-        assert ((found.double() - rows.double()).abs() <= _bound(tensors, rows, part)).all()
+        assert ((found.double() - rows.double()).abs() <= _bound(tensors, found, part)).all()
 
 
 def test_what_is_stored_has_the_documented_shapes_and_dtypes() -> None:
@@ -94,7 +94,7 @@ def test_a_token_that_leaves_a_constant_channel_is_still_off_by_at_most_half_a_s
     tensors = quantise(rows, rows)
     later = quantise(normal(1, 2, 9, 4), normal(1, 2, 9, 4), like=tensors)
     keys, _ = context_rows(later, torch.float32).part(slice(None))
-    assert ((keys - normal(1, 2, 9, 4)).double().abs() <= _bound(later, normal(1, 2, 9, 4), "key")).all()
+    assert ((keys - normal(1, 2, 9, 4)).double().abs() <= _bound(later, keys, "key")).all()
     assert _steps(later, "key").max() < 0.2
 
 
@@ -109,7 +109,7 @@ def test_an_outlier_costs_its_own_token_alone_where_channels_are_given() -> None
     for name in ("keys", "values", "key_scales", "value_scales"):
         assert torch.equal(found[name][:, others], exact[name][:, others])
     keys, _ = context_rows(found, torch.float32).part(slice(None))
-    assert ((keys - spiked).double().abs() <= _bound(found, spiked, "key")).all()
+    assert ((keys - spiked).double().abs() <= _bound(found, keys, "key")).all()
 
 
 @pytest.mark.parametrize("factor", [10.0, 1e3, 1e6])
@@ -222,7 +222,7 @@ def test_tokens_that_follow_leave_what_is_stored_and_are_off_by_at_most_half_a_s
     # A key is taken from its offset, and given back to it, in float32.
     rounding = torch.finfo(torch.float32).eps * tensors["channel_offsets"].double().abs()[:, None]
     for part, rows, found in zip(("key", "value"), (keys, values), restored, strict=True):
-        assert ((found.double() - rows.double()).abs() <= _bound(later, rows, part) + rounding).all()
+        assert ((found.double() - rows.double()).abs() <= _bound(later, found, part) + rounding).all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
