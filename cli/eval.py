@@ -21,7 +21,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.chosen import chosen_methods, chosen_question, needed_indexers
+from sparsekv.cli.evaluating.chosen import QUESTION_OPTIONS, chosen_methods, needed_indexers
 from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
@@ -32,6 +32,7 @@ from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
+from sparsekv.runtime.decoding.choose_prefill import question_prefill as how_prefilled
 from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
@@ -120,8 +121,7 @@ def evaluate_methods(
     question_budget: Annotated[
         str | None,
         typer.Option(
-            help="Share or number of tokens that each chunk of the question attends to, with --question-prefill. "
-            f"Default: {QUESTION_BUDGET}."
+            help=f"Share or number of tokens a chunk attends to with --question-prefill. Default: {QUESTION_BUDGET}."
         ),
     ] = None,
     batch_size: Annotated[
@@ -211,7 +211,7 @@ def evaluate_methods(
         budgets=budgets,
         indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
         prefills={name: configure(way, parameters) for name, way in ways.items()},
-        question=chosen_question(question_prefill, asking, parameters, question_budget),
+        question=how_prefilled(question_prefill, question_budget, asking, parameters, QUESTION_OPTIONS),
         residual=residual,
         sinks=sinks,
         tail=tail,

@@ -1,17 +1,12 @@
-"""The methods that `eval` compares, what builds their indices, and what a question's tokens attend to."""
+"""The methods that `eval` compares, and what builds their indices."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
-from sparsekv.runtime.attention.question import QUESTION_BUDGET, QuestionPrefill
 from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
+
+QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
@@ -28,22 +23,3 @@ def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Index
     known = indexers()
     wanted = [name for name in names if name in known] + (choose_indexers([]) if residual else [])
     return {name: known[name] for name in dict.fromkeys(wanted)}
-
-
-def chosen_question(
-    name: str | None, asking: Mapping[str, type[Method]], parameters: Mapping[str, Any], budget: str | None
-) -> QuestionPrefill | None:
-    """What `--question-prefill` and `--question-budget` say a question's tokens attend to; None: what the answer's do.
-
-    Args:
-        asking: the method of that name, if it is one.
-
-    Raises:
-        UsageError: a budget was given without a method that uses one.
-    """
-    if budget is not None and not asking:
-        raise UsageError(f"--question-budget {budget}: give it with --question-prefill and a method, such as quoka")
-    if name is None:
-        return None
-    method = next((configure(one, parameters) for one in asking.values()), None)
-    return QuestionPrefill(name, method, Budget.parse(budget or QUESTION_BUDGET, "--question-budget"))

@@ -25,19 +25,24 @@ def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Metho
 
 
 def question_prefill(
-    name: str | None, budget: str | None, chosen: Mapping[str, type[Method]], parameters: Mapping[str, Any]
+    name: str | None,
+    budget: str | None,
+    chosen: Mapping[str, type[Method]],
+    parameters: Mapping[str, Any],
+    options: tuple[str, str] = ("--prefill", "--prefill-budget"),
 ) -> QuestionPrefill | None:
     """How a question is prefilled; None if the answer's method selects for it.
 
     Args:
-        chosen: the result of `prefill_method`.
+        chosen: the method that was named, if it is one, as `prefill_method` returns it.
+        options: those that gave `name` and `budget`.
 
     Raises:
         UsageError: a budget was given without a prefill method that uses one.
     """
     if budget is not None and not chosen:
-        raise UsageError(f"--prefill-budget {budget}: give it with --prefill and a method that chooses, such as quoka")
+        raise UsageError(f"{options[1]} {budget}: give it with {options[0]} and a method that chooses, such as quoka")
     if name is None:
         return None
     method = next((configure(one, parameters) for one in chosen.values()), None)
-    return QuestionPrefill(name, method, Budget.parse(budget or QUESTION_BUDGET, "--prefill-budget"))
+    return QuestionPrefill(name, method, Budget.parse(budget or QUESTION_BUDGET, options[1]))
