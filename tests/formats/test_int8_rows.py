@@ -34,7 +34,7 @@ def _bound(tensors: dict[str, torch.Tensor], found: torch.Tensor, part: str) -> 
     numbers lie further apart than their own size tells."""
     dtype = torch.finfo(found.dtype)
     of_smallest = dtype.eps * dtype.smallest_normal / 2
-    return 0.501 * _steps(tensors, part) + dtype.eps * found.double().abs() + of_smallest + TINY
+    return 0.501 * _steps(tensors, part) + dtype.eps / 2 * found.double().abs() + of_smallest + TINY
 
 
 @given(st.integers(0, 99), shapes, st.floats(-30, 38), st.sampled_from([1.0, 1e3, 1e6]), dtypes)
