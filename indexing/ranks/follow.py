@@ -37,7 +37,7 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
     Memory: this rank's share of the model and its own heads' cache of N rows. A layer's rows go once they are written
     or sent, and all that is left before layers are made. Then what `make_layers_from` takes, as on the first rank:
     there are layers of all heads. Writing takes 16 MiB of page-locked memory for each thread, as of the first rank's,
-    reading 128 MiB.
+    reading 256 MiB.
 
     Raises:
         ArtifactError: its rows could not be written, or files not be read.

@@ -63,8 +63,8 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
     ("arguments", "says"),
     [
         (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "with several GPUs there is no --save-to"),
-        (("build-index", "doc.txt", "none.txt", "--model", "model"), "an index of more than one document is for one"),
-        (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "--prefill is for one"),
+        (("build-index", "doc.txt", "none.txt", "--model", "model"), "there is no building of several"),
+        (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "there is no --prefill"),
         (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the device of"),
     ],
     ids=["save-to", "documents", "prefill", "device"],
