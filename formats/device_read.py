@@ -45,13 +45,16 @@ class DeviceReader:
             for piece in memory.split(PIECE):
                 self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
 
-    def read(self, descriptor: int, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of an open safetensors file that the safetensors library has accepted.
+    def read(
+        self, descriptor: int, like: Mapping[str, torch.Tensor], skipped: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of an open safetensors file that the safetensors library has accepted, or some rows of each.
 
-        Returns once all of the file is read; the current stream waits for the copies to the GPU.
+        Returns once all of them are read; the current stream waits for the copies to the GPU.
 
         Args:
             like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
+            skipped: bytes that a tensor has in the file before those that are wanted, by name; none where not named.
 
         Raises:
             OSError: the file ends early or cannot be read.
@@ -61,10 +64,10 @@ class DeviceReader:
         ready = torch.cuda.current_stream(self.device).record_event()
         jobs = []
         for name, tensor in found.items():
-            flat = tensor.flatten().view(torch.uint8)
+            flat, start = tensor.flatten().view(torch.uint8), starts[name] + skipped.get(name, 0)
             for first in range(0, len(flat), PIECE):
                 target = flat[first : first + PIECE]
-                jobs.append(self._threads.submit(self._copy, descriptor, starts[name] + first, target, ready))
+                jobs.append(self._threads.submit(self._copy, descriptor, start + first, target, ready))
         copied = [job.result() for job in jobs]
         for event in copied:
             torch.cuda.current_stream(self.device).wait_event(event)

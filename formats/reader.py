@@ -1,7 +1,7 @@
 """Reads an artifact: mapped, so that only rows that are accessed are read from disk, or into a GPU's memory."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,12 +41,17 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
 
 
 def on_device(
-    mapped: dict[str, torch.Tensor], descriptor: int, what: str, device: torch.device
+    mapped: dict[str, torch.Tensor],
+    descriptor: int,
+    what: str,
+    device: torch.device,
+    skipped: Mapping[str, int],
 ) -> dict[str, torch.Tensor]:
     """Tensors as they are mapped from an open safetensors file, or copies on a GPU, which reads the file itself.
 
     Args:
         what: the file's name in error messages.
+        skipped: bytes that a tensor has in the file before what is mapped here, by name.
 
     Raises:
         ArtifactError: it ends early or cannot be read.
@@ -54,7 +59,7 @@ def on_device(
     if device.type == "cpu":
         return mapped
     try:
-        return device_reader(device).read(descriptor, mapped)
+        return device_reader(device).read(descriptor, mapped, skipped)
     except OSError as error:
         raise ArtifactError(f"cannot read {what}: {(error.strerror or str(error)).lower()}; {REBUILD}") from None
 
@@ -92,7 +97,7 @@ class Artifact:
         return self._snapshot.descriptors[name]
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """All tensors of one logical file.
+        """All tensors of one logical file; of each the rows that `_own_rows` tells.
 
         On a CPU they are views of its memory mapping, whose rows are read when accessed; on a GPU copies.
 
@@ -103,7 +108,10 @@ class Artifact:
         tensors = map_tensors(self.descriptor(name), what)
         if first:
             self._check(name, self.manifest.files[name], tensors)
-        tensors = on_device(tensors, self.descriptor(name), what, device)
+        own = {key: rows for key, one in tensors.items() if (rows := self._own_rows(name, key, one)) is not None}
+        skipped = {key: tensors[key][: rows.start].nbytes for key, rows in own.items()}
+        tensors |= {key: tensors[key][rows] for key, rows in own.items()}
+        tensors = on_device(tensors, self.descriptor(name), what, device, skipped)
         doubted = bounds(tensors) if first else {}
         if self.thorough:
             doubted = tensors | doubted
@@ -111,6 +119,10 @@ class Artifact:
             raise ArtifactError(f"{wrong} in {what} holds numbers that are not finite; {REBUILD}")
         self._checked.add(name)
         return tensors
+
+    def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
+        """Which rows of the first axis of a file's tensor are read; None for all of it, which has no axis perhaps."""
+        return None
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:
         """Hk and D of a layer's keys and values."""

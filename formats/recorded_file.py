@@ -39,4 +39,4 @@ def _opened(folder: Folder, record: FileRecord) -> Iterator[int]:
 def read_recorded(folder: Folder, record: FileRecord, what: str, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a record's file on a device; `what` is what messages call it. OSError if it cannot be read."""
     with _opened(folder, record) as descriptor:
-        return on_device(map_tensors(descriptor, what), descriptor, what, device)
+        return on_device(map_tensors(descriptor, what), descriptor, what, device, {})

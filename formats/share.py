@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.layout import first_axis
-from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import TOKENS, layer_file
 
 
@@ -27,7 +27,8 @@ class ArtifactShare(Artifact):
 
     def __init__(self, whole: Artifact, number: int, size: int, heads: Sequence[int]):
         self.folder, self.thorough, self.manifest = whole.folder, whole.thorough, whole.manifest
-        self._snapshot, self._checked, self._summed = whole._snapshot, whole._checked, whole._summed
+        self._snapshot, self._summed = whole._snapshot, whole._summed
+        self._checked = set[str]()  # its own: it checks the numbers of this rank's heads alone
         self._parts = [
             _part(whole, layer, number, size, own) for layer, own in enumerate(heads[: len(whole.manifest.layers)])
         ]
@@ -36,20 +37,16 @@ class ArtifactShare(Artifact):
         heads, channels = super().heads_and_channels(layer)
         return heads // self._parts[layer][1], channels
 
-    def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """This rank's heads of one logical file's tensors; raises what the whole index raises.
+    def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
+        """This rank's heads.
 
         Raises:
             UsageError: a method that this version does not know stored tensors whose axes are not known.
         """
-        whole = super().tensors(name)
-        if name != TOKENS:
-            folder, layer = name.split("/")
-            part = self._parts[_number(layer)]
-            whole = {key: self._own(folder, key, tensor, *part) for key, tensor in whole.items()}
-        return {key: tensor.to(device) for key, tensor in whole.items()}
-
-    def _own(self, folder: str, key: str, tensor: torch.Tensor, place: int, parts: int) -> torch.Tensor:
+        if name == TOKENS:
+            return None
+        folder, layer = name.split("/")
+        place, parts = self._parts[_number(layer)]
         axis = first_axis(folder, key)
         if axis is None and parts > 1:
             raise UsageError(
@@ -57,9 +54,9 @@ class ArtifactShare(Artifact):
                 "process"
             )
         if axis not in ("Hk", "Hq"):
-            return tensor
+            return None
         heads = len(tensor) // parts
-        return tensor[place * heads : (place + 1) * heads]
+        return slice(place * heads, (place + 1) * heads)
 
 
 def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tuple[int, int]:

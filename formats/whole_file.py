@@ -32,7 +32,7 @@ class WholeFile:
 
     def read(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Its tensors: mapped on a CPU, copied to a GPU. Raises ArtifactError where it is no file of tensors."""
-        return on_device(map_tensors(self._descriptor, self._what), self._descriptor, self._what, device)
+        return on_device(map_tensors(self._descriptor, self._what), self._descriptor, self._what, device, {})
 
 
 def find_whole(folder: Folder, shared: SharedFile) -> WholeFile:

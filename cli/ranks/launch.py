@@ -63,6 +63,8 @@ def _start(number: int, size: int, arguments: Sequence[str], folder: str) -> Ran
         # Defaults: a user's own values count.
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo",
+        # Keys and values grow by the chunk; in segments of fixed sizes what is freed stays with the process, unused.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **os.environ,
         FOLDER: folder,
         "RANK": str(number),

@@ -38,7 +38,7 @@ def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> 
         try:
             with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as mapped:
                 like = {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118 (it is no mapping)
-            found |= device_reader(device).read(descriptor, like)
+            found |= device_reader(device).read(descriptor, like, {})
         finally:
             os.close(descriptor)
     return found

@@ -20,11 +20,13 @@ def shares(index: Path, heads: int) -> list[ArtifactShare]:
     return [ArtifactShare(whole, number, 2, [heads]) for number in range(2)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("file", [CONTEXT, QUERIES, METHOD])
-def test_the_shares_are_the_whole(index: Path, file: str) -> None:
-    whole, parts = Artifact(index).tensors(file), [one.tensors(file) for one in shares(index, KV_HEADS // 2)]
+def test_the_shares_are_the_whole(index: Path, file: str, device: str) -> None:
+    where, whole = torch.device(device), Artifact(index).tensors(file)
+    parts = [one.tensors(file, where) for one in shares(index, KV_HEADS // 2)]
     for name, tensor in whole.items():
-        assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
+        assert torch.equal(torch.cat([part[name] for part in parts]).cpu(), tensor)
 
 
 def test_a_share_has_fewer_heads_and_all_tokens(index: Path) -> None:
