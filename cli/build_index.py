@@ -28,6 +28,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
@@ -149,9 +150,11 @@ def build_index(
         with progress(quiet=quiet) as show:
             add_methods(index, recipe, [name for name in FIXED if on_command_line(ctx, name)], show)
         return say(str(index))
+    several = len(targets) > 1 or from_file is not None
     if ranks is not None:
-        several = len(targets) > 1 or from_file is not None
-        refuse_with_ranks({"--ray": ray, "building of several documents": several, "--prefill": not way.exact})
+        if several:
+            raise UsageError("several ranks index one document at a time: name one, or leave --gpus out")
+        refuse_with_ranks({"--ray": ray, "--prefill": not way.exact})
         with progress(quiet=quiet) as show:
             index_by_ranks(ranks, recipe, targets[0], show)
         return say(str(targets[0].folder))
@@ -159,7 +162,7 @@ def build_index(
         return index_several(
             targets, lambda there, _, done: index_by_ray(recipe, ray, workers, there, done), quiet=quiet
         )
-    if len(targets) > 1 or from_file is not None:
+    if several:
         return index_several(targets, partial(index_here, recipe), quiet=quiet)
     with progress(quiet=quiet) as show:
         recipe.index(targets[0], recipe.load, show)

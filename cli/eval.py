@@ -21,7 +21,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.cli.evaluating.chosen import QUESTION_OPTIONS, chosen_methods, needed_indexers
+from sparsekv.cli.evaluating.chosen import QUESTION_OPTIONS, asking_method, chosen_methods, needed_indexers
 from sparsekv.cli.evaluating.output import evaluation_record, note_few_contexts, print_rows
 from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
@@ -188,7 +188,7 @@ def evaluate_methods(
     budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
     chosen = chosen_methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
-    asking = chosen_methods([question_prefill]) if question_prefill else {}
+    asking = asking_method(question_prefill)
     built = needed_indexers([*chosen, *asking], residual=residual)
     refuse_unused(
         chosen

@@ -130,8 +130,9 @@ def tune(
         return _reset(open_artifact(index), targets, dry_run=dry_run, quiet=quiet)
     if len(targets) != 1:
         raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
-    if on_command_line(ctx, "model") and target_perplexity is None:
-        raise UsageError(f"--model {model}: only --target-perplexity runs a model; leave it out")
+    for name, value in {"model": model, "dtype": dtype}.items():
+        if on_command_line(ctx, name) and target_perplexity is None:
+            raise UsageError(f"--{name} {value}: only --target-perplexity runs a model; leave it out")
     if cheapest not in CHEAPEST:
         raise UsageError(f"--cheapest {cheapest}: {choose_one(cheapest, CHEAPEST)}")
     reference = REFERENCE if of is None else Budget.parse(of, "--of")

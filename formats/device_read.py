@@ -8,10 +8,10 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache
 from queue import SimpleQueue
+from threading import Lock
 
 import torch
 
@@ -24,7 +24,7 @@ _BUFFERS = 2 * THREADS
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Page-locked memory [PIECE] uint8, and the end of the last copy out of it, which no earlier one outlasts."""
+    """Page-locked memory [PIECE] uint8, and an event at the end of the last copy out of it; copies run in order."""
 
     memory: torch.Tensor
     copied: torch.cuda.Event
@@ -39,8 +39,9 @@ class DeviceReader:
         self._buffers: SimpleQueue[_Buffer] = SimpleQueue()
         with torch.cuda.device(device):
             # A thread begins on the first GPU, where a rank of another one would take half a gigabyte for its context.
-            begin, number = torch.cuda.set_device, torch.cuda.current_device()
-            self._threads = ThreadPoolExecutor(THREADS, "sparsekv-read", begin, (number,))
+            self._threads = ThreadPoolExecutor(
+                THREADS, "sparsekv-read", initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
+            )
             memory = torch.empty(_BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True)
             for piece in memory.split(PIECE):
                 self._buffers.put(_Buffer(piece, torch.cuda.Event(), torch.cuda.Stream()))
@@ -50,7 +51,8 @@ class DeviceReader:
     ) -> dict[str, torch.Tensor]:
         """Tensors of an open safetensors file that the safetensors library has accepted, or some rows of each.
 
-        Returns once all of them are read; the current stream waits for the copies to the GPU.
+        Returns once all of them are read; the current stream waits for the copies to the GPU. Whoever fails or is
+        interrupted has no thread that still reads from the descriptor.
 
         Args:
             like: tensors of the same names, shapes and dtypes, such as views of the file's mapping.
@@ -68,9 +70,18 @@ class DeviceReader:
             for first in range(0, len(flat), PIECE):
                 target = flat[first : first + PIECE]
                 jobs.append(self._threads.submit(self._copy, descriptor, start + first, target, ready))
-        copied = [job.result() for job in jobs]
-        for event in copied:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            for job in jobs:
+                job.cancel()
+            ended = [job for job in wait(jobs).done if not job.cancelled()]
+            # Memory that is given back is not written to any more when the current stream uses it again.
+            for job in ended:
+                if job.exception() is None:
+                    torch.cuda.current_stream(self.device).wait_event(job.result())
+        for job in ended:
+            job.result()
         return found
 
     def _copy(self, descriptor: int, start: int, target: torch.Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
@@ -91,10 +102,16 @@ class DeviceReader:
             self._buffers.put(buffer)
 
 
-@cache
+_readers: dict[torch.device, DeviceReader] = {}
+_making = Lock()
+
+
 def device_reader(device: torch.device) -> DeviceReader:
-    """The reader of a GPU, made at first use."""
-    return DeviceReader(device)
+    """The reader of a GPU, made at first use, by whichever thread wants it first."""
+    with _making:
+        if device not in _readers:
+            _readers[device] = DeviceReader(device)
+        return _readers[device]
 
 
 def _starts(descriptor: int) -> dict[str, int]:

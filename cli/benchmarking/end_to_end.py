@@ -31,7 +31,7 @@ def time_models(
         SparsekvError: the model and its layers do not fit the device's memory, or a method gave what is no number.
     """
     for name, value in elsewhere.items():
-        if value not in (None, False):
+        if value is not None and value is not False:  # 0 is a layer's number
             raise UsageError(f"--{name.replace('_', '-')}: means nothing with --end-to-end; leave it out")
     building = partial(mixture_indexers, parameters=parameters, seed=what.wanted.seed)
     timer = ModelTimer(what, parameters, list(indexers()), building, partial(note, quiet=quiet))

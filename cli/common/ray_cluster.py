@@ -19,7 +19,8 @@ Job = TypeVar("Job", bound=Hashable)
 
 _PATIENCE = 10.0  # seconds
 MOST_DEATHS = 3
-"""Workers that may die with one job before it is set aside, and in all before any is ready."""
+"""Workers that may die with one job before it is set aside, or one after another while they load before none is started
+in their place."""
 
 
 @dataclass
@@ -34,8 +35,8 @@ class RayCluster(Generic[Job]):
     recipe: Any
     address: str
     count: int | None
-    ready: bool = False
     deaths: Counter[Job | None] = field(default_factory=Counter)
+    why_died: str = ""
     busy: dict[Any, tuple[Any, Job | None]] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
@@ -57,15 +58,20 @@ class RayCluster(Generic[Job]):
                     wrong = ray.get(done)
                 except ray.exceptions.RayError as error:
                     yield from self._bury(job, waiting, error)
-                    self._start(ray, workers)
+                    if waiting and self.deaths[None] < MOST_DEATHS:
+                        self._start(ray, workers)
                     continue
-                if job is None and wrong:
-                    raise SparsekvError(wrong)
-                self.ready = True
                 if job is not None:
                     yield job, wrong
+                elif wrong:
+                    raise SparsekvError(wrong)
+                else:
+                    self.deaths[None] = 0
                 if waiting:
                     self._give(worker, waiting.pop())
+            if waiting:
+                why = f"workers die while they load the model ({self.why_died})"
+                raise SparsekvError(f"{why}; give fewer --workers, or more memory")
 
     def _workers(self, ray: Any) -> int:
         there = ray.cluster_resources()
@@ -87,12 +93,11 @@ class RayCluster(Generic[Job]):
         So deaths that are nobody's fault meet different jobs, and one that kills its workers delays no other.
         """
         self.deaths[job] += 1
-        if self.deaths[job] < MOST_DEATHS:
-            waiting[:0] = [job] if job is not None else []
-        elif job is None and not self.ready:
-            why = " ".join(str(error).split())[:200]
-            raise SparsekvError(f"workers die while they load the model ({why}); give fewer --workers, or more memory")
-        elif job is not None:
+        if job is None:
+            self.why_died = " ".join(str(error).split())[:200]
+        elif self.deaths[job] < MOST_DEATHS:
+            waiting.insert(0, job)
+        else:
             yield job, f"{MOST_DEATHS} workers died while they worked on it; it is set aside: run it by itself"
 
 

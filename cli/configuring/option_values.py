@@ -11,8 +11,8 @@ from sparsekv.cli.common.values import check_value
 from sparsekv.cli.configuring.project_file import ProjectFile
 from sparsekv.formats.errors import UsageError
 
-CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices")
-"""Options that decide what is written, replaced or trusted: the person who calls decides these."""
+CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray")
+"""Options that decide what is written, replaced or trusted, a cluster too: the person who calls decides these."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",

@@ -1,5 +1,6 @@
 """The methods that `eval` compares, and what builds their indices."""
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
 from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
@@ -16,6 +17,13 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
         return {}
     chosen = choose_methods(others, list(indexers()), beside=[*BESIDE_METHODS])
     return {name: methods()[name] for name in chosen}
+
+
+def asking_method(name: str | None) -> dict[str, type[Method]]:
+    """The method that `--question-prefill` names, by its name; none without one or for `dense`."""
+    if name == "all":
+        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense")
+    return chosen_methods([name]) if name else {}
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:

@@ -35,4 +35,4 @@ def refuse_with_ranks(given: Mapping[str, object]) -> None:
     """Raise UsageError for the first of some options that is given: it is for one process."""
     for option, value in given.items():
         if value:
-            raise UsageError(f"with several GPUs there is no {option}; leave it out, or use one GPU")
+            raise UsageError(f"with several ranks there is no {option}; leave it out, or --gpus")

@@ -11,12 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.ranks.place import FOLDER, TOLD
+from sparsekv.formats.ranks.place import FOLDER, LAUNCHER, TOLD
 
 GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
 PAUSE = 0.05  # seconds between two looks at the ranks
@@ -25,16 +25,21 @@ Rank = subprocess.Popen[bytes]
 
 
 def run_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Run `sparsekv ARGUMENTS` as so many ranks; returns the exit code of the first that failed, or 0.
+    """Run `sparsekv ARGUMENTS` as so many ranks.
 
-    The first rank has this process's standard files; nobody hears what the others print.
+    The first rank has this process's standard files; the others print nothing but an error that none has told.
+
+    Returns:
+        0; 128 and the signal's number where a user ended it; or else the code of the rank that told of an error.
 
     Raises:
         SparsekvError: a rank was killed, or ended without a word.
     """
     with tempfile.TemporaryDirectory(prefix="sparsekv-ranks-") as folder, _ends() as end:
-        ranks = [_start(number, size, arguments, folder) for number in range(size)]
+        ranks: list[Rank] = []
         try:
+            # Where one cannot be started, those before it are in the list, to be stopped.
+            ranks.extend(_start(number, size, arguments, folder) for number in range(size))
             failed = _wait(ranks, end)
         finally:
             _stop(ranks)
@@ -58,15 +63,15 @@ def _told(file: Path) -> int | None:
 
 
 def _start(number: int, size: int, arguments: Sequence[str], folder: str) -> Rank:
-    threads = max(1, (os.cpu_count() or 1) // size)
-    environment = {
-        # Defaults: a user's own values count.
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
+    defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), "GLOO_SOCKET_IFNAME": "lo"}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which torch reads too
         # Keys and values grow by the chunk; in segments of fixed sizes what is freed stays with the process, unused.
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        **os.environ,
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment = {
+        **defaults,
+        **os.environ,  # a user's own values count
         FOLDER: folder,
+        LAUNCHER: str(os.getpid()),
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(size),
@@ -80,7 +85,7 @@ class _End:
     """Whether the user has asked for the end, by which exit code and when."""
 
     code: int = 0
-    asked: float = field(default=float("inf"))
+    asked: float = float("inf")
 
     def take(self, number: int, frame: FrameType | None) -> None:
         # SIGTERM came to this process alone: it is passed on at once.
@@ -89,7 +94,7 @@ class _End:
 
 @contextmanager
 def _ends() -> Iterator[_End]:
-    """Notes Ctrl-C, which a terminal sends to the ranks as well: the first of them tells what is kept."""
+    """Notes Ctrl-C, which a terminal sends to the ranks as well, the first of which tells what is kept, and SIGTERM."""
     end = _End()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():

@@ -10,7 +10,7 @@ from sparsekv.cli.common.ending import end, fail
 from sparsekv.cli.common.failures import causes
 from sparsekv.cli.ranks.option import refuse_other_commands
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.ranks.place import Place
+from sparsekv.formats.ranks.place import LAUNCHER, Place
 
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl
 _stderr = -1
@@ -25,6 +25,8 @@ def enter(place: Place) -> None:
     global _stderr
     if place.folder is not None:
         ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
+        if str(os.getppid()) != os.environ.get(LAUNCHER, str(os.getppid())):  # it died before that call
+            os.kill(os.getpid(), signal.SIGTERM)
     if place.number:
         _stderr = os.dup(2)
         nothing = os.open(os.devnull, os.O_WRONLY)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 FOLDER = "SPARSEKV_RANKS"
 """The folder where ranks that `sparsekv --gpus` started meet; only they have this variable."""
+LAUNCHER = "SPARSEKV_LAUNCHER"
+"""The process that started these ranks, by its number."""
 TOLD = "told"
 """The file in that folder which the first rank that tells the user of an error makes, with its number in it."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"

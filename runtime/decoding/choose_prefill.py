@@ -10,7 +10,7 @@ from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.selection.registry import method_of, methods
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
@@ -18,7 +18,7 @@ def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Metho
     if name is None or name in BESIDE_METHODS:
         return {}
     try:
-        chosen = methods_of(artifact, [name], [*BESIDE_METHODS])[0]
+        chosen = method_of(artifact, name, [*BESIDE_METHODS])
     except UsageError as error:
         raise UsageError(f"--prefill {name}: {error}") from None
     return {f"--prefill {chosen}": methods()[chosen]}

@@ -15,7 +15,7 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure, refuse_unused
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.selection.registry import method_of, methods, methods_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def attention_of(artifact: Artifact, name: str | None) -> Attention:
     """
     if name in BESIDE_METHODS:
         return BESIDE_METHODS[name]
-    found = methods_of(artifact, [name] if name else list(artifact.manifest.methods), [*BESIDE_METHODS])[0]
+    first = name or methods_of(artifact, list(artifact.manifest.methods), [*BESIDE_METHODS])[0]
+    found = method_of(artifact, first, [*BESIDE_METHODS])
     return IndexedMethod(found, methods()[found])
 
 
@@ -136,7 +137,7 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 def _default(artifact: Artifact, defaults: Defaults) -> Setting:
     try:
-        methods_of(artifact, [defaults.method])
+        method_of(artifact, defaults.method)
         configured = _configured(methods()[defaults.method], defaults.parameters)
     except UsageError as error:
         anew = defaults.target.model_copy(update={"methods": []})  # one of them may be gone

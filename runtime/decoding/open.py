@@ -8,7 +8,6 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.context_rows import Int8Rows
-from sparsekv.formats.device_read import device_reader
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.identity import check_model, check_tokenizer
 from sparsekv.formats.manifest import REBUILD
@@ -209,8 +208,6 @@ class OpenIndex:
         """
         if hold:
             check_room(self.artifact, self.model)
-        if self.device.type == "cuda":
-            device_reader(self.device)  # here, as two threads that need it would make two
         layers = range(len(self.artifact.manifest.layers))
         with ThreadPoolExecutor(AHEAD) as threads:
             # A mapping has nothing to read ahead: its pages come as they are accessed.

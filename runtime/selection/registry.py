@@ -24,6 +24,13 @@ def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[s
     return choose_methods(names, list(artifact.manifest.methods), how, beside)
 
 
+def method_of(artifact: Artifact, name: str, beside: Sequence[str] = ()) -> str:
+    """`methods_of` for the name of one; raises UsageError for `all`, too."""
+    if name == "all":
+        raise UsageError(f"name one method, not all; there are: {', '.join([*methods_of(artifact), *beside])}")
+    return methods_of(artifact, [name], beside)[0]
+
+
 def choose_methods(
     names: Sequence[str],
     indexed: Sequence[str],

@@ -19,11 +19,12 @@ from sparsekv.formats.errors import UsageError
 FILE = "sparsekv.toml"
 DECIDED_BY_CALLS = {
     "append": ("rebuild", "again", "special-tokens"),
-    "build-index": ("output", "force", "special-tokens"),
-    "eval": ("data", "pairs", "work", "keep-indices", "plot"),
+    "build-index": ("output", "force", "ray", "special-tokens"),
+    "eval": ("data", "pairs", "work", "keep-indices", "plot", "ray"),
     "generate": ("prompt-file", "batch-file", "resume", "save-to", "special-tokens"),
     "recall-report": ("queries", "plot", "special-tokens"),
     "inspect": ("plot",),
+    "tune": ("reset",),
     "bench": ("plot", "config"),
 }
 
@@ -72,6 +73,8 @@ def test_no_option_that_names_a_file_or_decides_what_is_written_is_taken() -> No
         ("[generate]\nspecial-tokens = true", ("generate", "Why?")),
         ("[build-index]\noutput = 'mail/doc.skv'\nforce = true", ("build-index", "more.txt")),
         ("[append]\nagain = true", ("append", "more.txt")),
+        ("[build-index]\nray = '127.0.0.1:6379'", ("build-index", "more.txt")),
+        ("[tune]\nreset = true", ("tune",)),
         ("[eval]\nwork = '/'", ("eval", "doc.txt")),
         ("[inspect]\nplot = '.bashrc.png'", ("inspect",)),
     ],

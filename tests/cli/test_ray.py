@@ -28,11 +28,11 @@ def _documents(place: Path, count: int) -> list[str]:
     return names
 
 
-def _workers(of: int) -> Iterator[psutil.Process]:
-    """Processes that index a document for a command, right now."""
+def _workers(of: int, doing: str = "do") -> Iterator[psutil.Process]:
+    """Processes that index a document for a command right now, or that load the model."""
     for one in psutil.Process(of).children(recursive=True):
         try:
-            if one.cmdline()[:1] == ["ray::IndexWorker.do"]:
+            if one.cmdline()[:1] == [f"ray::IndexWorker.{doing}"]:
                 yield one
         except psutil.Error:
             continue
@@ -126,6 +126,36 @@ def test_an_interrupted_cluster_leaves_every_index_whole_or_resumable(place: Pat
     assert "a prefill begins anew" in stderr
     assert run_here("build-index", *names, *OPTIONS, "-o", "by-ray").code == 0
     _assert_as_one_by_one(place, names)
+
+
+@pytest.mark.slow
+def test_workers_that_die_while_they_load_end_the_call(place: Path) -> None:
+    running = _start(_documents(place, 3))
+    while running.poll() is None:
+        for worker in _workers(running.pid, "load"):
+            worker.kill()
+        time.sleep(0.05)
+    stdout, stderr = running.communicate()
+    assert (running.returncode, stdout) == (1, "")
+    assert "workers die while they load the model" in stderr
+    assert "give fewer --workers" in stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_be_replaced_leaves_its_documents_to_the_others(place: Path) -> None:
+    names, killed = _documents(place, 12), False
+    running = _start(names)
+    while running.poll() is None:
+        working = list(_workers(running.pid))
+        both = working[:1] if len(working) == 2 else []
+        doomed = list(_workers(running.pid, "load")) if killed else both
+        for worker in doomed:
+            worker.kill()
+            killed = True
+        time.sleep(0.05)
+    stdout, stderr = running.communicate()
+    assert (running.returncode, stderr, killed) == (0, "", True)
+    assert len(stdout.splitlines()) == len(names)
 
 
 @pytest.mark.slow

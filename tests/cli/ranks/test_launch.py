@@ -62,8 +62,8 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "with several GPUs there is no --save-to"),
-        (("build-index", "doc.txt", "none.txt", "--model", "model"), "there is no building of several"),
+        (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "with several ranks there is no --save-to"),
+        (("build-index", "doc.txt", "none.txt", "--model", "model"), "several ranks index one document at a time"),
         (("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"), "there is no --prefill"),
         (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the device of"),
     ],
