@@ -82,8 +82,8 @@ def append(
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)
-    learning = learning_line(artifact.manifest, len(addition.input_ids))
-    note(learning, quiet=quiet or not learning)
+    if learning := learning_line(artifact.manifest, len(addition.input_ids)):
+        note(learning, quiet=quiet)
     with progress(quiet=quiet) as show:
         build_index(plan, artifact.folder, show, tell=partial(note, quiet=quiet))
     note(f"added {_named(record)}", quiet=quiet)

@@ -99,7 +99,8 @@ def chat(
     talk = Talk(opened, setting, placement=placement, prefill=chosen.question, raw=raw, special_tokens=special_tokens)
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([setting.budget], quiet=quiet)
-    note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
+    if stats:
+        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet)
     session = Session(talk, choices, sampling, stats=stats and not quiet, quiet=quiet, dtype=dtype)
     if piped:
         for question in chain(first, questions):

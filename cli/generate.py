@@ -189,7 +189,8 @@ def generate(
         refuse_redirected_to(resume)
     resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
     done = [] if resumed is None else resumed.begin()
-    note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet or not done)
+    if done:
+        note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet)
     if len(done) == len(questions):
         return say("\n".join(done))
     started, loading = time.perf_counter(), list[float]()
@@ -200,9 +201,10 @@ def generate(
         opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
     )
     note_small_budgets([setting.budget], quiet=quiet)
-    note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=quiet or not stats)
     took = time.perf_counter() - started - sum(loading)
-    note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet or not stats)
+    if stats:
+        note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=quiet)
+        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet)
     left = sum(bool(one.strip()) for one in questions[len(done) :])
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
     compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=quiet or not stats)

@@ -211,7 +211,8 @@ def recall_report(
         print_csv(rows)
     else:
         print_report(report, groups, within, stored_line(artifact.manifest), answers)
-        note(lacking_line(artifact), quiet=quiet or bool(method) or not lacking_line(artifact))
+        if not method and (lacking := lacking_line(artifact)):
+            note(lacking, quiet=quiet)
 
 
 def _refuse_model_options(given: dict[str, str]) -> None:

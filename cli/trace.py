@@ -110,7 +110,8 @@ def trace(
     traced = TracedIndex(opened, setting, chosen.question)
     hidden = traced.hide(without) if without else None
     note_small_budgets([setting.budget], quiet=quiet)
-    note(setting.origin, quiet=quiet or not setting.origin)
+    if setting.origin:
+        note(setting.origin, quiet=quiet)
     with waiting("tracing", quiet=quiet or (sys.stdout.isatty() and not as_json)):
         answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else _stream, truth=truth)
     document["question"] = question

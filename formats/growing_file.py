@@ -92,10 +92,10 @@ class GrowingPart:
 
 
 class GrowingFile(GrowingPart):
-    """Such a file as the process has it that begins it, names it and records it.
+    """The part of the process that begins the file, names it and records it.
 
     Args:
-        file: it, empty.
+        file: an empty one.
         tensors: those heads that this process has.
     """
 

@@ -121,7 +121,7 @@ class Artifact:
         return tensors
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """Which rows of the first axis of a file's tensor are read; None for all of it, which has no axis perhaps."""
+        """Which rows of a file's tensor are read, from a first one on; None: all of it."""
         return None
 
     def heads_and_channels(self, layer: int) -> tuple[int, int]:

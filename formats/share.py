@@ -18,7 +18,7 @@ class ArtifactShare(Artifact):
 
     Args:
         whole: the index; both read its open files.
-        number: the rank's.
+        number: the rank's, of `size`.
         heads: KV heads of a rank in each layer; a rank that has all of a layer's keeps them all.
 
     Raises:

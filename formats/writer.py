@@ -114,7 +114,7 @@ class ArtifactWriter(BuildFolder):
         Args:
             recipe: the hash of everything that decides the content, but for `of`.
             of: files of this build that it is made from, whose contents are part of the recipe.
-            wait: for room: tensors given so wait with at most 6 GiB in all. False for those that stay in memory anyway.
+            wait: return only when at most 6 GiB are held, in all. False for tensors that stay in memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.

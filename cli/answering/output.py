@@ -79,8 +79,9 @@ class Output:
 
     def total(self, *, quiet: bool) -> None:
         """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
-        told = f"answers that were cut (--max-new-tokens): {self.cut} of {self.answers - self.blank}; --json says which"
-        note(told, quiet=quiet or self.as_json or not self.cut)
+        if self.cut and not self.as_json:
+            of = f"{self.cut} of {self.answers - self.blank}"
+            note(f"answers that were cut (--max-new-tokens): {of}; --json says which", quiet=quiet)
         seconds = time.perf_counter() - self.began
         all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"
         note(f"{self.answers} questions: {all_in_all}", quiet=not self.stats or self.answers < 2)

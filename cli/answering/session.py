@@ -53,8 +53,9 @@ def save_session(
         chat = chat_after(opened, chat, turn)
     tokens = torch.cat([turn.tokens for turn in turns])
     addition = Addition(tokens, str(opened.tokenizer.decode(tokens)), chat, special_tokens)
-    plan, learning = growing_plan(opened.artifact, opened.loaded, addition), learning_line(manifest, len(tokens))
-    note(learning, quiet=quiet or not learning)
+    plan = growing_plan(opened.artifact, opened.loaded, addition)
+    if learning := learning_line(manifest, len(tokens)):
+        note(learning, quiet=quiet)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

@@ -46,7 +46,8 @@ class Session:
             if shown:
                 say("")
         self.asked = question
-        note("stopped; what came of the answer stays in the talk", quiet=self.quiet or not self.interrupts.came)
+        if self.interrupts.came:
+            note("stopped; what came of the answer stays in the talk", quiet=self.quiet)
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet)
         if self.stats:
             print_stats(answer)

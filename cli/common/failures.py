@@ -17,6 +17,7 @@ LESS_MEMORY = {
     "chat": "give --placement disk, ask a shorter question, or /forget the talk so far",
     "recall-report": "give fewer --method or --budget at a time",
     "tune": "give fewer --method at a time",
+    "trace": "leave out --truth, or ask a shorter question",
     "eval": "give a smaller --length or --chunk-size",
     "bench": "give a smaller --context or --batch",
 }

@@ -75,7 +75,11 @@ def load_for(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """An index, opened with a model; raises what `load_and_open` raises, whose last four arguments these are."""
+    """An index, opened with a model; raises what `load_and_open` raises.
+
+    Args:
+        hold, loaded_in, ranks, early: as `load_and_open` takes them.
+    """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)
     progress = partial(note, quiet=quiet)
