@@ -58,7 +58,8 @@ def build_index(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Index the documents that a file names, one a line, as seen from this folder; - for stdin.",
+            help="Index the documents that a file names, one a line without quotes, as seen from this folder; - for "
+            "stdin.",
         ),
     ] = None,
     model: ModelOption = None,

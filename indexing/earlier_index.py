@@ -105,7 +105,8 @@ def tell_what_is_there(
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
     elif not _has_same_context(plan, model, base):
         changed = ", ".join(_other_settings(plan, base)) or "another configuration of the model"
-        tell(f"{writer.folder} was built with {changed}: what depends on that is made again, its methods too")
+        again = "what depends on that is made again, its methods too"
+        tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
 
 
 def _other_settings(plan: BuildPlan, base: Manifest) -> list[str]:

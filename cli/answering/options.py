@@ -101,7 +101,13 @@ PlacementOption = Annotated[
     ),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy decoding.", rich_help_panel=SAMPLING)]
+TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        help="0 takes the likeliest token each time; above 0 one is drawn, among those of --top-p and --top-k.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 TopPOption = Annotated[
     float | None,
     typer.Option(

@@ -44,6 +44,13 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
             listed_in = "standard input" if from_file == "-" else from_file
             what = f"{listed_in} has no names; put one a line there"
         raise UsageError(f"no document to index: {what}")
+    if listed and not any(os.path.exists(one) for one in listed):
+        raise UsageError(
+            f"no line of {from_file} names a file that is there; a document itself is given without --from-file"
+        )
+    for one in named:
+        if one.endswith(ENDING) and not os.path.exists(one):
+            raise UsageError(f"no such file: {one}; an index to build is named by an option: -o {shlex.quote(one)}")
     if len(named) == 1 and from_file is None:
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:
@@ -85,9 +92,10 @@ def _check_holds_several(output: Path | None, extensions: Collection[str]) -> No
     if output.suffix in {ENDING, *texts} or output.exists():
         folder = output.with_suffix("")
         instead = "such as -o indices" if folder.exists() else f"such as -o {shlex.quote(str(folder))}"
+        that = "it is an index, but " if (output / MANIFEST).exists() else ""
         raise UsageError(
-            f"--output {output}: each of several documents has an index of its own; name the folder that they go to, "
-            f"{instead}"
+            f"--output {output}: {that}each of several documents has an index of its own; name the folder that they go "
+            f"to, {instead}"
         )
 
 

@@ -18,7 +18,7 @@ NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a vali
 QUESTION_FIRST = ("generate", "trace")
 """Commands whose argument is a question."""
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
-UNKNOWN = re.compile(rf"{NO_OPTION} (--[^ ]+)")
+UNKNOWN = re.compile(rf"{NO_OPTION} (--?[^ ]+)")
 
 
 def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
@@ -49,7 +49,7 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         return f"{message}; put a question of several words in quotes"
     if unknown:
         message = f"{NO_OPTION} {unknown[1]}{_meant(unknown[1], options)}"
-    page = [] if "'--gpus'" in message else list(filter(None, [command]))  # it is no option of a command
+    page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
 
 
@@ -59,9 +59,11 @@ def _command_after(option: str, arguments: Sequence[str]) -> str | None:
     if any(one in COMMANDS for one in arguments[:first]):
         return None
     after = [number for number, one in enumerate(arguments) if number > first and one in COMMANDS]
+    if not after:
+        return None
     # What follows an option may be its value.
-    likely = next((number for number in after if not arguments[number - 1].startswith("-")), *after[:1])
-    return arguments[likely] if after else None
+    likely = next((number for number in after if not arguments[number - 1].startswith("-")), after[0])
+    return arguments[likely]
 
 
 def known_options(error: BaseException) -> list[str]:
@@ -81,7 +83,7 @@ def _meant(given: str, options: Sequence[str]) -> str:
 def _near(given: str, options: Sequence[str]) -> list[str]:
     """The options that begin so, or else the one that is most alike; typer names far ones too."""
     begin = [name for name in options if name.startswith(given)]
-    if begin:
+    if begin or not given.startswith("--"):
         return begin
     # Without the dashes, by which all options are alike.
     near = nearest(given[2:], [name[2:] for name in options])

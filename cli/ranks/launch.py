@@ -19,6 +19,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.ranks.place import FOLDER, LAUNCHER, TOLD
 
 GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
+PASSED_ON = 1.0  # seconds after which a rank that still runs is sent the Ctrl-C that only this process may have got
 PAUSE = 0.05  # seconds between two looks at the ranks
 
 Rank = subprocess.Popen[bytes]
@@ -50,6 +51,8 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
         code = ranks[failed if told is None else told].returncode
         if told is not None or end.code:
             return end.code or max(code, 1)
+        if code == -signal.SIGPIPE:  # whoever read the output has seen enough
+            return 128 + signal.SIGPIPE
     how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
     raise SparsekvError(f"rank {failed} of {size} {how}, and the others with it; run the same command again")
 
@@ -109,9 +112,12 @@ def _ends() -> Iterator[_End]:
 
 def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
     """Wait for the ranks; returns the number of the first one that failed, which the others get some time to notice."""
-    failed, deadline = None, float("inf")
+    failed, deadline, passed_on = None, float("inf"), False
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, end.asked + GRACE):
         time.sleep(PAUSE)
+        if end.code == 128 + signal.SIGINT and not passed_on and time.monotonic() > end.asked + PASSED_ON:
+            passed_on = True
+            ranks[0].send_signal(signal.SIGINT)
         if failed is None and (failed := _failed(ranks)) is not None:
             deadline = time.monotonic() + GRACE
     return _failed(ranks) if failed is None else failed

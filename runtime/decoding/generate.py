@@ -52,6 +52,12 @@ class Sampling:
             raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k {self.top_k}: give at least 1")
+        for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
+            if value is not None and not self.temperature:
+                raise UsageError(
+                    f"{option} {value}: means nothing at --temperature 0, which takes the likeliest token; give one "
+                    "above 0, or leave it out"
+                )
 
 
 @dataclass(frozen=True)

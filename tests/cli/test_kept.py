@@ -82,10 +82,13 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
     ("options", "told"),
     [
         (("--max-tokens", "300"), "are built: the first 256 are those of this one, the others are replaced"),
-        (("--sinks", "4"), "doc.skv was built with --sinks 10: what depends on that is made again, its methods too"),
+        (
+            ("--sinks", "4"),
+            "doc.skv was built with --sinks 10, unlike this call: what depends on that is made again",
+        ),
         (
             ("--kv-dtype", "int8"),
-            "doc.skv was built with --kv-dtype auto: what depends on that is made again, its methods too",
+            "doc.skv was built with --kv-dtype auto, unlike this call: what depends on that is made again",
         ),
     ],
 )

@@ -119,11 +119,22 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
         ((), ("no document to index: name a text file",)),
         (("--from-file", "empty.txt"), ("empty.txt has no names; put one a line there",)),
         (("--from-file", "none.txt"), ("no such file: --from-file none.txt",)),
+        (("--from-file", "a.txt"), ("no line of a.txt names a file", "without --from-file")),
+        (("a.txt", "b.skv"), ("no such file: b.skv", "-o b.skv")),
         (("a.txt", "sub/a.md"), ("a.txt and sub/a.md would both be indexed in out/a.skv", "--output NAME.skv")),
         (("a.txt", "-"), ("standard input has no name", "--output NAME.skv")),
         (("--from-file", "-", "-"), ("standard input has the list of documents",)),
     ],
-    ids=["none", "empty list", "no list", "one name twice", "no name", "standard input twice"],
+    ids=[
+        "none",
+        "empty list",
+        "no list",
+        "no document listed",
+        "an index to build",
+        "one name twice",
+        "no name",
+        "standard input twice",
+    ],
 )
 def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
     documents: Path, arguments: tuple[str, ...], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -136,11 +147,10 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
 
 def test_an_index_is_no_folder_of_indices_whatever_its_name(documents: Path) -> None:
     assert run_here("build-index", "a.txt", *TAIL, "-o", "indices").code == 0
-    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("each of several documents",))
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", "indices", says=("it is an index, but each of several",))
 
 
 @pytest.mark.parametrize("output", ["doc.skv", "new.skv", "doc.txt", "new.txt", "out.md"])
 def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
-    fails(
-        2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=(f"--output {output}: each of several documents",)
-    )
+    says = (f"--output {output}: ", "each of several documents has an index of its own")
+    fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=says)

@@ -17,6 +17,10 @@ def test_a_question_without_quotes_and_a_budget_for_a_build_are_told_of() -> Non
     for call in (["--json", "generate", "Why?"], ["--json", "chat", "generate", "Why?"]):
         told = described_usage("No such option: --json", call[1], call)
         assert told == "give --json after the command: `sparsekv generate --json` ..."
+    short = described_usage("No such option: -i", "a.skv", ["-i", "a.skv", "generate", "Why?"])
+    assert short == "give -i after the command: `sparsekv generate -i` ..."
+    nothing = described_usage("No such option: --bogus", "", ["--bogus"])
+    assert nothing == "No such option: --bogus; `sparsekv --help` says what there is"
     budget = described_usage("No such option: --budget", "build-index", ["build-index", "a.txt", "--budget", "5%"])
     assert "a budget is given where an index is asked" in budget
     assert "sparsekv generate --budget" in budget

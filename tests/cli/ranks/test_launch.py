@@ -159,14 +159,23 @@ def test_torchrun_starts_ranks_too(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_told_once(place: Path) -> None:
+@pytest.mark.parametrize("ranks_too", [True, False], ids=["of a terminal", "by kill"])
+def test_ctrl_c_is_told_once(place: Path, ranks_too: bool) -> None:
     running = start_ranks(*BUILD, "--chunk-size", "16")
     while not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)
-    for one in [*psutil.Process(running.pid).children(), psutil.Process(running.pid)]:
-        one.send_signal(signal.SIGINT)  # as a terminal does
+    for one in [*(psutil.Process(running.pid).children() if ranks_too else ()), psutil.Process(running.pid)]:
+        one.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stdout) == (130, "")
     (line,) = stderr.splitlines()
     assert "a prefill begins anew" in line
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_ends_all_without_a_word(place: Path) -> None:
+    ask = f"{EXECUTABLE} --gpus 2 generate -i doc.skv Why? --method squeezed --max-new-tokens 400 -q"
+    script = f"{ask} | head -c 1 > seen; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{128 + signal.SIGPIPE}\n", "")
