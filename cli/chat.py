@@ -79,7 +79,15 @@ def chat(
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
-    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    chosen = choose(
+        index,
+        method=method,
+        budget=budget,
+        prefill=prefill,
+        prefill_budget=prefill_budget,
+        parameters=parameters,
+        residual=residual,
+    )
     artifact, setting, hold = chosen.artifact, chosen.setting, placement == "device"
     choices, early = Choices(artifact, budget, parameters, residual), chosen.early_reading(device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.

@@ -37,11 +37,11 @@ from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
 from sparsekv.runtime.evaluation.published import FORMATS
-from sparsekv.runtime.evaluation.table import DENSE, cells, rows
+from sparsekv.runtime.evaluation.table import cells, rows
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure, refuse_unused
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import DENSE, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -140,7 +140,7 @@ def evaluate_methods(
     tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128,
     kv_dtype: KVDtypeOption = AUTO,
     chunk_size: ChunkSizeOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of the tasks and of the confidence intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and of the confidence intervals.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
     work: Annotated[
         Path | None,

@@ -145,7 +145,15 @@ def generate(
     if schedule is not None:
         budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
     ranks = join_ranks(device)
-    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    chosen = choose(
+        index,
+        method=method,
+        budget=budget,
+        prefill=prefill,
+        prefill_budget=prefill_budget,
+        parameters=parameters,
+        residual=residual,
+    )
     artifact, setting, asking = chosen.artifact, chosen.setting, chosen.question
     if ranks is not None:
         refuse_with_ranks({"--resume": resume, "--save-to": save_to})
@@ -155,7 +163,7 @@ def generate(
     early = None if ranks is not None else chosen.early_reading(device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
-    from sparsekv.cli.answering.batch import encode_questions, read_questions
+    from sparsekv.cli.answering.batch import encode_questions, questions_asked
     from sparsekv.cli.answering.compiling import compile_for
     from sparsekv.cli.answering.output import Output, identity, settings_of
     from sparsekv.cli.answering.session import refuse_unsavable, save_session
@@ -180,7 +188,7 @@ def generate(
     elif measured:
         check_estimates_missed(option, setting.name, setting.method, residual=setting.residual)
     wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
-    questions = for_all_ranks(ranks, lambda: read_questions(prompt, prompt_file, batch_file))
+    questions = for_all_ranks(ranks, lambda: questions_asked(prompt, prompt_file, batch_file))
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
     encoding = {"raw": raw, "special_tokens": special_tokens}

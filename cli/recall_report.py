@@ -154,6 +154,8 @@ def recall_report(
     """
     if queries is None:
         _refuse_model_options({name: ctx.params[name] for name in ("model", "dtype") if on_command_line(ctx, name)})
+        if special_tokens:
+            raise UsageError("--special-tokens: means nothing without --queries; leave it out")
     where = choose_device(device)
     if not 0 < within <= 1:
         raise UsageError(f"--within {within:g}: give a share between 0 and 1, such as 0.12")

@@ -96,7 +96,15 @@ def trace(
     """
     refuse_little_room()
     refuse_unwritable(output)
-    chosen = choose(index, method, budget, prefill, prefill_budget, parameters, residual=residual)
+    chosen = choose(
+        index,
+        method=method,
+        budget=budget,
+        prefill=prefill,
+        prefill_budget=prefill_budget,
+        parameters=parameters,
+        residual=residual,
+    )
     setting, question = chosen.setting, read_question(prompt, prompt_file)
     early = chosen.early_reading(device, hold=True)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
@@ -123,9 +131,9 @@ def trace(
         document["without"] = {"passages": without, **again}
         note(describe_without(again), quiet=quiet)
     size = None if output is None else write(document, output)
-    if as_json:
-        size = say_json(document)
-    note(("" if output is None else f"{output}: ") + describe_size(document, size), quiet=quiet)
+    printed = say_json(document) if as_json else None
+    told = describe_size(document, printed if size is None else size)
+    note(told if output is None else f"{output}: {told}", quiet=quiet)
 
 
 def _stream(text: str) -> None:

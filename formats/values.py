@@ -40,6 +40,8 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
         wrong = _first(faults | _codes(tensors))
     except KeyError as error:
         raise ArtifactError(f"{error.args[0]} is not in {what}; {REBUILD}") from None
+    except ValueError:
+        raise ArtifactError(f"{what} has a tensor whose name names no level; {REBUILD}") from None
     if wrong is not None:
         raise ArtifactError(f"{wrong} in {what} holds numbers that no build of ours writes; {REBUILD}")
 
@@ -57,11 +59,15 @@ def _first(faults: Faults) -> str | None:
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel() or tensor.dtype.itemsize == 1:  # torch finds no extremes of these
+        return tensor.float().isfinite().all()
     # The extremes suffice, since NaN propagates to them, and are many times as fast as testing each number.
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
 def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
     least, most = torch.aminmax(tensor)
     return (least < first) | (most >= end)
 

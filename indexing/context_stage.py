@@ -58,7 +58,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     sampled = sample_recipe(recipe, positions)
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
-    _check_room(job, len(positions))
+    _check_room(job, len(positions), sum(layer_file("context", layer) in missing for layer in layers))
     prefix_tokens = shared_prefix(job, positions)
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
@@ -85,9 +85,10 @@ def build_context(job: BuildJob) -> ContextFacts:
     return found
 
 
-def _check_room(job: BuildJob, sampled: int) -> None:
-    """Raise SparsekvError where the disk, or a GPU, has too little for a build with queries at so many positions."""
-    job.writer.need_space(_context_bytes(job, sampled))
+def _check_room(job: BuildJob, sampled: int, missing: int) -> None:
+    """Raise SparsekvError where the disk, or a GPU, has too little for a build with queries at so many positions, and
+    keys and values of so many layers that are not there yet."""
+    job.writer.need_space(_bytes_to_write(job, sampled, missing))
     tell_memory(job, sampled)
 
 
@@ -164,16 +165,16 @@ def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_do
     return job.team.whole(own)
 
 
-def _context_bytes(job: BuildJob, sampled: int) -> int:
-    """Disk space in bytes that a build needs: the context's files plus a tenth for the methods, the queries at
-    `sampled` positions, and what methods with larger files state themselves."""
+def _bytes_to_write(job: BuildJob, sampled: int, missing: int) -> int:
+    """Disk space in bytes that a build needs: keys and values of `missing` layers, a tenth of all layers' for the
+    methods, the queries at `sampled` positions, and what methods with larger files state themselves."""
     model = job.plan.loaded.model
     config = model.config.get_text_config()
     head_dim = job.plan.head_dim
     row = head_dim * model.dtype.itemsize
     stored = row if job.plan.kv_dtype is None else int8_row_bytes(head_dim)
-    context = (2 * stored + 0.2 * row) * config.num_key_value_heads * job.split.tokens
+    rows = config.num_key_value_heads * job.split.tokens
     samples = row * config.num_attention_heads * sampled
     tables = sum(indexer.bytes_per_token(head_dim) for indexer in job.plan.methods.values())
     methods = tables * config.num_key_value_heads * job.split.middle
-    return int((context + samples + methods) * config.num_hidden_layers)
+    return int(2 * stored * rows * missing + (0.2 * row * rows + samples + methods) * config.num_hidden_layers)

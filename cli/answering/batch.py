@@ -10,7 +10,7 @@ from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 
 
-def read_questions(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
+def questions_asked(prompt: str | None, prompt_file: str | None, batch_file: str | None) -> list[str]:
     """The question, or each line of a batch.
 
     Raises:

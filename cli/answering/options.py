@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.options import names_of
-from sparsekv.runtime.attention.question import DENSE, QUESTION_BUDGET
+from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.compiled import WORTH_IT
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import DENSE, methods
 
 ATTENDED, SAMPLING = "What is attended to", "Sampling"
 

@@ -8,8 +8,7 @@ from sparsekv.cli.chatting.slash import COMMANDS, slash
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.question import DENSE
-from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.selection.registry import DENSE, choose_methods
 
 KEYS = {
     "// ...": "a question that begins with /",

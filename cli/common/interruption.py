@@ -10,7 +10,7 @@ from typing import Any
 INTERRUPTED = 130
 KEPT = {
     "build-index": "what is whole is kept, and the same command goes on; a prefill begins anew",
-    "append": "the index is as it was; what is prefilled is kept, and the same command goes on from there",
+    "append": "the index is as it was; what is whole is kept, and the same command goes on; a prefill begins anew",
     "eval": "the answers are kept, and the same command goes on from there",
     "generate": "the index is as it was",
     "chat": "the index is as it was",

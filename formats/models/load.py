@@ -157,12 +157,13 @@ def _mapped(folder: Path, config: "PreTrainedConfig", device: torch.device) -> d
 
 
 def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "it brings code of its own, which is not run"

@@ -116,13 +116,16 @@ class CSAttentionIndexer(Indexer):
         places = torch.linspace(0, len(ordered) - 1, QUANTILES).round().long()
         return {"cosines": ordered[places].tolist()}
 
-    def _channels(self, layer: LayerInput) -> torch.Tensor:
-        head_dim, rope = layer.keys.shape[2], layer.facts.rope
+    def check_channels(self, head_dim: int) -> None:
         if head_dim % self.subspace_size:
             raise UsageError(
                 f"--subspace-size {self.subspace_size}: the model's heads have {head_dim} channels; give a divisor of "
                 "that"
             )
+
+    def _channels(self, layer: LayerInput) -> torch.Tensor:
+        head_dim, rope = layer.keys.shape[2], layer.facts.rope
+        self.check_channels(head_dim)
         if self.subspaces == "contiguous":
             return torch.arange(head_dim).view(-1, self.subspace_size)
         if rope is None:

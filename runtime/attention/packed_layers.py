@@ -62,6 +62,8 @@ class PackedSparse(PackedLayer):
         super().__init__(layer, slots)
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.asked: dict[int, Selector] = {}
+        """By slot: the selector that has observed its question."""
+        self.unasked = _unasked(layer.plan.selector)
         # On a GPU kernels read chosen rows where they lie, and nothing waits for their number.
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
@@ -111,8 +113,11 @@ class PackedSparse(PackedLayer):
         """The choice of each query for itself; by selectors that observed its question, where there are any."""
         if not _observes(self.plan.selector):
             return self.plan.selector.select(queries, self.plan.budget)
-        slots = step.slots[step.single].tolist()
-        each = [self.asked.get(slot, self.plan.selector).select(queries, self.plan.budget) for slot in slots]
+        slots, places = step.slots[step.single].tolist(), step.rows[step.single].tolist()
+        for slot, place in zip(slots, places, strict=True):
+            if place == 0:  # a question of one token, of which nothing is observed
+                self.asked.pop(slot, None)
+        each = [self.asked.get(slot, self.unasked).select(queries, self.plan.budget) for slot in slots]
         rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
         return Selection(single_rows(rows), each[0].cost, each[0].rest)
 
@@ -156,6 +161,13 @@ def _centroids(chosen: Selection) -> list[Centroids]:
 def _observes(selector: Selector) -> bool:
     """Whether a selector, or the one within a residual's, chooses by the question that it observed."""
     return isinstance(selector.inner if isinstance(selector, ResidualSelector) else selector, ObservesQuestion)
+
+
+def _unasked(selector: Selector) -> Selector:
+    """A selector as it is before any question; one that observes questions as a copy, which observes none."""
+    if isinstance(selector, ObservesQuestion):
+        selector.forget_question()
+    return copy(selector) if _observes(selector) else selector
 
 
 def _exact_logsumexp(query: torch.Tensor, keys: torch.Tensor, own: OwnRows, how: How) -> torch.Tensor:

@@ -10,7 +10,6 @@ from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
 
-DENSE = "dense"
 QUESTION_BUDGET = "1024"
 
 

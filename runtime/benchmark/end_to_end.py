@@ -19,7 +19,7 @@ from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
 from sparsekv.runtime.benchmark.model_steps import BatchSteps, DenseFormLayer, ModelSteps, QuestionSteps
-from sparsekv.runtime.benchmark.rows import DENSE, OWN, RefusedError, refuse_unshared
+from sparsekv.runtime.benchmark.rows import OWN, RefusedError, refuse_unshared
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -27,6 +27,7 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 
 NOTHING = "no attention"
 WARM_UPS, FORM_RUNS = 3, 10

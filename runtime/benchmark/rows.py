@@ -29,9 +29,10 @@ from sparsekv.runtime.selection.capabilities import CentroidsIn8Bits
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.selection.union import can_unite
 
-DENSE, OWN = "dense", "sparsekv"
+OWN = "sparsekv"
 
 
 class RefusedError(SparsekvError):

@@ -144,7 +144,7 @@ class StoredLayerSource(Source):
         sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}
         sizes |= {name: getattr(wanted, name) for name in ("heads", "kv_heads", "head_dim", "kv_dtype")}
         for name, value in sizes.items():
-            if value:
+            if value not in (None, []):
                 raise UsageError(f"--{name.replace('_', '-')}: with --index that is the index's; leave it out")
         self.artifact = artifact
         self.dtype = artifact.manifest.dtype if wanted.dtype == "auto" else wanted.dtype

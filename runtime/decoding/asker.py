@@ -86,5 +86,7 @@ class Asker:
         if reason := why_alone(self.index, self.setting.method, self.cache):
             raise UsageError(f"{reason}; ask one question at a time")
         ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]
+        if together < 1:
+            raise UsageError(f"{together} questions together: give at least 1")
         found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
         return [found[number] for number in range(len(ids))]

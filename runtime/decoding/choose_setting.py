@@ -9,13 +9,12 @@ from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.parameters import given_parameters
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults
-from sparsekv.runtime.attention.question import DENSE
 from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import configure, refuse_unused
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import method_of, methods, methods_of
+from sparsekv.runtime.selection.registry import DENSE, method_of, methods, methods_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _default(artifact: Artifact, defaults: Defaults) -> Setting:
     try:
         method_of(artifact, defaults.method)
         configured = _configured(methods()[defaults.method], defaults.parameters)
-    except UsageError as error:
+    except (UsageError, TypeError, ValueError) as error:
         anew = defaults.target.model_copy(update={"methods": []})  # one of them may be gone
         raise ArtifactError(
             f"the default of {artifact.folder}, {defaults.method}, cannot run any more: {error}; run "
@@ -157,7 +156,11 @@ def _default(artifact: Artifact, defaults: Defaults) -> Setting:
 
 def _configured(method: type[Method], parameters: Mapping[str, Any]) -> Method:
     """A method with the parameters that a manifest holds."""
-    unknown = parameters.keys() - {field.name for field in fields(method)}
-    if unknown:
+    own = {field.name: field.default for field in fields(method)}
+    if unknown := parameters.keys() - own.keys():
         raise UsageError(f"this version knows no {', '.join(sorted(unknown))}")
+    for name, value in parameters.items():
+        # What decides a step's course: other kinds of values may first be met in the middle of an answer.
+        if isinstance(own[name], bool | int | str) and type(value) is not type(own[name]):
+            raise UsageError(f"its {name} is {value!r}")
     return method(**given_parameters(parameters))

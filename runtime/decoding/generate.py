@@ -52,6 +52,8 @@ class Sampling:
             raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k {self.top_k}: give at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed}: give a number of at most 18 digits")
         for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
             if value is not None and not self.temperature:
                 raise UsageError(

@@ -3,11 +3,12 @@
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest
-from sparsekv.kernels.common.hook import route_attention
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
@@ -30,9 +31,15 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: 
 
     Raises:
         IdentityError: they differ beyond rounding, so the index was built with another model.
+        ArtifactError: its tensors have other sizes than the model's.
     """
     probe = artifact.manifest.probe
-    with route_attention(model, cache.attend), all_cores(model):
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        _check_heads(artifact, call)
+        return cache.attend(call)
+
+    with route_attention(model, attend), all_cores(model):
         ids = torch.tensor([[last]], device=model.device)
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
     stored = torch.tensor(probe.logits)
@@ -45,6 +52,16 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: 
             "these are other weights: use the model it was built with "
             f"(--model {artifact.manifest.model.id}) or build the index again for this one",
         )
+
+
+def _check_heads(artifact: Artifact, call: AttentionCall) -> None:
+    """Raise ArtifactError where a layer's tensors have other sizes than the model's: files may say what they like."""
+    layers, (heads, _, channels) = len(artifact.manifest.layers), call.keys.shape
+    if call.layer >= layers:
+        raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
+    if (found := artifact.heads_and_channels(call.layer)) != (heads, channels):
+        has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
+        raise ArtifactError(f"layer {call.layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
 
 
 def _tolerance(manifest: Manifest, dtype: torch.dtype) -> float:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from sparsekv.runtime.attention.question import DENSE
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 
 
 @dataclass(frozen=True)

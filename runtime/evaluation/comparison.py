@@ -12,10 +12,11 @@ from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.evaluation.builder import Builder
 from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.table import DENSE, Way
+from sparsekv.runtime.evaluation.table import Way
 from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 
 
 @dataclass(frozen=True)

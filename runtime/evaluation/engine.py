@@ -155,7 +155,8 @@ class _Asking:
         return asdict(question) | {"indexer": self.comparison.builder.parameters.get(question.name)}
 
     def _folder(self) -> Path:
-        built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill]
+        model = self.comparison.identity[0]
+        built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 
     def _open(self, show: Progress) -> OpenIndex:

@@ -76,7 +76,11 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                found.append((number, dict(json.loads(line))))
+                record = dict(json.loads(line))
+                json.dumps(record, ensure_ascii=False).encode()  # half of a character, as \ud83d alone, is no text
+                found.append((number, record))
+            except UnicodeEncodeError:
+                raise UsageError(f"{option} {file}, line {number}: a character was cut in half there") from None
             except (ValueError, TypeError, RecursionError):
                 raise UsageError(f"{option} {file}, line {number}: give one JSON object a line") from None
     if not found:
@@ -95,6 +99,8 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
         raise UsageError(f"{where}: no field {error}; there are: {', '.join(record)}") from None
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
+    except TypeError:
+        raise UsageError(f"{where}: a field is not what the format has there, such as a number for a list") from None
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -150,7 +156,7 @@ def _longbench_v2(record: Record, name: str) -> Context:
 def _niah(record: Record, name: str) -> Context:
     """A haystack that contains its needle; scored by F1 with the needle's words if the record has no `answer`."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
-    if needle not in text:
+    if not needle or needle not in text:
         raise ValueError("the needle does not stand in the context")
     asked = str(record["retrieval_question"] if "retrieval_question" in record else record["question"])
     exact = "answer" in record

@@ -9,8 +9,6 @@ from sparsekv.runtime.evaluation.bootstrap import interval, paired_difference
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, Question
 
-DENSE = "dense"
-
 
 @dataclass(frozen=True, order=True)
 class Way:
@@ -101,20 +99,20 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Row]:
 
 
 def _group(task: str, length: int | None, metric: str, results: list[Result], seed: int) -> list[Row]:
-    ways: dict[Way, dict[str, dict[Question, Result]]] = {}
+    ways: dict[Way, dict[Context, dict[Question, Result]]] = {}
     for result in results:
-        ways.setdefault(result.way, {}).setdefault(result.context.name, {})[result.question] = result
+        ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
     shared = _shared(list(ways.values()))
     base = next((way for way in ways if way.is_dense), None)
     told = METRICS[metric]
     found = []
     for way, answered in ways.items():
-        kept = [[answered[name][question] for question in questions] for name, questions in shared.items()]
+        kept = [[answered[context][question] for question in asked] for context, asked in shared.items()]
         scores = [[result.score for result in one] for one in kept]
         score = interval(scores, told.summary, seed=seed)
         difference = None
         if base is not None and way != base:
-            others = [[ways[base][name][question].score for question in asked] for name, asked in shared.items()]
+            others = [[ways[base][one][question].score for question in asked] for one, asked in shared.items()]
             difference = paired_difference(scores, others, told.summary, seed=seed)
         flat = [result.given for one in kept for result in one]
         found.append(
@@ -140,13 +138,13 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
     return found
 
 
-def _shared(ways: list[dict[str, dict[Question, Result]]]) -> dict[str, list[Question]]:
+def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, list[Question]]:
     """For each context, the questions that were answered in every way."""
     shared = {}
-    for name, asked in ways[0].items():
-        kept = [question for question in asked if all(question in way.get(name, {}) for way in ways)]
+    for context, asked in ways[0].items():
+        kept = [question for question in asked if all(question in way.get(context, {}) for way in ways)]
         if kept:
-            shared[name] = kept
+            shared[context] = kept
     return shared
 
 

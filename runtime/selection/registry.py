@@ -11,8 +11,8 @@ from sparsekv.runtime.selection.interface import Method
 
 methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
 
-COMPARED_WITH = "dense"
-"""What users may take for a method where only methods can be named."""
+DENSE = "dense"
+"""The name of attention to everything, which all methods are compared with, and which is none of them."""
 
 
 def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:
@@ -49,7 +49,7 @@ def choose_methods(
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
-        if name == COMPARED_WITH and name not in beside:
+        if name == DENSE and name not in beside:
             raise UsageError(f"{name} attention is what all methods are compared with; leave it out")
         if name not in known and name != "all":
             there = [*usable, *beside]

@@ -91,6 +91,8 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("tune", "--target-recall", "0.9", "--method", "nonsense"), 2, ("'nonsense'", "quest")),
         (("tune", "--target-recall", "0.9", "--method", "oracle"), 2, ("--method oracle", "choose another")),
         (("eval",), 2, ("--data", "--format")),
+        (("eval", "doc.txt", "--seed", "-1"), 2, ("--seed", "-1")),
+        (("generate", "Why?", "--seed", str(10**20)), 2, (f"--seed {10**20}", "18 digits")),
         (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("one of the two",)),
         (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
         (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),

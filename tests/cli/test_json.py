@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "reference" / "json.md"
 FILES = sorted((ROOT / "docs" / "reference" / "schemas").glob("*.json"))
 SMALL = ("--context", "512", "--budget", "10%", "--runs", "2")
 LAYER = ("--heads", "2", "--kv-heads", "1", "--head-dim", "16")
+DRAWN = ("--temperature", "0.5", "--top-k", "3")
 TASK = (
     "--model",
     "model",
@@ -38,7 +39,7 @@ CASES = {
     "generate": [
         ("generate", "Why?", "--max-new-tokens", "2"),
         ("generate", "Why?", "--max-new-tokens", "2", "--gauge", "--guard", "0.2", "--method", "multipole"),
-        ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--top-k", "3", "--prefill", "quoka"),
+        ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--prefill", "quoka", *DRAWN),
     ],
     "trace": [
         ("trace", "Why?", "--max-new-tokens", "2"),

@@ -140,8 +140,8 @@ def test_an_answer_is_saved_whose_reader_has_enough(place: Path) -> None:
     assert read_manifest(place / "talk.skv").additions
 
 
-@pytest.mark.parametrize("option", [("--dtype", "float16"), ("--model", "model")])
-def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, str]) -> None:
+@pytest.mark.parametrize("option", [("--dtype", "float16"), ("--model", "model"), ("--special-tokens",)])
+def test_a_report_refuses_what_it_would_not_use(place: Path, option: tuple[str, ...]) -> None:
     refused = run_here("recall-report", "--method", "window", *option)
     assert f"{' '.join(option)}: means nothing without --queries" in refused.error()
 

@@ -95,6 +95,15 @@ def test_a_number_that_leads_elsewhere_is_told(artifact: Artifact, name: str, nu
     assert met
 
 
+def test_a_tensor_that_no_build_writes_is_told_or_does_no_harm(artifact: Artifact) -> None:
+    tensors, split = artifact.method_tensors("squeezed", 0), artifact.manifest.split
+    for harmless in (torch.empty(0), torch.ones(3).to(torch.float8_e4m3fn)):
+        check_values(tensors | {"own": harmless}, split, "it")
+    for name in ("levelX.centroids", "level", "level0.a.b"):
+        with pytest.raises(ArtifactError, match=r"it has a tensor whose name names no level.*--force"):
+            check_values(tensors | {name: torch.ones(3)}, split, "it")
+
+
 def test_a_token_in_another_blocks_cluster_is_told(artifact: Artifact) -> None:
     layer = artifact.manifest.indexed_layers[0]
     tensors = artifact.method_tensors("multipole", layer)

@@ -1,5 +1,6 @@
 """The base class of the methods that choose clusters: the lookup options, and the statistics shown to the user."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -52,7 +53,8 @@ class ClusterMethod(Method):
     @classmethod
     def lookups(cls, record: MethodRecord | None) -> tuple[str, ...]:
         """The lookups that an index supports: hierarchical only if it has several levels."""
-        return LOOKUPS if record is not None and len(record.parameters["levels"]) > 1 else LOOKUPS[:1]
+        levels = () if record is None else record.parameters.get("levels")
+        return LOOKUPS if isinstance(levels, Sequence) and len(levels) > 1 else LOOKUPS[:1]
 
     @classmethod
     def describe_clusters(cls, context: MiddleContext, values: torch.Tensor, biggest: int) -> Clustering:

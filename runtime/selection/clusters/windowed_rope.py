@@ -23,7 +23,8 @@ class WindowedRope:
     def of_layer(cls, context: MiddleContext, distance: int) -> Self:
         """For a layer whose keys were clustered with RoPE undone; the index then has its RoPE frequencies."""
         rope = context.facts.rope
-        assert rope is not None
+        if rope is None:
+            raise ValueError("the layer has no RoPE frequencies")
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=context.tensors["token_order"].device)
         return cls(frequencies, rope.interleaved, distance, context.first_token)
 

@@ -218,6 +218,14 @@ def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
 
 
+def test_a_question_of_one_token_answers_as_it_does_alone(full_index: OpenIndex) -> None:
+    """It has no window of queries to observe, and takes none over from whoever had its slot before it."""
+    words = [question_ids(full_index, question, raw=True) for question in QUESTIONS]
+    asked = [words[0], words[1][:1], words[2], words[3][:1], words[4][:1]]
+    cache = full_index.sparse_cache("snapkv", SnapKV(window_queries=4), Budget(0.2))
+    assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
+
+
 def test_what_is_drawn_is_drawn_for_each_question(index: OpenIndex) -> None:
     asked = [question_ids(index, question) for question in QUESTIONS]
     cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))

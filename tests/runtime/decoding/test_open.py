@@ -51,6 +51,19 @@ def test_the_same_model_opens_the_index_under_any_name(index: OpenIndex) -> None
     assert open_index(index.artifact, loaded.model, loaded.tokenizer, identify(loaded)).split == index.split
 
 
+def test_heads_or_layers_that_are_not_the_models_are_told(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest says what it likes of the model; its files then have other heads, or are fewer."""
+    loaded, facts = _loaded(), index.artifact.manifest
+    for change, says in (("layers", "2 layers, and the model more"), ("heads", "2 heads of 8 channels, and the model")):
+        other = Artifact(index.artifact.folder)
+        if change == "layers":
+            monkeypatch.setattr(other, "manifest", facts.model_copy(update={"layers": facts.layers[:2]}))
+        else:
+            monkeypatch.setattr(other, "heads_and_channels", lambda layer: (2, 8))
+        with pytest.raises(ArtifactError, match=says):
+            open_index(other, loaded.model, loaded.tokenizer, identify(loaded))
+
+
 @torch.no_grad()
 def test_other_weights_of_the_same_config_are_caught_by_their_hash(index: OpenIndex) -> None:
     loaded = _loaded()

@@ -10,7 +10,7 @@ from support.small_index import INDEXERS, build_small
 from support.tiny_models import END
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.question import DENSE, QuestionPrefill
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding import generate
 from sparsekv.runtime.decoding.generate import Sampling
@@ -28,6 +28,7 @@ from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
