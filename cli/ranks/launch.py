@@ -19,7 +19,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.ranks.place import FOLDER, LAUNCHER, TOLD
 
 GRACE = 5.0  # seconds in which the other ranks may end by themselves once one has failed, or after Ctrl-C
-PASSED_ON = 1.0  # seconds after which a rank that still runs is sent the Ctrl-C that only this process may have got
+PASSED_ON = 3.0  # seconds after which a rank that still runs is sent the Ctrl-C that only this process may have got
 PAUSE = 0.05  # seconds between two looks at the ranks
 
 Rank = subprocess.Popen[bytes]
