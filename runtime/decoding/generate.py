@@ -53,7 +53,7 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k {self.top_k}: give at least 1")
         if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed}: give a number of at most 18 digits")
+            raise UsageError(f"--seed {self.seed}: give a whole number of at most {2**63 - 1}")
         for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
             if value is not None and not self.temperature:
                 raise UsageError(
