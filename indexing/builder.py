@@ -41,6 +41,12 @@ class Builder:
             **stored,
         }
 
+    def sample_of(self, name: str) -> dict[str, int]:
+        """What else decides a method's tensors: of how many queries they are made, where another method wants more."""
+        wanted = {one: indexer.queries_wanted() for one, indexer in self.methods.items()}
+        own, most = wanted.get(name, 0), max(wanted.values(), default=0)
+        return {"queries": most} if own and own != most else {}
+
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume it; errors are those of `build_index`."""
         plan = BuildPlan(

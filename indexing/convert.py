@@ -14,6 +14,7 @@ from sparsekv.formats.kv_storage import KVDtype, KVStorage
 from sparsekv.formats.marker import mark
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, layer_file
+from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.append import stored_indexers
 from sparsekv.indexing.context_files import ContextFiles, context_recipe
@@ -46,7 +47,7 @@ def convert_index(
     try:
         with partial_folder(folder) as unfinished:
             mark(Folder(unfinished))
-            with ArtifactWriter(unfinished) as writer:
+            with ArtifactWriter(unfinished, ways_out=WaysOut(less="")) as writer:
                 writer.need_space(_bytes(artifact.manifest))
                 storage = _write_context(artifact, kv_dtype, writer, device, progress)
                 methods = _build_methods(artifact.manifest, indexers, storage, writer, device, progress)

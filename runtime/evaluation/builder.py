@@ -24,5 +24,8 @@ class Builder(Protocol):
     def decides(self, prefill: str) -> dict[str, Any]:
         """What else decides an index, beside its prompt and the model."""
 
+    def sample_of(self, name: str) -> dict[str, int]:
+        """What else decides a method's tensors: of how many queries they are made, where another method wants more."""
+
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume it; errors are those of building."""

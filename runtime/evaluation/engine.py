@@ -141,6 +141,7 @@ class _Asking:
             "share": budget is not None and budget.is_share,
             "method": None if method is None else asdict(method),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
+            **comparison.builder.sample_of(way.method),
         } | ({"together": comparison.together} if self._shares(question, method) else {})
 
     def _shares(self, question: Question, method: Method | None) -> bool:
@@ -152,7 +153,8 @@ class _Asking:
         question = self.comparison.question
         if question is None or not sparse:
             return None
-        return asdict(question) | {"indexer": self.comparison.builder.parameters.get(question.name)}
+        builder = self.comparison.builder
+        return asdict(question) | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_index import TEXT, prefilled, recorded_attention, small_plan
-from support.tiny_models import FAMILIES, VOCABULARY
+from support.tiny_models import FAMILIES, VOCABULARY, tiny_tokenizer
 
 from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Split, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.builder import Builder
 from sparsekv.indexing.capture.capture import capture
+from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.sampling import sample_positions
@@ -218,3 +222,13 @@ def test_room_for_large_tables_is_asked_for_before_the_prefill(tmp_path: Path, m
     needed = int(str(refusal.value).partition("needs ")[2].partition(" MB")[0])
     tables = 3 * 2 * plan.split().middle * 6 * 2 * 100_000 * 0.25 / 1e6
     assert tables < needed < 1.02 * tables + 5
+
+
+def test_what_a_method_is_built_of_depends_on_those_beside_it() -> None:
+    """The sample is as large as any wants it, and each learns from all of it."""
+    loaded = LoadedModel(FAMILIES["llama"](), tiny_tokenizer(), "tiny", None)
+    codes, tables = CodesIndexer(), replace(TABLES, query_sample=4096)
+    together = Builder(loaded, {"codes": codes, "csattention": tables, "multipole": MultipoleIndexer()}, {})
+    assert Builder(loaded, {"codes": codes}, {}).sample_of("codes") == {}
+    assert together.sample_of("codes") == {"queries": 4096}
+    assert together.sample_of("csattention") == together.sample_of("multipole") == together.sample_of("quest") == {}
