@@ -161,7 +161,7 @@ def test_torchrun_starts_ranks_too(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_too", [True, False], ids=["of a terminal", "by kill"])
 def test_ctrl_c_is_told_once(place: Path, ranks_too: bool) -> None:
-    running = start_ranks(*BUILD, "--chunk-size", "16")
+    running = start_ranks(*BUILD, "--chunk-size", "2")
     while not (place / "new.skv").exists():
         assert running.poll() is None
         time.sleep(0.02)
