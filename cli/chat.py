@@ -80,13 +80,7 @@ def chat(
     """
     refuse_little_room()
     chosen = choose(
-        index,
-        method=method,
-        budget=budget,
-        prefill=prefill,
-        prefill_budget=prefill_budget,
-        parameters=parameters,
-        residual=residual,
+        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
     )
     artifact, setting, hold = chosen.artifact, chosen.setting, placement == "device"
     choices, early = Choices(artifact, budget, parameters, residual), chosen.early_reading(device, hold=hold)

@@ -146,13 +146,7 @@ def generate(
         budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
     ranks = join_ranks(device)
     chosen = choose(
-        index,
-        method=method,
-        budget=budget,
-        prefill=prefill,
-        prefill_budget=prefill_budget,
-        parameters=parameters,
-        residual=residual,
+        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
     )
     artifact, setting, asking = chosen.artifact, chosen.setting, chosen.question
     if ranks is not None:

@@ -97,13 +97,7 @@ def trace(
     refuse_little_room()
     refuse_unwritable(output)
     chosen = choose(
-        index,
-        method=method,
-        budget=budget,
-        prefill=prefill,
-        prefill_budget=prefill_budget,
-        parameters=parameters,
-        residual=residual,
+        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
     )
     setting, question = chosen.setting, read_question(prompt, prompt_file)
     early = chosen.early_reading(device, hold=True)

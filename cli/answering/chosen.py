@@ -37,12 +37,12 @@ class Chosen:
 
 def choose(
     index: Path | None,
-    *,
     method: str | None,
+    parameters: Mapping[str, Any],
+    *,
     budget: str | None,
     prefill: str | None,
     prefill_budget: str | None,
-    parameters: Mapping[str, Any],
     residual: bool,
 ) -> Chosen:
     """Open an index, and choose by the options of these names.
