@@ -20,7 +20,7 @@ from sparsekv.indexing.early_rows import early_rows
 from sparsekv.indexing.memory import tell_memory
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import (
-    known_queries,
+    prefix_queries,
     reuse_samples,
     sample_recipe,
     wanted_positions,
@@ -151,14 +151,17 @@ def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_do
         "prefill": job.plan.prefill,
         "sinks": job.split.sinks,
     }
+    rows = partial(prefix_rows, job, tokens=prefix_tokens)
+    known = positions[positions < prefix_tokens]
+    queries = prefix_queries(job, known, rows) if len(known) else None
     job.team.begin_capture(input_ids, options)
     own = capture(
         job.plan.loaded.model,
         input_ids,
         **options,
         prefix_tokens=prefix_tokens,
-        prefix=lambda layer: prefix_rows(job, layer, prefix_tokens),
-        prefix_queries=lambda layer, at: known_queries(job, layer, at),
+        prefix=rows,
+        prefix_queries=queries,
         rows_done=rows_done,
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )

@@ -5,12 +5,17 @@ priority. So chunk sizes do not change it, and when a document grows, the new sa
 tokens.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.context_rows import Pair
 from sparsekv.formats.schema import Manifest, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.capture.capture import PrefixQueries
+from sparsekv.indexing.capture.single_tokens import queries_of_tokens
 from sparsekv.indexing.plan import BuildJob, BuildPlan
 
 SEED = 0
@@ -60,21 +65,42 @@ def write_sample(
 
 
 def first_unknown(job: BuildJob, positions: torch.Tensor) -> int | None:
-    """The first of some positions [P] whose query the finished index of the folder lacks; None if it has all of them.
-
-    An index with a damaged file of queries counts as having none.
-    """
-    known = _known_positions(job) if _is_whole(job) else positions[:0]
-    unknown = positions[~torch.isin(positions, known)]
+    """The first of some positions [P] whose query the finished index of the folder lacks; None if it has all."""
+    unknown = positions[~torch.isin(positions, _known_positions(job))]
     return int(unknown[0]) if len(unknown) else None
 
 
-def known_queries(job: BuildJob, layer: int, positions: torch.Tensor) -> torch.Tensor:
-    """Queries [Hq, P, D] at positions [P], read from the sample and the tail of the finished index in the folder."""
-    rows = tail = job.read_base(layer_file("queries", layer))["tail"]
-    if "samples" in _folders(job):
-        rows = torch.cat([job.read_base(layer_file("samples", layer))["queries"], tail], 1)
-    return rows[:, torch.searchsorted(_known_positions(job), positions).to(rows.device)]
+def prefix_queries(job: BuildJob, positions: torch.Tensor, rows: Callable[[int], Pair]) -> PrefixQueries:
+    """What returns a layer's queries [Hq, P, D] at positions [P] of a prefix, rising: those that the finished index of
+    the folder has, and those of the other tokens, which run through the model by themselves.
+
+    Args:
+        rows: returns keys and values [Hk, T, D] of a layer of that index, of the tokens of the prefix.
+    """
+    known = _known_positions(job)
+    there = torch.isin(positions, known)
+    stored, plan = torch.searchsorted(known, positions[there]), job.plan
+    others = positions[~there]
+    made = queries_of_tokens(plan.loaded.model, plan.prompt.input_ids, others, rows) if len(others) else {}
+
+    def queries(layer: int, at: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(at, positions)
+        tail = job.read_base(layer_file("queries", layer))["tail"]
+        found = tail.new_empty(len(tail), len(positions), tail.shape[2])
+        if len(stored):
+            found[:, there] = _known_queries(job, layer, tail)[:, stored]
+        if len(others):
+            found[:, ~there] = made[layer]
+        return found
+
+    return queries
+
+
+def _known_queries(job: BuildJob, layer: int, tail: torch.Tensor) -> torch.Tensor:
+    """All queries [Hq, P, D] of a layer that the finished index has; the last R are `tail` [Hq, R, D]."""
+    if "samples" not in _folders(job):
+        return tail
+    return torch.cat([job.read_base(layer_file("samples", layer))["queries"], tail], 1)
 
 
 def _base(job: BuildJob) -> Manifest:
@@ -95,8 +121,13 @@ def _is_whole(job: BuildJob) -> bool:
 
 
 def _known_positions(job: BuildJob) -> torch.Tensor:
-    """Positions [P], rising, whose queries the finished index has: its sample's, in the middle, then its tail's."""
+    """Positions [P], rising, whose queries the finished index has: its sample's, in the middle, then its tail's.
+
+    None where a file of queries is damaged.
+    """
     base = _base(job)
+    if not _is_whole(job):
+        return torch.zeros(0, dtype=torch.int64)
     tail = torch.arange(base.split.sinks + base.split.middle, base.split.tokens)
     if "samples" not in _folders(job):
         return tail

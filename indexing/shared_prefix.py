@@ -18,7 +18,12 @@ half as much again, where a sixteenth did, twice as much (docs/reference/eight-b
 
 def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     """How many leading tokens need not be prefilled again: the index in the folder has their rows, from the same model,
-    dtype and prefill, and the queries of those at `positions` [P], rising."""
+    dtype and prefill.
+
+    Args:
+        positions: [P], rising, of which queries are needed. One that the index lacks comes from the rows before it,
+            unless these were selected for each chunk: then the prefix ends there.
+    """
     base = job.writer.base
     if base is None or job.plan.force or not job.team.starts_after_prefix or not _fits(job, base):
         return 0
@@ -30,11 +35,12 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
     # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
-    if shared and (unknown := first_unknown(job, positions)) is not None:
+    if not shared or job.plan.prefill.exact:
+        return shared
+    if (unknown := first_unknown(job, positions)) is not None:
         shared = min(shared, unknown)
     # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
-    chunk = 1 if job.plan.prefill.exact else job.plan.chunk_size
-    return shared // chunk * chunk
+    return shared // job.plan.chunk_size * job.plan.chunk_size
 
 
 def _fits(job: BuildJob, base: Manifest) -> bool:

@@ -21,12 +21,16 @@ from sparsekv.formats.schema import Split, layer_file
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.builder import Builder
+from sparsekv.indexing.capture import single_tokens
 from sparsekv.indexing.capture.capture import capture
+from sparsekv.indexing.capture.single_tokens import queries_of_tokens
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
+from sparsekv.indexing.prefill.quoka import QuokaPrefill
 from sparsekv.indexing.sampling import sample_positions
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
@@ -64,6 +68,24 @@ def test_what_is_kept_are_the_queries_at_these_positions_wherever_chunks_end(fam
         assert (sample is None) == (facts.sliding_window is not None)
         if sample is not None:
             assert_close(sample, every.take(layer).tail[:, positions], 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("logit_bytes", [1, 2**28], ids=["one by one", "at once"])
+def test_single_tokens_have_the_queries_of_a_whole_prefill(
+    family: str, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single_tokens, "LOGIT_BYTES", logit_bytes)
+    model, positions = FAMILIES[family](), torch.tensor([0, 6, 7, 63, 140])
+    every = capture(model, IDS, tail=len(IDS))
+    layers = [every.take(layer) for layer in range(model.config.num_hidden_layers)]
+    queries = queries_of_tokens(
+        model, IDS, positions, lambda layer: (layers[layer].keys[:, :141], layers[layer].values[:, :141])
+    )
+    full = [number for number in range(len(layers)) if every.facts(number).sliding_window is None]
+    assert sorted(queries) == full
+    for layer in full:
+        assert_close(queries[layer], layers[layer].tail[:, positions], 1e-4)
 
 
 def test_queries_of_a_prefix_that_is_not_run_are_asked_for() -> None:
@@ -111,13 +133,16 @@ def _inodes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*.safetensors")}
 
 
-def test_tables_for_an_index_without_samples_run_the_prompt_again_and_leave_the_rest_as_it_was(tmp_path: Path) -> None:
+def test_tables_for_an_index_without_samples_run_sampled_tokens_and_leave_the_rest_as_it_was(tmp_path: Path) -> None:
     plan, folder = _plan(), tmp_path / "a.skv"
     squeezed = {"squeezed": SqueezedIndexer(levels=(0.2,))}
     build_index(replace(plan, methods=squeezed), folder)
     before = _inodes(folder)
     assert not any(name.startswith("samples/") for name in before)
-    assert _tokens_run(plan, folder) == len(plan.prompt.input_ids) - int(sample_positions(plan.split(), 50)[0])
+    # The last of them are not in a whole block of tokens, or run with it.
+    shared = len(plan.prompt.input_ids) // 256 * 256
+    sampled = sample_positions(plan.split(), 50)
+    assert _tokens_run(plan, folder) == int((sampled < shared).sum()) + len(plan.prompt.input_ids) - shared
     after = _inodes(folder)
     assert before.items() <= after.items()
     assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {"samples", "csattention"}
@@ -166,14 +191,20 @@ def test_a_grown_index_has_the_sample_of_one_build_and_runs_only_what_is_new(mor
     assert torch.equal(Artifact(tmp_path / "a.skv").method_tensors("csattention", 0)["centroids"], centroids)
 
 
-def test_an_edited_document_whose_sample_is_partly_known_runs_from_the_first_that_is_not(tmp_path: Path) -> None:
-    """A shorter middle samples more of each stretch: queries that are not stored come from the prompt again."""
-    build_index(_plan(), tmp_path / "a.skv")
-    shorter = _plan(FIRST[:700])
+@pytest.mark.parametrize("prefill", [DensePrefill(), QuokaPrefill(prefill_budget=24)], ids=["dense", "quoka"])
+def test_an_edited_document_whose_sample_is_partly_known_runs_what_is_not(prefill: Prefill, tmp_path: Path) -> None:
+    """A shorter middle samples more of each stretch. Queries that are not stored come from the rows before them, but
+    not those of a sparse prefill, whose rows were selected for each chunk: it runs from the first of them."""
+    build_index(_plan(prefill=prefill, chunk_size=20), tmp_path / "a.skv")
+    shorter = _plan(FIRST[:700], prefill=prefill, chunk_size=20)
     split = shorter.split()
     old = set(sample_positions(_plan().split(), 50).tolist())
     unknown = [position for position in sample_positions(split, 50).tolist() if position not in old]
-    assert _tokens_run(shorter, tmp_path / "a.skv") == split.tokens - min(unknown)
+    shared = split.tokens // 256 * 256
+    expected = split.tokens - shared + sum(position < shared for position in unknown)
+    if not prefill.exact:
+        expected = split.tokens - 1 - min(unknown) // 20 * 20  # the last token runs by itself
+    assert _tokens_run(shorter, tmp_path / "a.skv") == expected
     build_index(shorter, tmp_path / "b.skv")
     for layer in range(3):
         actual, expected = (Artifact(tmp_path / f"{name}.skv").tensors(layer_file("samples", layer)) for name in "ab")
@@ -188,8 +219,8 @@ def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) ->
     data[-1] ^= 1
     damaged.write_bytes(data)
     edited = _plan(FIRST[:900] + MORE)
-    first = int(sample_positions(edited.split(), 50)[0])
-    assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - first
+    sampled, shared = sample_positions(edited.split(), 50), 900 // 256 * 256
+    assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - shared + int((sampled < shared).sum())
     assert list(Artifact(folder).verify())
 
 
