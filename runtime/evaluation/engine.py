@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -83,7 +84,7 @@ class _Asking:
         for way, budget in ways:
             keys = [self.key(way, budget, question) for question in self.context.questions]
             asked = list(zip(self.context.questions, keys, strict=True))
-            answered = self._answered(way, budget, [one for one in asked if one[1] not in self.answers.known], show)
+            answered = self._answered(way, budget, asked, show)
             for question, key in asked:
                 while key not in self.answers.known:
                     self._keep(*next(answered), way)
@@ -97,24 +98,35 @@ class _Asking:
         return answer_key(self._decides(way, budget, question))
 
     def _answered(
-        self, way: Way, budget: Budget | None, missing: list[tuple[Question, str]], show: Progress
+        self, way: Way, budget: Budget | None, asked: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, Given]]:
-        """Answers as they come; several questions at once where the comparison and the method allow it."""
+        """Answers that are not known, as they come; several questions at once where the comparison and the method
+        allow it. Those that share what steps select are then all asked again: an answer depends on those beside it."""
         self.opened = self.opened or self._open(show)
-        cache, together = self._cache(self.opened, way, budget), self.comparison.together
-        one_by_one = together == 1 or why_alone(self.opened, self.comparison.methods.get(way.method), cache)
+        cache, method = self._cache(self.opened, way, budget), self.comparison.methods.get(way.method)
+        one_by_one = self.comparison.together == 1 or why_alone(self.opened, method, cache)
+        missing = [one for one in asked if one[1] not in self.answers.known]
         alone = [one for one in missing if one_by_one or METRICS[one[0].metric].continuation]
         for question, key in alone:
             yield question, key, self._answer(self.opened, cache, question)
         rest = [one for one in missing if one not in alone]
-        for longest, several in groupby(sorted(rest, key=self._longest), self._longest):
-            some = list(several)
-            ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in some]
-            for number, answer in Batch(self.opened, cache, Sampling(longest), together).answers(ids):
-                seconds = answer.time_to_first_token
-                if answer.tokens_per_second:
-                    seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
-                yield *some[number], Given(answer.text, None, answer.kv_fraction, seconds)
+        beside = asked if method is not None else rest
+        for longest, wanted in groupby(sorted(rest, key=self._longest), self._longest):
+            keys = {key for _, key in wanted}
+            some = [one for one in beside if self._longest(one) == longest and not METRICS[one[0].metric].continuation]
+            for one, given in self._together(self.opened, cache, longest, some):
+                if one[1] in keys:
+                    yield *one, given
+
+    def _together(
+        self, index: OpenIndex, cache: IndexCache, longest: int, asked: list[tuple[Question, str]]
+    ) -> Iterator[tuple[tuple[Question, str], Given]]:
+        ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in asked]
+        for number, answer in Batch(index, cache, Sampling(longest), self.comparison.together).answers(ids):
+            seconds = answer.time_to_first_token
+            if answer.tokens_per_second:
+                seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
+            yield asked[number], Given(answer.text, None, answer.kv_fraction, seconds)
 
     def _longest(self, asked: tuple[Question, str]) -> int:
         return self.comparison.longest(asked[0])
@@ -142,7 +154,14 @@ class _Asking:
             "method": None if method is None else asdict(method),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
-        } | ({"together": comparison.together} if self._shares(question, method) else {})
+        } | ({"together": [comparison.together, self._beside]} if self._shares(question, method) else {})
+
+    @cached_property
+    def _beside(self) -> str:
+        """The context's questions that are answered several at once."""
+        some = [one for one in self.context.questions if not METRICS[one.metric].continuation]
+        ids = [self.comparison.question_ids(self.context, one, self.prompt).tolist() for one in some]
+        return hash_json([ids, [self.comparison.longest(one) for one in some]])
 
     def _shares(self, question: Question, method: Method | None) -> bool:
         """Whether the answer depends on the questions beside it: not dense attention's, nor a continuation."""

@@ -157,6 +157,20 @@ def test_questions_of_a_context_can_share_a_step(place: Path, straight: tuple[Pa
     assert all(found[key][0] == before[key][0] for key in found.keys() & before.keys())
 
 
+def test_where_questions_share_steps_a_run_goes_on_with_the_same_answers(place: Path, tmp_path: Path) -> None:
+    """An answer depends on the questions beside it, so that these are asked again with it, and are part of its key."""
+    three = ("--batch-size", "3", "--questions", "3", "--method", "window", "--method", "csattention")
+    first = _run(*_small(place, tmp_path / "a", "--json", *three))
+    whole, written = _answers(tmp_path / "a"), tmp_path / "a" / "answers.jsonl"
+    written.write_text("".join(written.read_text(encoding="utf-8").splitlines(keepends=True)[::2]), encoding="utf-8")
+    assert len(_answers(tmp_path / "a")) == len(whole) // 2
+    assert _rows(_run(*_small(place, tmp_path / "a", "--json", *three))) == _rows(first)
+    assert _answers(tmp_path / "a") == whole
+    fewer = _run(*_small(place, tmp_path / "b", "--json", *three, "--questions", "2"))
+    assert _rows(_run(*_small(place, tmp_path / "a", "--json", *three, "--questions", "2"))) == _rows(fewer)
+    assert _answers(tmp_path / "b").items() <= _answers(tmp_path / "a").items()
+
+
 def test_prefills_are_compared_on_the_same_contexts(place: Path, tmp_path: Path) -> None:
     command = (
         "eval",
