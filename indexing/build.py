@@ -29,6 +29,7 @@ def build_index(
     progress: Progress = lambda stage, done, of: None,
     team: Team | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    ways_out: WaysOut | None = None,
 ) -> Manifest:
     """Build, resume or update the index in `folder`, and return its manifest.
 
@@ -38,8 +39,8 @@ def build_index(
     Args:
         progress: called with a stage's name, the steps of it that are done, and the steps in all.
         team: the processes that run the model and make the indices; this one alone by default.
-        tell: called with a line for the user: before what is there is replaced, how much of it stays; what an
-            unfinished build has left; and before a prefill on a GPU what memory it needs.
+        tell: called with a line for the user: what of the folder stays, and what memory a prefill on a GPU needs.
+        ways_out: remedies where the folder cannot be written; by default those of `build-index` or `append`.
 
     Raises:
         SparsekvError: the keys and values do not fit the GPU.
@@ -47,10 +48,9 @@ def build_index(
         ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
             append to.
     """
-    split, team = plan.split(), team or Alone()
-    model, tokenizer = identify(plan.loaded)
-    ways_out = WaysOut("", "add less") if plan.growth else WaysOut()
-    with ArtifactWriter(folder, force=plan.force, ways_out=ways_out) as writer:
+    split, team, (model, tokenizer) = plan.split(), team or Alone(), identify(plan.loaded)
+    usual = WaysOut("", "add less") if plan.growth else WaysOut()
+    with ArtifactWriter(folder, force=plan.force, ways_out=ways_out or usual) as writer:
         keep_what_is_there(plan, model, writer)
         tell_what_is_there(plan, model, writer, tell, keeps_rows=team.starts_after_prefix)
         plan = with_methods_there(plan, model, writer, tell)

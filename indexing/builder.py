@@ -7,6 +7,7 @@ from typing import Any
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.ways_out import WaysOut
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
@@ -48,7 +49,7 @@ class Builder:
         return {"queries": most} if own and own != most else {}
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume it; errors are those of `build_index`."""
+        """Build the index of a prompt, or resume it; errors are those of `build_index`, with remedies of `eval`."""
         plan = BuildPlan(
             self.loaded,
             prompt,
@@ -59,7 +60,8 @@ class Builder:
             prefill=self.prefills[prefill],
             kv_dtype=self.kv_dtype,
         )
-        build_index(plan, folder, progress)
+        ways_out = WaysOut("choose another folder with --work", "give a smaller --length")
+        build_index(plan, folder, progress, ways_out=ways_out)
 
     def _chunk_size(self, prefill: str) -> int:
         return choose_chunk_size(self.chunk_size, self.loaded.model.device, self.prefills[prefill])

@@ -50,6 +50,9 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
     except (HfHubHTTPError, OSError) as error:
         raise SparsekvError(f"cannot download '{name}': {first_line(error)}; run the same command again") from None
+    except Exception as error:  # the hub's client, by its version httpx or httpx2, has errors of its own
+        remedy = "check the network and the proxy (HTTPS_PROXY), and run the same command again"
+        raise SparsekvError(f"cannot download '{name}': {first_line(error)}; {remedy}") from error
     known = [EMBEDDED, *(one for one in named_models() if not os.path.isabs(one))]
     raise UsageError(f"model '{name}'{suggestion(name, known)} {problem}; {remedy}")
 

@@ -171,6 +171,16 @@ def test_where_questions_share_steps_a_run_goes_on_with_the_same_answers(place: 
     assert _answers(tmp_path / "b").items() <= _answers(tmp_path / "a").items()
 
 
+def test_a_full_disk_is_told_with_evals_remedies(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    outcome = run_here(*_small(place, tmp_path))
+    assert outcome.code == 1
+    assert outcome.stderr.endswith(
+        " free; make room, or choose another folder with --work, or give a smaller --length\n"
+    )
+
+
 def test_prefills_are_compared_on_the_same_contexts(place: Path, tmp_path: Path) -> None:
     command = (
         "eval",

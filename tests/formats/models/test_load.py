@@ -1,10 +1,13 @@
 """Loading models: what comes back, and one clear line for everything that cannot be loaded."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +216,32 @@ def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
     for attempt in (load_model, pull, load_tokenizer):
         with pytest.raises(UsageError, match="'~nouser/model' is "):
             attempt("~nouser/model")
+
+
+@pytest.mark.parametrize("proxy", ["nothing://127.0.0.1:9", "http://127.0.0.1:{port}"], ids=["unknown", "refusing"])
+def test_a_proxy_that_does_not_serve_is_told(proxy: str, tmp_path: Path) -> None:
+    """In a process of its own: the hub's client reads the proxy once."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing is to be printed."""
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = proxy.format(port=server.server_address[1])
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")},
+            "HTTPS_PROXY": where,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path),
+        }
+        command = [sys.executable, "-m", "sparsekv.cli", "models", "pull", "someone/model"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        server.shutdown()
+    assert done.returncode == 1
+    assert done.stderr.startswith("sparsekv: error: cannot download 'someone/model': ")
+    assert done.stderr.endswith("; check the network and the proxy (HTTPS_PROXY), and run the same command again\n")
+    assert done.stderr.count("\n") == 1
