@@ -204,7 +204,7 @@ def bench(
     check_dtype(dtype)
     source = _source(index, layer, wanted, where)
     chosen = {name: methods()[name] for name in source.methods(method or [])}
-    built = mixture_indexers(list(chosen), parameters, seed) if index is None else {}
+    built = mixture_indexers(list(chosen), parameters, seed, source.head_dim) if isinstance(source, Mixtures) else {}
     building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in built.items()}
     refuse_unused(building if variants else chosen | building, parameters)
     forms = _variants if variants else partial(configured, parameters)

@@ -94,6 +94,8 @@ def chat(
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     check_placement(placement)
+    if setting.method is None and placement != "device":
+        note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
     piped, questions = is_piped(), piped_questions()
     first = [next(questions)] if piped else []
     started, loading = time.perf_counter(), list[float]()

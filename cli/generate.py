@@ -186,7 +186,8 @@ def generate(
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
     encoding = {"raw": raw, "special_tokens": special_tokens}
-    settings = settings_of(setting, sampling, artifact, asking, guard=guard, ahead=ahead, **encoding)
+    decides = {"guard": guard, "ahead": ahead, "dtype": dtype, **encoding}
+    settings = settings_of(setting, sampling, artifact, asking, **decides)
     if resume is not None:
         refuse_redirected_to(resume)
     resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)

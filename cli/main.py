@@ -116,4 +116,8 @@ def _call(*, debug: bool) -> int:
 
 
 def _command() -> str:
-    return next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+    from sparsekv.cli.common.commands import COMMANDS
+
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    # Not `--gpus 2`: its value is no command. What is mistyped is told as it is.
+    return next((one for one in given if one in COMMANDS), given[0] if given else "")

@@ -24,7 +24,7 @@ from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
-from sparsekv.indexing.prefill.interface import Prefill, prefills
+from sparsekv.indexing.prefill.interface import Prefill, prefill_name, prefills
 
 BETWEEN = "\n\n"  # put between the document and appended text
 LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
@@ -153,7 +153,6 @@ def growing_plan(
             check_values(artifact.tensors(name), manifest.split, f"{name} of {artifact.folder}")
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
     prefill = stored_prefill(manifest)
-    chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
     online = online_methods(manifest) - learning_again(manifest, len(addition.input_ids))
     return BuildPlan(
         loaded=loaded,
@@ -166,12 +165,30 @@ def growing_plan(
         methods=stored_indexers(manifest),
         sinks=manifest.split.sinks,
         tail=manifest.split.tail,
-        chunk_size=chosen if prefill.exact else manifest.prefill.chunk_size,
+        chunk_size=chunk_size_after(artifact, chunk_size, loaded.model.device),
         prefill=prefill,
         rope_scaling=manifest.rope.scaling,
         growth=Growth(manifest.uuid, online, addition_record(addition)),
         kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
     )
+
+
+def chunk_size_after(artifact: Artifact, given: int | None, device: torch.device) -> int:
+    """Tokens per forward pass of what follows an index: any number after a dense prefill, else what it has.
+
+    Raises:
+        UsageError: another number is `given`.
+    """
+    manifest = artifact.manifest
+    prefill, stored = stored_prefill(manifest), manifest.prefill.chunk_size
+    if prefill.exact:
+        return choose_chunk_size(given, device, prefill)
+    if given not in (None, stored):
+        raise UsageError(
+            f"--chunk-size {given}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of {stored}, "
+            "and so is what follows; leave it out"
+        )
+    return stored
 
 
 def stored_prefill(manifest: Manifest) -> Prefill:

@@ -32,6 +32,11 @@ class Builder:
         """What each method's tensors are built with."""
         return {name: asdict(indexer) for name, indexer in self.methods.items()}
 
+    @property
+    def queries(self) -> int:
+        """How many of a document's queries the methods are made of at most."""
+        return max((indexer.queries_wanted() for indexer in self.methods.values()), default=0)
+
     def decides(self, prefill: str) -> dict[str, Any]:
         """What else decides an index, beside its prompt and the model."""
         # Answers over exact rows stay those of versions that had no others.
@@ -44,9 +49,8 @@ class Builder:
 
     def sample_of(self, name: str) -> dict[str, int]:
         """What else decides a method's tensors: of how many queries they are made, where another method wants more."""
-        wanted = {one: indexer.queries_wanted() for one, indexer in self.methods.items()}
-        own, most = wanted.get(name, 0), max(wanted.values(), default=0)
-        return {"queries": most} if own and own != most else {}
+        own = self.methods[name].queries_wanted() if name in self.methods else 0
+        return {"queries": self.queries} if own and own != self.queries else {}
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume it; errors are those of `build_index`, with remedies of `eval`."""

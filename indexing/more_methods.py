@@ -3,9 +3,9 @@
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
-from sparsekv.indexing.append import stored_prefill
+from sparsekv.indexing.append import chunk_size_after, stored_prefill
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.plan import BuildPlan, choose_chunk_size
+from sparsekv.indexing.plan import BuildPlan
 
 
 def adding_plan(
@@ -21,7 +21,6 @@ def adding_plan(
     """
     manifest = artifact.manifest
     prompt, prefill = manifest.prompt, stored_prefill(manifest)
-    chosen = choose_chunk_size(chunk_size, loaded.model.device, prefill)
     return BuildPlan(
         loaded=loaded,
         prompt=FixedPrompt(
@@ -30,7 +29,7 @@ def adding_plan(
         methods=methods,
         sinks=manifest.split.sinks,
         tail=manifest.split.tail,
-        chunk_size=chosen if prefill.exact else manifest.prefill.chunk_size,
+        chunk_size=chunk_size_after(artifact, chunk_size, loaded.model.device),
         prefill=prefill,
         rope_scaling=manifest.rope.scaling,
         kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,

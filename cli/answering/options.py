@@ -34,7 +34,8 @@ ResumeOption = Annotated[
         metavar="FILE.jsonl",
         help="With --batch-file and --json: answers that are in this file are printed and not asked for again; new "
         "ones are added to it as soon as they are whole. Its lines are of the first questions, in order, of the same "
-        "index and with the same settings.",
+        "index and with the same settings. Answers that share steps (--batch-size) depend on those beside them: not "
+        "all are as in one run.",
     ),
 ]
 CompileOption = Annotated[

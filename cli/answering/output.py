@@ -96,13 +96,16 @@ def settings_of(
     setting: Setting, sampling: Sampling, artifact: Artifact, asking: QuestionPrefill | None, **more: Any
 ) -> dict[str, Any]:
     """What else decides an answer, as a file to resume holds it; `more` are options by name."""
-    prefill = asking and f"{asking.name}, {asking.budget} of {asking.chunk_size}"
-    parameters = {} if setting.method is None else asdict(setting.method)
+    parameters, asked = ({} if one is None else asdict(one) for one in (setting.method, asking and asking.method))
+    options = "".join(f", {name} {value}" for name, value in asked.items())
+    prefill = asking and f"{asking.name}, {asking.budget} of {asking.chunk_size}{options}"
+    layers = setting.layer_budgets
     return {
         "index": artifact.manifest.uuid,
         "residual": setting.residual,
         **asdict(sampling),
         "parameters": {name: _as_json(value) for name, value in parameters.items()},
+        "layer_budgets": layers and {str(layer): budget.value for layer, budget in layers.items()},
         "prefill": prefill,
         **more,
     }

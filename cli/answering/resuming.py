@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError
 
 
 def refuse_redirected_to(file: Path) -> None:
@@ -85,6 +85,15 @@ class AnswersFile:
         return self.lines
 
     def add(self, line: str) -> None:
-        """Write one more answer to the end of the file."""
-        with self.file.open("ab") as out:
-            out.write(f"{line}\n".encode())
+        """Write one more answer to the end of the file.
+
+        Raises:
+            SparsekvError: it cannot be written.
+        """
+        try:
+            with self.file.open("ab") as out:
+                out.write(f"{line}\n".encode())
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            remedy = "make room or permission there, and run the same command again"
+            raise SparsekvError(f"--resume {self.file} cannot be written: {why}; {remedy}") from None

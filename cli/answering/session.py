@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.cli.common.console import note, progress
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.hints import command
+from sparsekv.formats.hints import command, tune_hint
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.append import Addition, growing_plan, learning_line, refuse_other_dtype, stored_indexers
 from sparsekv.indexing.build import build_index
@@ -58,4 +58,7 @@ def save_session(
         note(learning, quiet=quiet)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
+    if manifest.defaults is not None:
+        again_with = tune_hint(folder, manifest.defaults.target)
+        note(f"the default that tune found is not saved with it; find one with {again_with}", quiet=quiet)
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

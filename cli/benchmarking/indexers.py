@@ -48,11 +48,19 @@ class MixtureIndexer(LayerIndexer):
         )
 
 
-def mixture_indexers(names: Sequence[str], parameters: Mapping[str, Any], seed: int) -> dict[str, LayerIndexer]:
-    """What builds the indices of those of the named methods that have one, as a person set it."""
+def mixture_indexers(
+    names: Sequence[str], parameters: Mapping[str, Any], seed: int, head_dim: int
+) -> dict[str, LayerIndexer]:
+    """What builds the indices of those of the named methods that have one, as a person set it.
+
+    Raises:
+        UsageError: one cannot be built so, or not for heads of so many channels.
+    """
     given = {name: value for name, value in parameters.items() if value is not None}
     wanted = {name: known for name, known in indexers().items() if name in names}
-    return {
-        name: MixtureIndexer(configure(one, {"iterations": ITERATIONS, "seed": seed} | given))
-        for name, one in wanted.items()
+    configured = {
+        name: configure(one, {"iterations": ITERATIONS, "seed": seed} | given) for name, one in wanted.items()
     }
+    for one in configured.values():
+        one.check_channels(head_dim)
+    return {name: MixtureIndexer(one) for name, one in configured.items()}

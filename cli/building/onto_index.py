@@ -17,7 +17,7 @@ from sparsekv.indexing.plan import Progress
 
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
-    *("kv_dtype", "ray", "workers"),
+    *("kv_dtype", "ray", "workers", "from_file"),
 )
 """Options that say how a document becomes an index."""
 

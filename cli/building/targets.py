@@ -1,5 +1,6 @@
 """Which documents are indexed, and the folder of each one's index."""
 
+import codecs
 import os
 import shlex
 from collections.abc import Collection, Sequence
@@ -80,7 +81,8 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
 
 def _names(from_file: str) -> list[str]:
     # File names may be any bytes.
-    lines = os.fsdecode(read_bytes(from_file, most=_LONGEST_LIST, option="--from-file")).split("\n")
+    list_of_them = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file").removeprefix(codecs.BOM_UTF8)
+    lines = os.fsdecode(list_of_them).split("\n")
     return [line.strip() for line in lines if line.strip()]
 
 

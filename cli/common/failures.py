@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.ranks.place import own_place
 
 LESS_MEMORY = {
     "build-index": "give fewer --max-tokens, a smaller --chunk-size or --dtype bfloat16",
@@ -76,7 +77,10 @@ def describe(error: BaseException, command: str) -> str:
         return f"faiss, which makes clusters, failed: {text}; try another --seed or fewer clusters, or report it"
     if isinstance(error, ImportError):
         return f"a part of the installation cannot be loaded: {text}; install sparsekv again"
-    again = shlex.join(["sparsekv", "--debug", *sys.argv[1:]])
+    place = own_place()
+    ranks = [] if place is None or place.folder is None else ["--gpus", str(place.size)]
+    given = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    again = shlex.join(["sparsekv", *ranks, "--debug", *given])
     return f"internal error: {type(error).__name__}: {text}; run it again as `{again}` to see where, and report it"
 
 

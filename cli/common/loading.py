@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import transformers
@@ -57,9 +59,22 @@ def load(
 
 
 def _fetch_once(name: str, progress: Callable[[str], None], ranks: "Ranks") -> None:
-    """Have the first rank download what is missing of a model before the others look for it."""
+    """Have the first rank download what is missing of a model before the others look for it; it may take hours."""
+    fetched = Future[None]()
+
+    def fetch_it() -> None:
+        try:
+            fetch(name, progress)
+            fetched.set_result(None)
+        except BaseException as error:
+            fetched.set_exception(error)
+
     if ranks.first:
-        fetch(name, progress)
+        Thread(target=fetch_it, daemon=True).start()  # a daemon: Ctrl-C does not wait for it
+    else:
+        fetched.set_result(None)
+    ranks.wait_for_all(lambda seconds: bool(wait([fetched], seconds).done))
+    fetched.result()
     ranks.share("there")
 
 

@@ -51,7 +51,8 @@ class RayCluster(Generic[Job]):
             workers = min(self._workers(ray), len(waiting))
             for _ in range(workers):
                 self._start(ray, workers)
-            while self.busy:
+            # Not for those that load with nothing left to do: where too many are wanted, they wait for others to end.
+            while self.busy and (waiting or any(job is not None for _, job in self.busy.values())):
                 done = ray.wait(list(self.busy))[0][0]
                 worker, job = self.busy.pop(done)
                 try:
@@ -115,7 +116,7 @@ def _joined(address: str) -> Iterator[Any]:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
             ray.init(
-                address=None if address == LOCAL else address,
+                address=address,  # Ray takes `local` for one of its own, whatever runs on this machine
                 log_to_driver=False,
                 configure_logging=False,
                 include_dashboard=False if address == LOCAL else None,

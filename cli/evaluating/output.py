@@ -78,7 +78,7 @@ def _print_group(rows: list[Row], about: dict[str, Any]) -> None:
             "" if row.budget is None else str(Budget(row.budget)),
             f"{row.score:.1f} [{row.score_low:.1f}, {row.score_high:.1f}]",
             _difference(row),
-            f"{row.kv_fraction:.3f}",
+            "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
             f"{row.seconds:.2f}",
         )
     show(table)

@@ -44,6 +44,10 @@ def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Pa
     save(figure, path)
 
 
+def _read(row: Row) -> float:
+    return row.kv_fraction or 0.0
+
+
 def _lines(axis: Axes, rows: list[Row]) -> None:
     axis.axis("on")
     lines: dict[Line, list[Row]] = {}
@@ -52,11 +56,11 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
     several = len({row.prefill for row in rows}) > 1
     forms = form_numbers((method, f"{variant} {prefill}") for prefill, method, variant in lines)
     for (prefill, method, variant), some in lines.items():
-        ordered = sorted(some, key=lambda row: row.kv_fraction)
+        ordered = sorted((row for row in some if row.kv_fraction is not None), key=_read)
         score = np.array([row.score for row in ordered])
         ends = np.array([[row.score_low for row in ordered], [row.score_high for row in ordered]])
         axis.errorbar(
-            [row.kv_fraction for row in ordered],
+            [_read(row) for row in ordered],
             score,
             yerr=np.abs(ends - score),
             label=" ".join(part for part in (method, variant, prefill if several else "") if part),

@@ -59,7 +59,7 @@ class ModelTimer:
         what: EndToEnd,
         parameters: Mapping[str, Any],
         indexed: Sequence[str],
-        indexers: Callable[[Sequence[str]], dict[str, LayerIndexer]],
+        indexers: Callable[..., dict[str, LayerIndexer]],
         report: Callable[[str], None],
     ):
         self.device = choose_device(what.device)
@@ -85,7 +85,7 @@ class ModelTimer:
         )
         self.source = Mixtures(wanted, self.device, indexed)
         self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or DEFAULT_METHODS)}
-        self.built = indexers(list(self.chosen))
+        self.built = indexers(list(self.chosen), head_dim=head_dim(self.config))
         building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in self.built.items()}
         refuse_unused(self.chosen | building, parameters)
         self.forms = partial(configured, parameters)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
     TextStreamer,
@@ -23,8 +24,10 @@ from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.own_settings import only_special_tokens
 from sparsekv.runtime.decoding.step import captured_step
 from sparsekv.runtime.decoding.streaming import Stopping, Streamer
 
@@ -159,7 +162,7 @@ def answer_after(
     torch.manual_seed(sampling.seed)
     cache.start_counting()
     start = time.perf_counter()
-    with route_attention(index.model, cache.attend), all_cores(index.model):
+    with only_special_tokens(index.model), route_attention(index.model, cache.attend), all_cores(index.model):
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -201,8 +204,8 @@ def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> di
     else `DecodeLoop`."""
     step = captured_step(index.model, cache)
     if step is None:
-        return {"logits_processor": index.processors()}
-    return {"custom_generate": DecodeLoop(step, streamer)}
+        return {"logits_processor": LogitsProcessorList([*index.agreed(), FiniteLogits()])}
+    return {"custom_generate": DecodeLoop(step, streamer), "logits_processor": index.agreed()}
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:

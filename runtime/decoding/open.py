@@ -25,7 +25,6 @@ from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.early_reading import EarlyReading
-from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.probe import compare_probe
 from sparsekv.runtime.decoding.room import check_room
@@ -146,9 +145,9 @@ class OpenIndex:
         tokens = self.split.tokens if tokens is None else tokens
         return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
 
-    def processors(self) -> LogitsProcessorList:
-        """What a step's logits go through before a token is chosen."""
-        return LogitsProcessorList([FiniteLogits()])
+    def agreed(self) -> LogitsProcessorList:
+        """What a step's logits go through so that all processes that share the model take the same token."""
+        return LogitsProcessorList()
 
     def take_rows(self, layer: int) -> LayerRows:
         """One layer's stored keys and values: those that the probe read, or to be read."""

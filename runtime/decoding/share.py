@@ -41,8 +41,8 @@ class OpenShare(OpenIndex):
     _: KW_ONLY
     ranks: Ranks
 
-    def processors(self) -> LogitsProcessorList:
-        return LogitsProcessorList([_FirstRanksLogits(self.ranks), *super().processors()])
+    def agreed(self) -> LogitsProcessorList:
+        return LogitsProcessorList([_FirstRanksLogits(self.ranks)])
 
 
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:

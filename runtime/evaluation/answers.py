@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,14 @@ FILE = "answers.jsonl"
 
 @dataclass(frozen=True)
 class Given:
-    """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats."""
+    """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats.
+
+    `kv_fraction` is None for one token, which takes no step, but with dense attention.
+    """
 
     text: str
     loss: float | None
-    kv_fraction: float
+    kv_fraction: float | None
     seconds: float
 
 
@@ -54,9 +58,12 @@ class Answers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._lock.release()
+        try:
+            if self._file is not None:
+                with suppress(OSError):  # of a disk that is full, which was told when the answer was added
+                    self._file.close()
+        finally:
+            self._lock.release()
 
     def add(self, key: str, given: Given, told: dict[str, Any]) -> None:
         """Write an answer to disk at once (fsync); `told` are extra fields for people who read the file.

@@ -21,6 +21,10 @@ class Builder(Protocol):
     def parameters(self) -> Mapping[str, dict[str, Any]]:
         """What each method's tensors are built with, for those that have tensors."""
 
+    @property
+    def queries(self) -> int:
+        """How many of a document's queries the methods are made of at most."""
+
     def decides(self, prefill: str) -> dict[str, Any]:
         """What else decides an index, beside its prompt and the model."""
 

@@ -126,7 +126,8 @@ class _Asking:
             seconds = answer.time_to_first_token
             if answer.tokens_per_second:
                 seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
-            yield asked[number], Given(answer.text, None, answer.kv_fraction, seconds)
+            read = answer.kv_fraction if _takes_steps(cache, answer.generated_tokens) else None
+            yield asked[number], Given(answer.text, None, read, seconds)
 
     def _longest(self, asked: tuple[Question, str]) -> int:
         return self.comparison.longest(asked[0])
@@ -177,7 +178,9 @@ class _Asking:
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]
-        built = [hash_tokens(self.prompt.input_ids.tolist()), self.prefill, model.config_hash, model.weights_hash]
+        # What is in the folder stays as it is: methods of an earlier call may be made of another sample of queries.
+        sample = [self.prefill, self.comparison.builder.queries]
+        built = [hash_tokens(self.prompt.input_ids.tolist()), *sample, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 
     def _open(self, show: Progress) -> OpenIndex:
@@ -197,7 +200,14 @@ class _Asking:
         comparison, started = self.comparison, time.perf_counter()
         ids = comparison.question_ids(self.context, question, self.prompt)
         if METRICS[question.metric].continuation:
-            text, loss = "", math.log(perplexity(index, cache, ids))
+            text, loss, tokens = "", math.log(perplexity(index, cache, ids)), len(ids)
         else:
-            text, loss = generate(index, cache, ids, Sampling(comparison.longest(question))).text, None
-        return Given(text, loss, cache.kv_fraction(), time.perf_counter() - started)
+            answer = generate(index, cache, ids, Sampling(comparison.longest(question)))
+            text, loss, tokens = answer.text, None, answer.generated_tokens
+        read = cache.kv_fraction() if _takes_steps(cache, tokens) else None
+        return Given(text, loss, read, time.perf_counter() - started)
+
+
+def _takes_steps(cache: IndexCache, tokens: int) -> bool:
+    """Whether a method's steps are counted for so many tokens; dense attention reads all without a count."""
+    return tokens > 1 or all(layer.read is None for layer in cache.stored_layers)

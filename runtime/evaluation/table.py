@@ -67,7 +67,7 @@ class Row:
     difference: float | None
     difference_low: float | None
     difference_high: float | None
-    kv_fraction: float
+    kv_fraction: float | None
     seconds: float
 
 
@@ -131,7 +131,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
                 difference=None if difference is None else difference.value,
                 difference_low=None if difference is None else difference.low,
                 difference_high=None if difference is None else difference.high,
-                kv_fraction=_mean([given.kv_fraction for given in flat]),
+                kv_fraction=_read([given.kv_fraction for given in flat]),
                 seconds=_mean([given.seconds for given in flat]),
             )
         )
@@ -161,6 +161,12 @@ def cells(results: Iterable[Result]) -> list[Cell]:
         Cell(task, length, depth, **asdict(way), questions=len(scores), score=metric.summary(_mean(scores)))
         for (task, length, depth, way, metric), scores in found.items()
     ]
+
+
+def _read(shares: Sequence[float | None]) -> float | None:
+    """The mean of answers that took a step; None where none did."""
+    of_steps = [share for share in shares if share is not None]
+    return _mean(of_steps) if of_steps else None
 
 
 def _mean(values: Sequence[float]) -> float:

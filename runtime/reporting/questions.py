@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.generate import question_ids
+from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
 
@@ -15,6 +15,9 @@ def question_queries(
     index: OpenIndex, questions: Iterable[str], *, special_tokens: bool = False, last: bool = False
 ) -> MeasuredQueries:
     """The queries of questions, which are prefilled with dense attention one after another; without any, the tail's.
+
+    Raises:
+        UsageError: a question is longer than the model has positions for.
 
     Args:
         last: of each question the last query alone, without the rows of its own tokens: queries that are all in one
@@ -42,6 +45,7 @@ class _QuestionRecorder:
     blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
 
     def record(self, question: torch.Tensor) -> None:
+        answer_room(self.index, len(self.index.input_ids) + len(question))
         cache = self.index.dense_cache()
 
         def attention(call: AttentionCall) -> torch.Tensor:

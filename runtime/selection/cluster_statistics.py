@@ -92,7 +92,7 @@ def describe_clusters(
     return Clustering(
         levels=_levels(tensors, *spreads),
         blocks=_blocks(tensors, first_token),
-        counts=counts,
+        counts=counts.cpu(),
         biggest=clusters(largest),
         most_spread=clusters(loosest),
     )

@@ -221,5 +221,8 @@ def test_a_full_disk_names_no_option_that_the_command_lacks(online: Path) -> Non
 def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     tuned = run_here("tune", "--target-recall", "0.5", "--method", "multipole", "-q")
     assert tuned.code == 0, tuned.stderr
+    saved = run_here("generate", "Why?", "--max-new-tokens", "2", "--save-to", "talk.skv").stderr
+    shutil.rmtree("talk.skv")
+    assert "is not saved with it; find one with `sparsekv tune --index talk.skv --target-recall 0.5" in saved
     told = run_here("append", "more.txt").stderr
     assert "is used no more; find one with `sparsekv tune --index doc.skv --target-" in told

@@ -208,6 +208,8 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (("--budget", "0"), 2, ("--budget 0", "0.05")),
         (("--heads", "4", "--kv-heads", "3"), 2, ("--heads 4", "--kv-heads, which is 3")),
         (("--head-dim", "15"), 2, ("--head-dim 15", "even")),
+        (("--method", "codes", "--code-bytes", "3"), 2, ("--code-bytes 3", "64")),
+        (("--method", "pqcache", "--head-dim", "100"), 2, ("--pq-bytes 8", "100 channels")),
         (("--runs", "1"), 2, ("--runs 1", "at least 2")),
         (("--seed", "-1"), 2, ("--seed -1",)),
         (("--dtype", "int3"), 2, ("--dtype int3", "float32")),

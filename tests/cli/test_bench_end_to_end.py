@@ -71,6 +71,10 @@ def test_a_table_says_that_layers_take_turns(folders: Path) -> None:
         (("--end-to-end", "--config", "none"), ("--config none", "qwen3-8b", "config.json")),
         (("--end-to-end", "--config", "gemma2"), ("gemma2", "windows or a soft cap")),
         (("--end-to-end", "--config", "qwen3", "--distinct-layers", "0"), ("--distinct-layers 0", "1 to 3")),
+        (
+            ("--end-to-end", "--config", "qwen3", "--method", "codes", "--code-bytes", "5"),
+            ("--code-bytes 5", "divisor"),
+        ),
         (("--end-to-end", "--config", "qwen3", "--heads", "4"), ("--heads", "leave it out")),
         (("--end-to-end", "--config", "qwen3", "--layer", "0"), ("--layer", "leave it out")),
         (("--end-to-end", "--config", "qwen3", "--warm"), ("--warm", "leave it out")),

@@ -214,6 +214,7 @@ def test_an_answer_that_fills_the_positions_is_told_so(place: Path) -> None:
 def test_a_question_longer_than_the_positions(place: Path) -> None:
     (place / "long.txt").write_text("why " * 1000)
     fails(2, "generate", "--prompt-file", "long.txt", says=("4096 positions", "--rope-scaling"))
+    fails(2, "recall-report", "--queries", "long.txt", says=("4096 positions", "--rope-scaling"))
 
 
 def test_debug_shows_the_traceback(place: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from support.command import EXECUTABLE, environment, fails, run_here, shell, sparsekv, start
 
+from sparsekv.cli import main
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.failures import LESS_MEMORY, REMEDIES, describe
 from sparsekv.formats.documents.document import read_document
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.ranks import place
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -233,3 +236,28 @@ def test_libraries_warnings_are_shown_to_who_asks_for_them_alone(place: Path) ->
     quiet, loud = (sparsekv(*debug, "inspect", "-q", "--plot", "x.png", cwd=place) for debug in ((), ("--debug",)))
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert "missing from" in loud.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        (["--gpus", "2", "build-index", "doc.txt"], "build-index"),
+        (["--debug", "append", "eval"], "append"),
+        (["apend", "x.txt"], "apend"),
+        ([], ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_called_is_found_behind_options(
+    given: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparsekv", *given])
+    assert main._command() == command
+
+
+def test_the_call_to_see_more_of_a_fault_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparsekv", "--debug", "build-index", "doc.txt"])
+    assert "run it again as `sparsekv --debug build-index doc.txt`" in describe(TypeError("x"), "build-index")
+    for name, value in {place.FOLDER: str(tmp_path), "WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "`sparsekv --gpus 4 --debug build-index doc.txt`" in describe(TypeError("x"), "build-index")

@@ -74,10 +74,18 @@ def test_other_versions_of_what_reads_a_tokenizer_build_nothing_again(
 
 @pytest.mark.parametrize(
     "option",
-    [("--tail", "32"), ("--output", "other.skv"), ("--raw",), ("--force",), ("--max-tokens", "5")],
+    [
+        ("--tail", "32"),
+        ("--output", "other.skv"),
+        ("--raw",),
+        ("--force",),
+        ("--max-tokens", "5"),
+        ("--from-file", "list.txt"),
+    ],
     ids=lambda option: option[0],
 )
 def test_what_the_index_has_decided_is_no_option(place: Path, option: tuple[str, ...]) -> None:
+    (place / "list.txt").write_text("list.txt\n")
     fails(2, "build-index", "doc.skv", *option, says=(f"{option[0]}: doc.skv is an index", "leave the option out"))
 
 

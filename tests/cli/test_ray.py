@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -156,6 +157,18 @@ def test_a_worker_that_cannot_be_replaced_leaves_its_documents_to_the_others(pla
     stdout, stderr = running.communicate()
     assert (running.returncode, stderr, killed) == (0, "", True)
     assert len(stdout.splitlines()) == len(names)
+
+
+@pytest.mark.slow
+def test_more_workers_than_there_is_room_for_end_with_the_last_document(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waits for the only core, which the first one has until the end."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", partial(ray.init, num_cpus=1))
+    names = _documents(place, 3)
+    outcome = run_here("build-index", *names, *OPTIONS, *BY_RAY)
+    assert (outcome.code, len(outcome.stdout.splitlines())) == (0, 3), outcome.stderr
 
 
 @pytest.mark.slow

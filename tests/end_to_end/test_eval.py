@@ -157,6 +157,26 @@ def test_questions_of_a_context_can_share_a_step(place: Path, straight: tuple[Pa
     assert all(found[key][0] == before[key][0] for key in found.keys() & before.keys())
 
 
+def test_answers_of_one_token_take_no_step_and_have_no_kv_fraction(place: Path, tmp_path: Path) -> None:
+    one = (*_small(place, tmp_path, "--method", "window", "--budget", "5%", "--max-new-tokens", "1"), "--plot", "x.png")
+    rows = _rows(_run(*one, "--json"))
+    found = {(row["method"], row["task"]): row["kv_fraction"] for row in rows}
+    assert [found[name, "niah-multikey"] for name in ("dense", "oracle", "window")] == [1, None, None]
+    assert [found[name, "perplexity"] for name in ("dense", "oracle", "window")] == [1, 1, 0]
+    assert _run(*one, "--html", tmp_path / "x.html")
+
+
+def test_a_kept_index_of_another_sample_is_not_that_of_these_methods(place: Path, tmp_path: Path) -> None:
+    """Methods learn of as many queries as the greediest beside them wants, and an answer's key says of how many."""
+    some = (*TASKS, "--sinks", "4", "--tail", "16", "-q", "--max-new-tokens", "4", "--budget", "5%", "--keep-indices")
+    ask = ("eval", place / "doc.txt", "--model", place / "model", "--work", tmp_path, *some, "--method", "codes")
+    kept = []
+    for beside in ((), ("--method", "multipole"), ("--method", "csattention")):
+        _run(*ask, *beside)
+        kept.append(len(list((tmp_path / "indices").glob("*.skv"))))
+    assert kept == [4, 4, 8]
+
+
 def test_where_questions_share_steps_a_run_goes_on_with_the_same_answers(place: Path, tmp_path: Path) -> None:
     """An answer depends on the questions beside it, so that these are asked again with it, and are part of its key."""
     three = ("--batch-size", "3", "--questions", "3", "--method", "window", "--method", "csattention")

@@ -35,7 +35,7 @@ function groupSection(rows) {
   const lines = grouped(rows.filter((row) => row !== dense), lineOf).map((some) => ({
     name: lineOf(some[0]),
     form: 0,
-    points: [...some].sort((a, b) => a.kv_fraction - b.kv_fraction).map((row) => ({
+    points: some.filter((row) => row.kv_fraction !== null).sort((a, b) => a.kv_fraction - b.kv_fraction).map((row) => ({
       x: row.kv_fraction, y: row.score, low: row.score_low, high: row.score_high,
       text: `${withBudget(lineOf(row), row.budget)}: score ${withInterval(row.score, row.score_low, row.score_high)}, kv fraction ${fixed(row.kv_fraction, 3)}`,
     })),

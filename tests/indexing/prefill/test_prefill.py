@@ -235,7 +235,11 @@ def test_what_is_appended_is_prefilled_as_the_rest_was(tmp_path: Path) -> None:
     index = build_small(tmp_path / "grown.skv", **how)
     loaded = small_plan(**how).loaded
     addition = encode_addition(loaded.tokenizer, TEXT[700:1000], index.artifact.manifest.prompt.chat)
-    plan = growing_plan(index.artifact, loaded, addition)
+    with pytest.raises(
+        UsageError, match=r"--chunk-size 64: .* was prefilled by quoka in chunks of 48, .* leave it out"
+    ):
+        growing_plan(index.artifact, loaded, addition, chunk_size=64)
+    plan = growing_plan(index.artifact, loaded, addition, chunk_size=48)
     build_index(plan, tmp_path / "grown.skv")
     grown = reopen(plan, tmp_path / "grown.skv").artifact
     assert grown.manifest.prefill == index.artifact.manifest.prefill

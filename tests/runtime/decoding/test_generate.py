@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_index import build_small
 from support.tiny_models import END, START
+from transformers import GenerationConfig
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
@@ -45,6 +46,31 @@ def test_sampling_that_makes_no_sense_is_refused_by_its_flag(sampling: dict[str,
     with pytest.raises(UsageError) as refusal:
         Sampling(**sampling)
     assert str(refusal.value).startswith(named)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 1},
+        {"use_cache": False},
+        {"return_dict_in_generate": True},
+        {"stop_strings": ["a"]},
+        {"cache_implementation": "static"},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"min_new_tokens": 5},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_of_a_models_own_settings_its_special_tokens_alone_count(
+    index: OpenIndex, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that ship with a model are for a plain prompt: here a batch would answer otherwise than one question."""
+    plain, theirs = _answer(index, Sampling(8)), GenerationConfig(eos_token_id=END, pad_token_id=0, **own)
+    monkeypatch.setattr(index.model, "generation_config", theirs)
+    assert _answer(index, Sampling(8)).ids == plain.ids
+    assert index.model.generation_config is theirs
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["chat", "raw"])

@@ -1,5 +1,6 @@
 """Answers on disk: what was written is there after any crash, and a torn last line is not."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"{nonsense}\n" + lines[1])
     with pytest.raises(SparsekvError, match=r"line 1 of .*answers.jsonl is damaged"), Answers(tmp_path):
         pass
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))
+    try:
+        with pytest.raises(SparsekvError, match=r"cannot write .*answers.jsonl: File too large"):
+            _write(tmp_path, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert len(_write(tmp_path, 3)) == 3
 
 
 def test_two_runs_do_not_write_at_once(tmp_path: Path) -> None:
