@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -12,7 +12,7 @@ from sparsekv.cli.common.options import DeviceOption, QuietOption
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.kv_storage import kv_dtype_named
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.ours import check_output
 from sparsekv.formats.reader import Artifact
@@ -42,17 +42,16 @@ def convert(
     \b
     sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv
     """
-    wanted = kv_dtype_named(kv_dtype)
     artifact = open_artifact(index, thorough=True, called="INDEX")
     _refuse_rounded(artifact)
-    if wanted is None:
-        raise UsageError(f"--kv-dtype {kv_dtype}: keys and values of an index are in its dtype already; give int8")
+    if kv_dtype not in get_args(KVDtype):
+        raise UsageError(f"--kv-dtype {kv_dtype}: an index is converted to 8 bits alone; give int8")
     if os.path.lexists(output):
         raise UsageError(f"{output} is there already; choose another name with --output")
     check_output(output)
     where = choose_device(device)
     with progress(quiet=quiet) as show:
-        manifest = convert_index(artifact, wanted, output, where, show)
+        manifest = convert_index(artifact, cast(KVDtype, kv_dtype), output, where, show)
     if (stored := stored_line(manifest)) is not None:
         note(stored, quiet=quiet)
     if artifact.manifest.defaults is not None:

@@ -161,6 +161,9 @@ def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrai
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
         check_tokenizer(artifact.manifest, tokenizer_identity(tokenizer))
+        ids = artifact.input_ids()
+        if ids.amin() < 0 or ids.amax() >= len(tokenizer):
+            raise SparsekvError(f"{artifact.folder} names tokens that {name} does not have")
         return tokenizer
     except SparsekvError as error:
         note(f"no words, only counts: {error}", quiet=quiet)

@@ -18,6 +18,7 @@ import torch
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
 from sparsekv.formats.journal import JOURNAL, KeptJournal
+from sparsekv.formats.layout import check_names
 from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
@@ -46,6 +47,7 @@ class BuildFolder:
         self._ways_out = ways_out or WaysOut()
         self._journal: KeptJournal
         self._left = 0
+        self._whole = set[tuple[str, str]]()
 
     def __enter__(self) -> Self:
         with self._writing():
@@ -88,7 +90,11 @@ class BuildFolder:
 
     def is_whole(self, record: FileRecord) -> bool:
         """Whether the file of a record exists with the content that was written."""
-        return is_whole(self._folder, record)
+        content = record.path, record.sha256
+        # Hashed once: an index may be larger than memory.
+        if content not in self._whole and is_whole(self._folder, record):
+            self._whole.add(content)
+        return content in self._whole
 
     def _earlier(self, name: str, recipe: str) -> FileRecord | None:
         """The record of a whole file that the journal or the base has, made by a recipe."""
@@ -126,7 +132,9 @@ class BuildFolder:
     def _recover(self) -> None:
         try:
             if MANIFEST in self._folder.names():
-                self.base = manifest_in(self._folder)
+                base = manifest_in(self._folder)
+                check_names(base, self.folder)
+                self.base = base
         except ArtifactError:
             if not self.force:
                 raise

@@ -61,6 +61,15 @@ _CENTROIDS_INT8: dict[str, Shape] = {
 _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
 
+def check_names(manifest: Manifest, folder: Path) -> None:
+    """Raise ArtifactError if a manifest lacks a file that its layers need, whatever form this has."""
+    needed = [layer_file(one, layer) for one in ("context", "queries") for layer in range(len(manifest.layers))]
+    methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
+    for name in (TOKENS, *needed, *methods):
+        if name not in manifest.files:
+            raise ArtifactError(f"the manifest of {folder} contradicts itself: {name} is not in it; {REBUILD}")
+
+
 def check_layout(manifest: Manifest, folder: Path) -> None:
     """Raise ArtifactError if files are missing from a manifest, or the shapes of their tensors contradict each other.
 

@@ -52,9 +52,9 @@ def build_index(
     usual = WaysOut("", "add less") if plan.growth else WaysOut()
     with ArtifactWriter(folder, force=plan.force, ways_out=ways_out or usual) as writer:
         keep_what_is_there(plan, model, writer)
-        tell_what_is_there(plan, model, writer, tell, keeps_rows=team.starts_after_prefix)
         plan = with_methods_there(plan, model, writer, tell)
         job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
+        tell_what_is_there(job)
         facts = build_context(job)
         methods = job.method_job
         made = [build_files(methods, name, indexer, facts) for name, indexer in plan.methods.items()]

@@ -12,10 +12,11 @@ from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentit
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
 from sparsekv.indexing.indexers.registry import indexer_of, indexers
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildJob, BuildPlan
 from sparsekv.indexing.prefill.interface import prefill_name
 from sparsekv.indexing.same_document import LEAST_IN_COMMON, is_cut, share_that_stays
-from sparsekv.indexing.sampling import sample_size
+from sparsekv.indexing.sampling import sample_size, wanted_positions
+from sparsekv.indexing.shared_prefix import shared_prefix
 
 WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
@@ -74,16 +75,10 @@ def _same_beginning(plan: BuildPlan, base: Manifest) -> int:
     return common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(plan.prompt.input_ids.tolist()))
 
 
-def tell_what_is_there(
-    plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter, tell: Callable[[str], None], *, keeps_rows: bool
-) -> None:
+def tell_what_is_there(job: BuildJob) -> None:
     """Tell what an unfinished build has left, and how much of an index stays, before any of it is replaced: Ctrl-C then
-    leaves all of it.
-
-    Args:
-        keeps_rows: the build can begin with the rows of an earlier text.
-    """
-    base = writer.base
+    leaves all of it."""
+    plan, writer, tell, base = job.plan, job.writer, job.tell, job.writer.base
     if writer.unfinished:
         left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
         tell(f"an unfinished build has left {left}; what fits this one is not made again")
@@ -95,15 +90,13 @@ def tell_what_is_there(
             f"{writer.folder} is replaced as a whole{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
         )
     elif base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
-        same, text = _same_beginning(plan, base), base.prompt.text_sha256 == plan.prompt.text_sha256
+        same, text = shared_prefix(job, wanted_positions(job)), base.prompt.text_sha256 == plan.prompt.text_sha256
         of = f"this text, where {plan.split().tokens:,} are built" if text else "an earlier text"
         if settings := _other_settings(plan, base):
-            of += f", and was built with {', '.join(settings)}"
-        # Rounded rows are not continued by exact ones.
-        stays = same and keeps_rows and (base.kv_storage is None or base.kv_storage.dtype == plan.kv_dtype)
-        told = f"the first {same:,} are those of this one, the others are replaced" if stays else "all are replaced"
+            of += f", and was built with {', '.join(settings)}, which this call does not give"
+        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
-    elif not _has_same_context(plan, model, base):
+    elif not _has_same_context(plan, job.model, base):
         changed = ", ".join(_other_settings(plan, base)) or "another configuration of the model"
         again = "what depends on that is made again, its methods too"
         tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")

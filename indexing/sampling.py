@@ -79,28 +79,30 @@ def prefix_queries(job: BuildJob, positions: torch.Tensor, rows: Callable[[int],
     """
     known = _known_positions(job)
     there = torch.isin(positions, known)
-    stored, plan = torch.searchsorted(known, positions[there]), job.plan
-    others = positions[~there]
-    made = queries_of_tokens(plan.loaded.model, plan.prompt.input_ids, others, rows) if len(others) else {}
+    stored, others, made = torch.searchsorted(known, positions[there]), positions[~there], dict[int, torch.Tensor]()
+    if len(others):
+        plan = job.plan
+        made = queries_of_tokens(plan.loaded.model, plan.prompt.input_ids, others, rows, plan.chunk_size)
 
     def queries(layer: int, at: torch.Tensor) -> torch.Tensor:
         assert torch.equal(at, positions)
-        tail = job.read_base(layer_file("queries", layer))["tail"]
-        found = tail.new_empty(len(tail), len(positions), tail.shape[2])
-        if len(stored):
-            found[:, there] = _known_queries(job, layer, tail)[:, stored]
-        if len(others):
-            found[:, ~there] = made[layer]
+        # Each layer's are asked for once.
+        own, known = made.pop(layer, None), _known_queries(job, layer)[:, stored] if len(stored) else None
+        if own is None or known is None:
+            found = known if own is None else own
+            assert found is not None
+            return found
+        found = own.new_empty(len(own), len(positions), own.shape[2])
+        found[:, there], found[:, ~there] = known, own
         return found
 
     return queries
 
 
-def _known_queries(job: BuildJob, layer: int, tail: torch.Tensor) -> torch.Tensor:
-    """All queries [Hq, P, D] of a layer that the finished index has; the last R are `tail` [Hq, R, D]."""
-    if "samples" not in _folders(job):
-        return tail
-    return torch.cat([job.read_base(layer_file("samples", layer))["queries"], tail], 1)
+def _known_queries(job: BuildJob, layer: int) -> torch.Tensor:
+    """All queries [Hq, P, D] of a layer that the finished index has."""
+    folders = {"samples": "queries", "queries": "tail"}
+    return torch.cat([job.read_base(layer_file(one, layer))[folders[one]] for one in _folders(job)], 1)
 
 
 def _base(job: BuildJob) -> Manifest:

@@ -12,7 +12,7 @@ user, or its subclasses `UsageError` (a wrong argument) and `ArtifactError` (an 
 are in `sparsekv.formats.errors`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,6 +35,8 @@ from sparsekv.runtime.selection.configure import configured_form, refuse_unused
 from sparsekv.runtime.selection.registry import methods, methods_of
 
 T = TypeVar("T")
+ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
+"""Arguments of `asker`, and `ask`'s, for one that is mistyped."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,8 @@ class Index:
         for name, value in parameters.items():
             if name in of_sampling:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
-        refuse_unknown(
-            parameters, ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question")
-        )
+        refuse_unknown(parameters, ASKING)
+        _check_texts({"method": method, "prefill": prefill, "placement": placement})
         artifact, text = self.opened.artifact, None if budget is None else str(budget)
         with api_words():
             prefilling = prefill_method(artifact, prefill)
@@ -140,7 +141,7 @@ class Index:
             report = recall_report(
                 artifact,
                 list(chosen),
-                [Budget.parse(str(budget)) for budget in _several(budgets)],
+                _parsed(_several(budgets)),
                 question_queries(self.opened, _several(questions)),
                 residual=residual,
                 configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
@@ -151,9 +152,23 @@ class Index:
         return row_records(report.by(*_several(by)))
 
 
+def _check_texts(given: Mapping[str, object]) -> None:
+    """Raise UsageError for an argument that is neither a text nor None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"{name} is {value!r}: give a text")
+
+
+def _parsed(budgets: Sequence[str | float]) -> list[Budget]:
+    """Budgets as they are written; UsageError for none."""
+    if not budgets:
+        raise UsageError("budgets: there is none; give one, such as 0.05")
+    return [Budget.parse(str(budget)) for budget in budgets]
+
+
 def _several(given: Sequence[T]) -> Sequence[T]:
-    """A text where several may be given is one of them."""
-    return cast(Sequence[T], [given]) if isinstance(given, str) else given
+    """A text or a number where several may be given is one of them."""
+    return cast(Sequence[T], [given]) if isinstance(given, str | int | float) else given
 
 
 def open_index(

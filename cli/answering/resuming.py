@@ -66,10 +66,9 @@ class AnswersFile:
         found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
             if found.get(name) != value:
-                raise UsageError(
-                    f"--resume {self.file}: line {number} was answered with {name} {found.get(name)}, not {value}; "
-                    "name another file"
-                )
+                told = f"with {name.replace('_', '-')} {found.get(name)}, not {value}"
+                other = "over another index" if name == "index" else told
+                raise UsageError(f"--resume {self.file}: line {number} was answered {other}; name another file")
 
     def begin(self) -> list[str]:
         """Make the file end with its last whole line; returns its lines.

@@ -1,5 +1,6 @@
 """`build-index` of an index in the place of a document: more methods for it, from its own keys, values and tokens."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,8 @@ def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
     """
     folder = next((Path(one) for one in documents if (Path(one) / MANIFEST).is_file()), None)
     if folder is not None and (len(documents) > 1 or ranks):
-        what = "leave --gpus out" if ranks else "name it alone"
+        by_ranks = f"leave --gpus out, or name its document, with --output {shlex.quote(str(folder))}"
+        what = by_ranks if ranks else "name it alone"
         raise UsageError(f"{folder} is an index, to which methods would be added; {what}")
     return folder
 
@@ -47,11 +49,15 @@ def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: P
     """
     for option in given:
         named = option.replace("_", "-")
-        raise UsageError(f"--{named}: {folder} is an index, which is left as it is; leave the option out")
+        raise UsageError(f"--{named}: {folder} is an index, whose text and rows stay as they are; leave the option out")
     artifact = Artifact(folder, mending=True)
     before = artifact.manifest
     refuse_other_dtype(before, recipe.dtype)
     opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)
     plan = adding_plan(artifact, opened.loaded, recipe.methods, chunk_size=recipe.chunk_size)
     manifest = build_index(plan, folder, show, tell=partial(note, quiet=recipe.quiet))
+    changed = {name for name, made in manifest.methods.items() if before.methods.get(name) != made}
+    for told, names in (("added", changed - before.methods.keys()), ("built anew", changed & before.methods.keys())):
+        if names:
+            note(f"{told}: {', '.join(sorted(names))}", quiet=recipe.quiet)
     tell_built(folder, before, manifest, quiet=recipe.quiet)

@@ -51,7 +51,10 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         )
     for one in named:
         if one.endswith(ENDING) and not os.path.exists(one):
-            raise UsageError(f"no such file: {one}; an index to build is named by an option: -o {shlex.quote(one)}")
+            raise UsageError(
+                f"no such file: {one}; an index that is there takes more methods, and one to build is named by an "
+                f"option: -o {shlex.quote(one)}"
+            )
     if len(named) == 1 and from_file is None:
         return [Target(named[0], output or folder_of(named[0]))]
     if from_file == "-" and "-" in named:

@@ -7,6 +7,7 @@ import sparsekv.cli.chatting.commands
 import sparsekv.cli.chatting.trace  # noqa: F401  # registers it, as the one before does
 from sparsekv.cli.chatting.slash import COMMANDS
 from sparsekv.cli.common.questions import MOST
+from sparsekv.formats.documents.text_source import wait_for_stdin
 from sparsekv.formats.errors import UsageError
 
 
@@ -22,6 +23,8 @@ def piped_questions() -> Iterator[str]:
         UsageError: a line is a command, not text in UTF-8, or far too long, or there is none.
     """
     number = asked = 0
+    if sys.stdin is not None:
+        wait_for_stdin()
     while sys.stdin is not None and (line := sys.stdin.buffer.readline(MOST + 1)):
         number += 1
         if len(line) > MOST:

@@ -16,3 +16,5 @@ COMMANDS = {
     "config": "Show which defaults are set, and where: sparsekv.toml, and the environment.",
     "completion": "Print the script that completes commands and options in your shell.",
 }
+BY_RANKS = ("build-index", "generate")
+"""Commands that several processes can run together."""

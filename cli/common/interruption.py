@@ -27,7 +27,8 @@ class Interruption:
 
     def told(self, command: str) -> str:
         """The line to print: what the interrupted command keeps."""
-        return f"interrupted; {KEPT.get(command, 'nothing was changed')}"
+        resumes = any(one == "--resume" or one.startswith("--resume=") for one in sys.argv)
+        return f"interrupted; {KEPT.get('eval' if resumes else command, 'nothing was changed')}"
 
     def take(self, number: int, frame: FrameType | None) -> None:
         if self.came:  # a second Ctrl-C does not wait for the cleanup

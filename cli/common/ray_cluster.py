@@ -106,6 +106,7 @@ class RayCluster(Generic[Job]):
 def _joined(address: str) -> Iterator[Any]:
     """Ray, connected to the cluster at an address, or to one on this machine that ends with the context."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what it says on stderr is told in one line
     try:
         import ray
         import ray.exceptions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from sparsekv.cli.common.commands import COMMANDS
+from sparsekv.cli.common.commands import BY_RANKS, COMMANDS
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.hints import command as shown
 from sparsekv.formats.suggestions import nearest
@@ -33,7 +33,9 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
     if command == "eval" and message.startswith((f"{NO_OPTION} --index", f"{NO_OPTION} -i")):
         return f"eval takes the text of an index, and builds indices of its own: {_eval_of(arguments)}"
     if message.startswith(f"{NO_OPTION} --gpus"):
-        return f"--gpus stands before the command: {shown('--gpus', '2', command)} ..."
+        if command not in BY_RANKS:
+            return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"
+        return f"--gpus stands before the command: {shown('--gpus', _number(arguments), command)} ..."
     unknown = UNKNOWN.match(message)
     if unknown and (called := _command_after(unknown[1], arguments)):
         return f"give {unknown[1]} after the command: {shown(called, unknown[1])} ..."
@@ -51,6 +53,12 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         message = f"{NO_OPTION} {unknown[1]}{_meant(unknown[1], options)}"
     page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
+
+
+def _number(arguments: Sequence[str]) -> str:
+    """What stands behind `--gpus`; 2 for nothing."""
+    given = " ".join(arguments).replace("--gpus=", "--gpus ").split(" ")
+    return next((one for before, one in pairwise(given) if before == "--gpus" and one.isdigit()), "2")
 
 
 def _command_after(option: str, arguments: Sequence[str]) -> str | None:

@@ -91,15 +91,17 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
             choose which of the user's indices is changed.
     """
     folder = file.path.parent
+    # What is returned is looked at: in `link/../index` the two dots are of where the link goes.
+    path = Path(os.path.normpath(folder / value))
     try:
-        inside = (folder / value).resolve().is_relative_to(folder.resolve())
+        inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
         inside = False
     if not inside:
         raise UsageError(
             f"{where}: the index {value} lies outside of the file's folder; name it with --index or SPARSEKV_INDEX"
         )
-    return os.path.relpath(folder / value)
+    return os.path.relpath(path)
 
 
 def model_name(value: str, file: ProjectFile) -> str:

@@ -18,6 +18,12 @@ EITHER = (
     ("target-recall", "target-error", "target-perplexity"),
 )
 """Options that exclude each other: one on the command line outranks a default of another."""
+ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "placement", "prefill", "prefill-budget")),
+    "temperature": (0, ("top-p", "top-k")),
+    "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
+}
+"""Options that with this value leave others nothing to say: given so on the command line, they outrank these."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Letters from which on a value tells a reader of an error which option is meant."""
@@ -62,6 +68,10 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
         held = [options[name] for name in names if name in options]
         if any(on_command_line(ctx, one.name) for one in held):
             _leave_out(ctx, held)
+    for name, (value, others) in ALONE.items():
+        one = options.get(name)
+        if one is not None and on_command_line(ctx, one.name) and ctx.params[one.name] == value:
+            _leave_out(ctx, [options[other] for other in others if other in options])
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def write_page(page: Page, path: Path, option: str) -> int:
     refuse_unwritable_page(path, option)
     text = page_html(page).encode()
     try:
-        _replace(path.resolve(), text)
+        replace_file(path, text)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SparsekvError(f"cannot write the page {path}: {reason}; give {option} another name") from None
@@ -96,25 +96,30 @@ def refuse_impossible_name(path: Path, option: str) -> None:
         raise UsageError(f"{option} {path}: the name is too long; give a shorter one")
 
 
-def refuse_other_file(path: Path, option: str) -> None:
-    """Raise SparsekvError where something lies that is no page of ours."""
-    if os.path.lexists(path) and not _is_ours(path):
-        raise SparsekvError(f"{path} is there and no page of sparsekv; give {option} another name")
+def refuse_other_file(path: Path, option: str, what: str = "page", begins: str = START) -> None:
+    """Raise SparsekvError where something lies that does not begin as what is written there does."""
+    if os.path.lexists(path) and not _is_ours(path, begins):
+        raise SparsekvError(f"{path} is there and no {what} of sparsekv; give {option} another name")
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Path, begins: str) -> bool:
     try:
         if not path.is_file():
             return False
         with path.open("rb") as file:
-            return file.read(len(START)) in (START.encode(), b"")
+            return file.read(len(begins)) in (begins.encode(), b"")
     except OSError:
         return False
 
 
-def _replace(path: Path, text: bytes) -> None:
-    """A hidden file beside it, with the permissions of a new file, takes its place."""
-    temporary = path.parent / f".sparsekv-{token_hex(8)}.html"
+def replace_file(path: Path, text: bytes) -> None:
+    """A hidden file beside it, with the permissions of a new file, takes its place; where a link goes, not the link's.
+
+    Raises:
+        OSError: it cannot be written; what was there still is.
+    """
+    path = path.resolve()
+    temporary = path.parent / f".sparsekv-{token_hex(8)}{path.suffix}"
     try:
         with temporary.open("xb") as file:
             file.write(text)

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
+from sparsekv.cli.common.commands import BY_RANKS
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.ranks.place import own_place
 
-BY_RANKS = ("build-index", "generate")
-"""Commands that several processes can run together."""
 MOST_ON_FEW_CORES = 8  # processes: a machine with more GPUs has more cores
 
 
@@ -33,8 +32,9 @@ def _start(size: int | None) -> int | None:
     if {"--help", "-h"} & set(arguments) or all(one.startswith("-") for one in arguments):
         return size
     refuse_other_commands(arguments)
-    if size > max(MOST_ON_FEW_CORES, cores := os.cpu_count() or 1):
-        raise UsageError(f"--gpus {size}: this machine has {cores} cores, too few for so many processes")
+    if size > (most := max(MOST_ON_FEW_CORES, cores := os.cpu_count() or 1)):
+        few = f"this machine has {cores} cores, too few for so many processes"
+        raise UsageError(f"--gpus {size}: {few}; give {most} at most")
     from sparsekv.cli.ranks.launch import run_ranks
 
     raise typer.Exit(run_ranks(size, arguments))

@@ -1,31 +1,28 @@
 """Write a trace to the file that was named, in the form of its ending."""
 
 import math
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.common.console import say
 from sparsekv.cli.common.printable import json_text
-from sparsekv.cli.pages.page import refuse_impossible_name, refuse_other_file
+from sparsekv.cli.pages.page import refuse_impossible_name, refuse_other_file, replace_file
 from sparsekv.cli.pages.trace import write_trace_page
 from sparsekv.formats.errors import SparsekvError, UsageError
+
+START = '{"version": '
+"""What a trace's JSON begins with, by which one that may be overwritten is known."""
 
 
 def write_json(document: dict[str, Any], path: Path) -> int:
     """Write a trace as JSON, whole or not at all, and return its size in bytes; SparsekvError if it cannot be."""
-    text, unfinished = (json_text(document) + "\n").encode(), path.with_name(f".trace-{os.getpid()}.json")
+    text = (json_text(document) + "\n").encode()
     try:
-        unfinished.write_bytes(text)
-        os.replace(unfinished, path)
+        replace_file(path, text)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SparsekvError(f"cannot write the trace {path}: {reason}; give --output another name") from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
     return len(text)
 
 
@@ -35,8 +32,8 @@ WRITERS: dict[str, Callable[[dict[str, Any], Path], int]] = {".html": write_trac
 
 
 def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
-    """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for a page in
-    the place of what is none of ours."""
+    """Raise UsageError for a file whose folder is missing, or whose ending no trace has; SparsekvError for what is none
+    of ours and would be replaced."""
     if output is None:
         return
     ending = output.suffix.lower()
@@ -45,6 +42,8 @@ def refuse_unwritable(output: Path | None, option: str = "--output") -> None:
     refuse_impossible_name(output, option)
     if ending == ".html":
         refuse_other_file(output, option)
+    else:
+        refuse_other_file(output, option, "trace", START)
 
 
 def write(document: dict[str, Any], output: Path) -> int:

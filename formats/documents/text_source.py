@@ -7,7 +7,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +35,7 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
     if source == "-":
         if sys.stdin is None:
             raise UsageError("standard input is closed; name a file, or pass it a text")
+        wait_for_stdin()
         stdin: Any = sys.stdin.buffer  # has `read1`, although its declared type does not
         yield io.BufferedReader(_Source(stdin.read1, "standard input"))
         return
@@ -45,6 +46,13 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
             _await_writer(file, reader)
         os.set_blocking(file.fileno(), True)
         yield reader
+
+
+def wait_for_stdin() -> None:
+    """Have reads of standard input wait for its writer, whatever another program set of the pipe that both have: what
+    has not come yet would be taken for its end."""
+    with suppress(OSError, ValueError):  # it is no file of the system's
+        os.set_blocking(sys.stdin.fileno(), True)
 
 
 def read_bytes(source: str, *, most: int | None = None, option: str = "") -> bytes:

@@ -18,30 +18,33 @@ def queries_of_tokens(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     rows: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    chunk_size: int,
 ) -> dict[int, torch.Tensor]:
     """Queries [Hq, P, D] at `positions`, by layer, of layers with full attention, as of a dense prefill of the prompt.
 
-    A token's query depends on other tokens by their keys and values alone. Besides what the model allocates for P
-    tokens, memory holds one layer's rows and twice LOGIT_BYTES.
+    A token's query depends on other tokens by their keys and values alone. Besides these queries, and what the model
+    allocates for a chunk, memory holds one layer's rows and twice LOGIT_BYTES.
 
     Args:
         input_ids: [N] int64.
         positions: [P] int64, rising.
+        chunk_size: tokens per forward pass.
         rows: returns a layer's keys and values [Hk, T, D] as attended, of the first T tokens, on the model's device;
             T is more than the last position.
     """
-    queries: dict[int, torch.Tensor] = {}
-    at = positions.to(model.device)
+    queries: dict[int, list[torch.Tensor]] = {}
+    for some in positions.split(chunk_size):
+        at = some.to(model.device)
 
-    def attend_to_rows(call: AttentionCall) -> torch.Tensor:
-        if call.window is None:
-            queries[call.layer] = call.query.clone()
-        return _attend_at(call, at, *rows(call.layer))
+        def attend_to_rows(call: AttentionCall, at: torch.Tensor = at) -> torch.Tensor:
+            if call.window is None:
+                queries.setdefault(call.layer, []).append(call.query.clone())
+            return _attend_at(call, at, *rows(call.layer))
 
-    with route_attention(model, attend_to_rows):
-        ids = input_ids.to(model.device)[at]
-        model(input_ids=ids[None], position_ids=at[None], use_cache=False, logits_to_keep=1)
-    return queries
+        with route_attention(model, attend_to_rows):
+            ids = input_ids.to(model.device)[at]
+            model(input_ids=ids[None], position_ids=at[None], use_cache=False, logits_to_keep=1)
+    return {layer: torch.cat(parts, 1) for layer, parts in queries.items()}
 
 
 def _attend_at(call: AttentionCall, at: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import wrap_torch_function
@@ -33,22 +35,25 @@ class AttentionCall:
 
 AttentionFunction = Callable[[AttentionCall], torch.Tensor]
 _active: ContextVar[AttentionFunction] = ContextVar("sparsekv_attention")
+_locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
 
 
 @contextmanager
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
 
-    transformers makes no mask: the function itself has to mask what a query may not see.
+    transformers makes no mask: the function itself has to mask what a query may not see. Threads that have one model
+    wait for each other, since the choice of the function is the model's.
     """
-    previous = model.config._attn_implementation
-    token = _active.set(function)
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        yield
-    finally:
-        model.set_attn_implementation(previous)
-        _active.reset(token)
+    with _locks.setdefault(model, RLock()):
+        previous = model.config._attn_implementation
+        token = _active.set(function)
+        try:
+            model.set_attn_implementation(IMPLEMENTATION)
+            yield
+        finally:
+            model.set_attn_implementation(previous)
+            _active.reset(token)
 
 
 def _attention(

@@ -70,8 +70,7 @@ class Asker:
             question: text, for the index's chat template, or token ids [Q] as `question_ids` gives them.
             on_text: called with each piece of text as it is decoded.
         """
-        ids = question_ids(self.index, question) if isinstance(question, str) else question
-        return generate(self.index, self.cache, ids, sampling or Sampling(), on_text)
+        return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text)
 
     def ask_all(
         self, questions: Sequence[str | torch.Tensor], sampling: Sampling | None = None, *, together: int = 16
@@ -85,8 +84,16 @@ class Asker:
             raise UsageError("questions is a text; give a list of them, or ask it alone")
         if reason := why_alone(self.index, self.setting.method, self.cache):
             raise UsageError(f"{reason}; ask one question at a time")
-        ids = [question_ids(self.index, one) if isinstance(one, str) else one for one in questions]
+        ids = [self._ids(one) for one in questions]
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
         found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
         return [found[number] for number in range(len(ids))]
+
+    def _ids(self, question: str | torch.Tensor) -> torch.Tensor:
+        """A question's token ids [Q]; UsageError if the model lacks one."""
+        if isinstance(question, str):
+            return question_ids(self.index, question)
+        if not self.index.knows(question):
+            raise UsageError("the question has token ids that the model does not have; make them with question_ids")
+        return question

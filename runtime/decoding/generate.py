@@ -162,7 +162,7 @@ def answer_after(
     torch.manual_seed(sampling.seed)
     cache.start_counting()
     start = time.perf_counter()
-    with only_special_tokens(index.model), route_attention(index.model, cache.attend), all_cores(index.model):
+    with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),

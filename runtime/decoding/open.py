@@ -58,12 +58,13 @@ class OpenIndex:
         self.device, self.dtype = self.model.device, self.model.dtype
         self.input_ids = self.artifact.input_ids().clone()
         self._held: dict[int, LayerRows] = {}
+        if not self.knows(torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])):
+            raise ArtifactError(f"{self.artifact.folder} names tokens that its model does not have; {REBUILD}")
+
+    def knows(self, ids: torch.Tensor) -> bool:
+        """Whether the model has all of these tokens [T]."""
         known = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-        named = torch.cat([self.input_ids, torch.tensor(self.artifact.manifest.probe.token_ids)])
-        if named.amin() < 0 or named.amax() >= known:
-            raise ArtifactError(
-                f"{self.artifact.folder} names tokens that its model does not have, which knows {known}; {REBUILD}"
-            )
+        return bool(((ids >= 0) & (ids < known)).all())
 
     @property
     def split(self) -> Split:

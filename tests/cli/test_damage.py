@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.command import fails, run_here
 
+from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
 
 
@@ -28,6 +31,23 @@ def _edited(folder: Path) -> None:
     fields = json.loads((folder / "manifest.json").read_text())
     fields["split"]["sinks"] = 5
     (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+def _contradicting(folder: Path) -> None:
+    whole = read_manifest(folder)
+    files = {name: record for name, record in whole.files.items() if name != "context/layer_000.safetensors"}
+    (folder / "manifest.json").write_bytes(manifest_bytes(whole.model_copy(update={"files": files}))[0])
+
+
+def _strange_tokens(folder: Path) -> None:
+    """As somebody else's index may have them; its checksums are right."""
+    whole = read_manifest(folder)
+    save_file({"input_ids": torch.full((whole.split.tokens,), 2**40)}, folder / "tokens.safetensors")
+    data = (folder / "tokens.safetensors").read_bytes()
+    record = whole.files["tokens.safetensors"]
+    changed = record.model_copy(update={"bytes": len(data), "sha256": hash_bytes(data)})
+    files = whole.files | {"tokens.safetensors": changed}
+    (folder / "manifest.json").write_bytes(manifest_bytes(whole.model_copy(update={"files": files}))[0])
 
 
 def _unfinished(folder: Path) -> None:
@@ -51,6 +71,21 @@ def test_damage(place: Path, damage: Callable[[Path], None], says: tuple[str, ..
     damage(place / "doc.skv")
     for command in (("generate", "Why?"), ("recall-report",), ("inspect",)):
         fails(1, *command, says=("doc.skv", *says))
+
+
+def test_an_index_that_contradicts_itself_is_told_before_it_is_built_upon(place: Path) -> None:
+    _contradicting(place / "doc.skv")
+    build = ("build-index", "doc.txt", "--model", "model")
+    fails(1, *build, says=("doc.skv contradicts itself: context/layer_000.safetensors is not in it", "--force"))
+    assert run_here(*build, "--force", "-q").code == 0
+
+
+def test_tokens_that_no_tokenizer_has_give_no_words(place: Path) -> None:
+    _strange_tokens(place / "doc.skv")
+    inspected = run_here("inspect", "--method", "all", "--model", "model", "--html", "x.html")
+    assert inspected.code == 0, inspected.stderr
+    assert "no words, only counts: doc.skv names tokens that model does not have" in inspected.stderr
+    fails(1, "generate", "Why?", says=("names tokens that its model does not have",))
 
 
 @pytest.mark.parametrize("damage", [_truncate, _remove_layer])

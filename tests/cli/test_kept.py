@@ -68,6 +68,16 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
     assert "tokens of" not in run_here("build-index", "doc.txt", "--model", "model").stderr
 
 
+def test_how_much_stays_is_told_as_it_is(place: Path) -> None:
+    """Of an index in 8 bits nothing does where its scales are those of less than half of the text."""
+    built = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
+    assert built.code == 0, built.stderr
+    with (place / "doc.txt").open("a") as file:
+        file.write("".join(f"And {number} is one line more.\n" for number in range(100)))
+    again = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
+    assert "tokens of an earlier text: all are replaced" in again.stderr
+
+
 def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) -> None:
     """Exact ones never continue them."""
     built = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
@@ -75,13 +85,13 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
     with (place / "doc.txt").open("a") as file:
         file.write("One line more.\n")
     told = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv").stderr
-    assert "of an earlier text, and was built with --kv-dtype int8: all are replaced" in told
+    assert "of an earlier text, and was built with --kv-dtype int8, which this call does not give: all are" in told
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--max-tokens", "300"), "are built: the first 256 are those of this one, the others are replaced"),
+        (("--max-tokens", "300"), "are built: the first "),
         (
             ("--sinks", "4"),
             "doc.skv was built with --sinks 10, unlike this call: what depends on that is made again",

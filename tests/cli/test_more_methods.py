@@ -89,6 +89,11 @@ def test_what_the_index_has_decided_is_no_option(place: Path, option: tuple[str,
     fails(2, "build-index", "doc.skv", *option, says=(f"{option[0]}: doc.skv is an index", "leave the option out"))
 
 
+def test_what_becomes_of_an_indexs_methods_is_told(place: Path) -> None:
+    assert "added: codes" in run_here("build-index", "doc.skv", "--method", "codes").stderr
+    assert "built anew: codes" in run_here("build-index", "doc.skv", "--method", "codes", "--levels", "0.1").stderr
+
+
 def test_an_index_stands_alone(place: Path) -> None:
     fails(2, "build-index", "doc.txt", "doc.skv", says=("doc.skv is an index", "name it alone"))
     fails(2, "build-index", "doc.skv", "--dtype", "bfloat16", says=("--dtype bfloat16", "leave the option out"))

@@ -121,6 +121,17 @@ def test_a_page_takes_the_place_of_no_other_file(place: Path) -> None:
     assert (place / "mine.html").read_text() == "<p>Mine.</p>"
 
 
+def test_a_trace_takes_the_place_of_an_older_one_and_of_no_other_file(place: Path) -> None:
+    (place / "package.json").write_text('{\n  "name": "mine"\n}')
+    fails(1, *QUESTION, "-o", "package.json", says=("package.json is there and no trace of sparsekv",))
+    assert (place / "package.json").read_text().startswith('{\n  "name"')
+    (place / "linked.json").symlink_to("trace.json")
+    for name in ("trace.json", "trace.json", "linked.json"):
+        assert run_here(*QUESTION, "-o", name, "-q").code == 0
+    assert (place / "linked.json").is_symlink()
+    assert json.loads((place / "trace.json").read_text())["index"] == "doc.skv"
+
+
 def test_dense_attention_chooses_everything_and_misses_nothing(place: Path) -> None:
     traced = json.loads(run_here(*QUESTION, "--method", "dense", "--truth", "--json", "-q").stdout)
     answer = json.loads(run_here("generate", *QUESTION[1:], "--method", "dense", "--json", "-q").stdout)

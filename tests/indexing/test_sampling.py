@@ -71,16 +71,16 @@ def test_what_is_kept_are_the_queries_at_these_positions_wherever_chunks_end(fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("logit_bytes", [1, 2**28], ids=["one by one", "at once"])
+@pytest.mark.parametrize(("chunk_size", "logit_bytes"), [(64, 1), (2, 2**28), (64, 2**28)])
 def test_single_tokens_have_the_queries_of_a_whole_prefill(
-    family: str, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
+    family: str, chunk_size: int, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(single_tokens, "LOGIT_BYTES", logit_bytes)
     model, positions = FAMILIES[family](), torch.tensor([0, 6, 7, 63, 140])
     every = capture(model, IDS, tail=len(IDS))
     layers = [every.take(layer) for layer in range(model.config.num_hidden_layers)]
     queries = queries_of_tokens(
-        model, IDS, positions, lambda layer: (layers[layer].keys[:, :141], layers[layer].values[:, :141])
+        model, IDS, positions, lambda layer: (layers[layer].keys[:, :141], layers[layer].values[:, :141]), chunk_size
     )
     full = [number for number in range(len(layers)) if every.facts(number).sliding_window is None]
     assert sorted(queries) == full
@@ -222,6 +222,21 @@ def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) ->
     sampled, shared = sample_positions(edited.split(), 50), 900 // 256 * 256
     assert _tokens_run(edited, folder) == len(edited.prompt.input_ids) - shared + int((sampled < shared).sum())
     assert list(Artifact(folder).verify())
+
+
+@pytest.mark.parametrize("folder", ["samples", "queries"])
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "missing"])
+def test_a_file_of_queries_that_is_gone_is_made_again(folder: str, cut: bool, tmp_path: Path) -> None:
+    plan, index = _plan(), tmp_path / "a.skv"
+    before = build_index(plan, index)
+    file = index / layer_file(folder, 1)
+    if cut:
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        file.unlink()
+    assert _tokens_run(plan, index) < len(plan.prompt.input_ids)
+    assert list(Artifact(index).verify())
+    assert Artifact(index).manifest.files.keys() == before.files.keys()
 
 
 def test_an_interrupted_build_goes_on_with_the_samples_it_has(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """The Python API gives what the commands print."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support.command import run_here
 from support.tiny_models import save_tiny
 
@@ -76,6 +78,7 @@ def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
 
 def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
     assert index.recall_report("window", "10%") == index.recall_report(["window"], ["10%"])
+    assert index.recall_report("window", 0.1) == index.recall_report(["window"], [0.1])  # type: ignore[arg-type]
 
 
 def test_an_index_is_one_line_in_a_notebook(folder: Path, index: api.Index) -> None:
@@ -109,6 +112,25 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.recall_report(["window"], by=["head"])
     with pytest.raises(UsageError, match="questions is a text; give a list of them"):
         index.asker("squeezed").ask_all(QUESTION)
+    with pytest.raises(UsageError, match="budgets: there is none"):
+        index.recall_report(["window"], [])
+    with pytest.raises(UsageError, match="method is 5: give a text"):
+        index.ask(QUESTION, method=5)
+    with pytest.raises(UsageError, match="placement is 3: give a text"):
+        index.ask(QUESTION, placement=3)
+    for ids in ([1, 2, 10**6], [-1]):
+        with pytest.raises(UsageError, match="token ids that the model does not have"):
+            index.asker("squeezed").ask(torch.tensor(ids))
+
+
+def test_threads_that_ask_one_model_wait_for_each_other(index: api.Index) -> None:
+    questions = [f"What is line {number}?" for number in range(6)]
+    alone = [index.ask(one, budget="5%").ids for one in questions]
+    before = index.opened.model.config._attn_implementation
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda one: index.ask(one, budget="5%").ids, questions * 2))
+    assert together == alone * 2
+    assert index.opened.model.config._attn_implementation == before
 
 
 def test_a_question_is_prefilled_as_asked(index: api.Index) -> None:

@@ -113,7 +113,7 @@ def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (("--max-new-tokens", "3"), "line 1 was answered with max_new_tokens "),
+        (("--max-new-tokens", "3"), "line 1 was answered with max-new-tokens "),
         (("--temperature", "0.9"), "line 1 was answered with temperature 0.0, not 0.9"),
         (("--residual",), "line 1 was answered with residual False, not True"),
         (("--seed", "5"), "line 1 was answered with seed 0, not 5"),

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.command import EXECUTABLE, environment, run_here, start
 from support.dialogue import Dialogue
+
+from sparsekv.cli.common.interruption import Interruption
 
 LATE = 120
 """Seconds after which a command that was interrupted is stuck."""
@@ -122,3 +125,9 @@ def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout.count("\n"), stderr) == (0, 1, "")
+
+
+def test_an_interrupted_batch_that_is_resumed_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparsekv", "generate", "--batch-file", "q.txt", "--resume", "a.jsonl"])
+    told = Interruption().told("generate")
+    assert told == "interrupted; the answers are kept, and the same command goes on from there"

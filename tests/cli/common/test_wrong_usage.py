@@ -37,3 +37,16 @@ def test_a_question_without_quotes_and_a_budget_for_a_build_are_told_of() -> Non
 )
 def test_what_is_no_number_is_told_with_the_number(message: str, arguments: list[str], told: str) -> None:
     assert described_usage(message, arguments[0], arguments) == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["generate", "Why?", "--gpus", "3"], "--gpus stands before the command: `sparsekv --gpus 3 generate` ..."),
+        (["build-index", "a", "--gpus=4"], "--gpus stands before the command: `sparsekv --gpus 4 build-index` ..."),
+        (["build-index", "a", "--gpus"], "--gpus stands before the command: `sparsekv --gpus 2 build-index` ..."),
+        (["chat", "--gpus", "3"], "chat runs as one process; several GPUs are for build-index and generate"),
+    ],
+)
+def test_gpus_behind_a_command_are_told_of_with_their_number(arguments: list[str], told: str) -> None:
+    assert described_usage("No such option: --gpus", arguments[0], arguments) == told

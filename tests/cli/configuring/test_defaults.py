@@ -138,6 +138,23 @@ def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> N
     assert "not built with 'csattention'" in outcome.error()
 
 
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("[generate]\nbudget = '5%'\nresidual = true\nguard = 0.1", (*ASK, "--method", "dense")),
+        ("[generate]\ntemperature = 0.7\ntop-p = 0.9\ntop-k = 3", (*ASK, "--temperature", "0")),
+        ("[tune]\ntarget-recall = 0.9\ndry-run = true", ("tune", "--reset")),
+    ],
+    ids=["dense", "greedy", "reset"],
+)
+def test_an_option_that_leaves_others_nothing_to_say_outranks_their_defaults(
+    tuned: Path, file: str, command: tuple[str, ...]
+) -> None:
+    Path("sparsekv.toml").write_text(f"{file}\n")
+    outcome = run_here(*command)
+    assert outcome.code == 0, outcome.stderr
+
+
 def test_a_default_model_gives_an_index_of_another_no_words(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be those of another tokenizer, and nothing would say so."""
     monkeypatch.setenv("SPARSEKV_MODEL", EMBEDDED)

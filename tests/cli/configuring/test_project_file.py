@@ -46,6 +46,21 @@ def test_what_is_not_possible(place: Path, file: str | bytes, command: tuple[str
     assert sorted(place.rglob("*")) == before
 
 
+def test_an_index_is_in_the_folder_whatever_way_its_name_takes(
+    place: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`a/..` is the folder where the link goes to the system, and nothing to who shortens the name."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (place / "doc.skv").rename(elsewhere / "real.skv")
+    (place / "sub" / "deep").mkdir(parents=True)
+    (place / "sub" / "x.skv").mkdir()
+    (place / "a").symlink_to("sub/deep")
+    (place / "x.skv").symlink_to(elsewhere / "real.skv")
+    for name in ("x.skv", "a/../x.skv"):
+        Path("sparsekv.toml").write_text(f"index = '{name}'\n")
+        fails(2, *GENERATE, says=(f"the index {name} lies outside of the file's folder",))
+
+
 def test_what_is_no_file(place: Path) -> None:
     for make in (os.mkdir, os.mkfifo):
         make("sparsekv.toml")

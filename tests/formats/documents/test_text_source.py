@@ -57,6 +57,24 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_bytes("-") == DATA
 
 
+def test_standard_input_that_does_not_wait_is_read_to_its_end() -> None:
+    """Another program that has the same pipe may have set it so; what has not come yet is not the end."""
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    command = [
+        sys.executable,
+        "-c",
+        "from sparsekv.formats.documents.text_source import *; print(len(read_bytes('-')))",
+    ]
+    with subprocess.Popen(command, stdin=ours, stdout=subprocess.PIPE, text=True) as reading:
+        os.write(theirs, b"first")
+        time.sleep(3)
+        os.write(theirs, b"second")
+        os.close(theirs)
+        assert reading.communicate()[0] == "11\n"
+    os.close(ours)
+
+
 def test_closed_standard_input_is_named() -> None:
     script = "from sparsekv.formats.documents.text_source import read_bytes\nread_bytes('-')"
     command = [sys.executable, "-c", script]
