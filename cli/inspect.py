@@ -162,7 +162,7 @@ def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> PreTrai
         tokenizer = load_tokenizer(name)
         check_tokenizer(artifact.manifest, tokenizer_identity(tokenizer))
         ids = artifact.input_ids()
-        if ids.amin() < 0 or ids.amax() >= len(tokenizer):
+        if ids.amin() < 0 or ids.amax() > max(tokenizer.get_vocab().values()):
             raise SparsekvError(f"{artifact.folder} names tokens that {name} does not have")
         return tokenizer
     except SparsekvError as error:

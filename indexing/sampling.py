@@ -125,7 +125,7 @@ def _is_whole(job: BuildJob) -> bool:
 def _known_positions(job: BuildJob) -> torch.Tensor:
     """Positions [P], rising, whose queries the finished index has: its sample's, in the middle, then its tail's.
 
-    None where a file of queries is damaged.
+    They are none at all where a file of queries is damaged.
     """
     base = _base(job)
     if not _is_whole(job):

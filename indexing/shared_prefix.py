@@ -22,7 +22,7 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
 
     Args:
         positions: [P], rising, of which queries are needed. One that the index lacks comes from the rows before it,
-            unless these were selected for each chunk: then the prefix ends there.
+            unless these were selected for each chunk, or the model needs all before it: then the prefix ends there.
     """
     base = job.writer.base
     if base is None or job.plan.force or not job.team.starts_after_prefix or not _fits(job, base):
@@ -35,12 +35,17 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     chain = chained_block_hashes(job.plan.prompt.input_ids.tolist())
     # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
     shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), job.split.sinks + job.split.middle)
-    if not shared or job.plan.prefill.exact:
-        return shared
-    if (unknown := first_unknown(job, positions)) is not None:
+    exact = job.plan.prefill.exact
+    if shared and not (exact and _runs_alone(job)) and (unknown := first_unknown(job, positions)) is not None:
         shared = min(shared, unknown)
     # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
-    return shared // job.plan.chunk_size * job.plan.chunk_size
+    chunk = 1 if exact else job.plan.chunk_size
+    return shared // chunk * chunk
+
+
+def _runs_alone(job: BuildJob) -> bool:
+    """Whether a token may run without those before it: Llama 4 scales queries by how many a cache has."""
+    return not getattr(job.plan.loaded.model.config.get_text_config(), "attn_temperature_tuning", False)
 
 
 def _fits(job: BuildJob, base: Manifest) -> bool:

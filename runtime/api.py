@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
+from sparsekv.kernels.common.hook import alone
 from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
@@ -109,7 +110,8 @@ class Index:
             raise UsageError(
                 f"sampling is {sampling!r}: give Sampling(max_new_tokens=...), of runtime.decoding.generate"
             )
-        return self.asker(**setting).ask(question, sampling)
+        with alone(self.opened.model):  # a captured step tells all threads not to wait for the GPU, as a new cache does
+            return self.asker(**setting).ask(question, sampling)
 
     def recall_report(
         self,

@@ -5,6 +5,7 @@ Ray's own batch jobs end with the first worker that dies; here its job goes to a
 
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -106,7 +107,6 @@ class RayCluster(Generic[Job]):
 def _joined(address: str) -> Iterator[Any]:
     """Ray, connected to the cluster at an address, or to one on this machine that ends with the context."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what it says on stderr is told in one line
     try:
         import ray
         import ray.exceptions
@@ -116,12 +116,13 @@ def _joined(address: str) -> Iterator[Any]:
     # Ray prints what it notices of workers to stdout, from threads of its own.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
-            ray.init(
-                address=address,  # Ray takes `local` for one of its own, whatever runs on this machine
-                log_to_driver=False,
-                configure_logging=False,
-                include_dashboard=False if address == LOCAL else None,
-            )
+            with _silent_stderr():
+                ray.init(
+                    address=address,  # Ray takes `local` for one of its own, whatever runs on this machine
+                    log_to_driver=False,
+                    configure_logging=False,
+                    include_dashboard=False if address == LOCAL else None,
+                )
         except (ConnectionError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:200]
             raise UsageError(
@@ -132,6 +133,20 @@ def _joined(address: str) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Within the context, nothing is printed to stderr: what Ray's own libraries say there is told in one line."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check_answers(address: str) -> None:

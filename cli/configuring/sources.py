@@ -19,7 +19,7 @@ EITHER = (
 )
 """Options that exclude each other: one on the command line outranks a default of another."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "placement", "prefill", "prefill-budget")),
+    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "prefill", "prefill-budget")),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }

@@ -50,7 +50,7 @@ def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
 
 def wait_for_stdin() -> None:
     """Have reads of standard input wait for its writer, whatever another program set of the pipe that both have: what
-    has not come yet would be taken for its end."""
+    has not come yet would be taken for its end. That program's own reads of it wait from then on, too."""
     with suppress(OSError, ValueError):  # it is no file of the system's
         os.set_blocking(sys.stdin.fileno(), True)
 

@@ -39,13 +39,20 @@ _locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
 
 
 @contextmanager
+def alone(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, other threads that want the model wait; this one may enter it again."""
+    with _locks.setdefault(model, RLock()):
+        yield
+
+
+@contextmanager
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
 
     transformers makes no mask: the function itself has to mask what a query may not see. Threads that have one model
     wait for each other, since the choice of the function is the model's.
     """
-    with _locks.setdefault(model, RLock()):
+    with alone(model):
         previous = model.config._attn_implementation
         token = _active.set(function)
         try:

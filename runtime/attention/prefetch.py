@@ -5,7 +5,7 @@ mostly choose the same rows. On a GPU the search and the transfer of the chosen 
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -39,15 +39,16 @@ class Prefetcher:
 
     def next(self, queries: Queries) -> Fetched:
         """Rows found with the previous step's query (in the first step, with this one's); starts the next search."""
-        found = self.search(queries) if self.pending is None else self._arrived(self.pending)
+        pending, self.pending = self.pending, None  # one that failed is told once
+        found = self.search(queries) if pending is None else self._arrived(pending)
         self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
         return found
 
     def forget(self) -> None:
         """Wait for the pending search and discard its result: the index is about to change."""
-        if self.pending is not None:
-            self._arrived(self.pending)
-        self.pending = None
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            wait([pending])
 
     def _mark(self, device: torch.device) -> torch.cuda.Event | None:
         if device.type != "cuda":

@@ -1,5 +1,7 @@
 """A cache layer that attends to selected rows of a stored context, and to every token after it."""
 
+from collections.abc import Iterable
+
 import torch
 
 from sparsekv.formats.schema import Split
@@ -8,7 +10,7 @@ from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.attention.step import step_of
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.stored_layer import MissedShares, StepRow, StoredLayer
-from sparsekv.runtime.selection.capabilities import ObservesQuestion
+from sparsekv.runtime.selection.capabilities import HoldsSelections, ObservesQuestion
 
 
 class SparseLayer(StoredLayer):
@@ -33,6 +35,8 @@ class SparseLayer(StoredLayer):
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
+        if not decodes:
+            self._forget_selections()
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
@@ -65,9 +69,19 @@ class SparseLayer(StoredLayer):
         plan = self.plan
         if plan.prefetcher is not None:
             plan.prefetcher.forget()
+        self._forget_selections()
         if isinstance(plan.selector, ObservesQuestion):
             plan.selector.forget_question()
         if plan.appender is not None and plan.appender.remove_appended():
             self.stored = self.split.tokens
             for rows, first in zip(self.exact_rows(), self.exact, strict=True):
                 rows.copy_(first)
+
+    def _forget_selections(self) -> None:
+        if isinstance(self.plan.selector, HoldsSelections):
+            self.plan.selector.forget_selections()
+
+
+def appends(layers: Iterable[StoredLayer]) -> bool:
+    """Whether one of the layers moves an answer's tokens into its index."""
+    return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)

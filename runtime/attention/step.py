@@ -10,7 +10,7 @@ from sparsekv.kernels.attention.attention import Segment, causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.queries import Queries, piece_batch
 
 How = tuple[float, float | None, torch.Tensor | None]
 """Softmax scale, soft cap, sink logits [Hk, G]."""
@@ -52,7 +52,8 @@ class Step:
         for start in range(0, self.query.shape[2], size):
             piece = slice(start, start + size)
             mask = None if self.mask is None else self.mask[piece]
-            yield replace(self, query=self.query[:, :, piece], mask=mask, first=self.first + start)
+            batch = self.batch + piece_batch(start)
+            yield replace(self, query=self.query[:, :, piece], mask=mask, first=self.first + start, batch=batch)
 
     def _seen(self) -> torch.Tensor | None:
         if self.step_row is None:

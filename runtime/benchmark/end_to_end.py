@@ -90,7 +90,8 @@ class ModelBench:
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
             layers = self._sparse_layers(form.method, contexts, budget, laid_out)
-            yield self._row(form.name, form.variant, budget, self._time(layers), IndexCache(layers).kv_fraction())
+            timed = self._time(layers, int(getattr(form.method, "step", 1)))
+            yield self._row(form.name, form.variant, budget, timed, IndexCache(layers).kv_fraction())
 
     def _sparse_layers(
         self, method: Method, contexts: list[MiddleContext], budget: Budget, laid_out: dict[int, MiddleRows]
@@ -122,27 +123,28 @@ class ModelBench:
         }
         return min(taken, key=lambda name: taken[name])
 
-    def _time(self, layers: list[StoredLayer]) -> "_Timed":
-        """Time greedy decode steps."""
-        device, steps = self.model.device, self._steps(layers)
+    def _time(self, layers: list[StoredLayer], cycle: int = 1) -> "_Timed":
+        """Time greedy decode steps, so many `cycle` at a time: a method may choose in one of them alone."""
+        device, steps = self.model.device, self._steps(layers, WARM_UPS + self.runs * cycle)
         with steps.routed():
             tokens = torch.arange(self.batch, device=device)[:, None]
             for _ in range(WARM_UPS):
                 tokens = steps(tokens).argmax(-1, keepdim=True)
             stopwatch = _CudaStopwatch() if device.type == "cuda" else _Stopwatch()
             for _ in range(self.runs):
-                logits = steps(tokens)
-                tokens = logits.argmax(-1, keepdim=True)
+                for _ in range(cycle):
+                    logits = steps(tokens)
+                    tokens = logits.argmax(-1, keepdim=True)
                 stopwatch.lap()
-            taken, finite = stopwatch.milliseconds(), bool(logits.isfinite().all())
+            taken, finite = [lap / cycle for lap in stopwatch.milliseconds()], bool(logits.isfinite().all())
         how = "wall clock" if device.type == "cpu" else "graph" if steps.captured() else "eager"
         return _Timed(taken, how, 1000 * self.batch * len(taken) / sum(taken), finite)
 
-    def _steps(self, layers: list[StoredLayer]) -> ModelSteps:
+    def _steps(self, layers: list[StoredLayer], tokens: int) -> ModelSteps:
         data = self.data[0]
         if data.questions > 1:
             return QuestionSteps(self.model, layers, data.split.tokens, data.questions)
-        return BatchSteps(self.model, layers, data.batch, WARM_UPS + self.runs)
+        return BatchSteps(self.model, layers, data.batch, tokens)
 
     def _row(self, name: str, variant: str, budget: Budget | None, timed: "_Timed", kv_fraction: float) -> ModelRow:
         split, batch = self.data[0].split, self.batch
@@ -180,7 +182,7 @@ class _Timed:
 class _Laps(ABC):
     @abstractmethod
     def lap(self) -> None:
-        """Mark the end of a step; the first step begins when the stopwatch is created."""
+        """Mark the end of a lap; the first lap begins when the stopwatch is created."""
 
     @abstractmethod
     def milliseconds(self) -> list[float]:

@@ -94,6 +94,7 @@ class IndexCache(Cache):
         """A fingerprint of all buffers; a captured step is valid while it stays the same."""
         return tuple(number for layer in self.stored_layers for number in layer.buffers())
 
+    @torch.inference_mode()
     def rewind(self) -> None:
         """Restore the stored context for the next question."""
         for layer in self.stored_layers:

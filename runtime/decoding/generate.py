@@ -159,10 +159,10 @@ def answer_after(
     prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
     streamer = Streamer(index.tokenizer, on_text)
-    torch.manual_seed(sampling.seed)
-    cache.start_counting()
-    start = time.perf_counter()
     with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
+        torch.manual_seed(sampling.seed)  # here, where no other thread answers
+        cache.start_counting()
+        start = time.perf_counter()
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -19,7 +19,19 @@ class Streamer(TextStreamer):
         if not self.next_tokens_are_prompt:
             self.last = time.perf_counter()
             self.first = self.first or self.last
+        before = self.token_cache
         super().put(value)  # type: ignore[no-untyped-call]
+        if not self.token_cache and not self.next_tokens_are_prompt:
+            self._begin_line(before)
+
+    def _begin_line(self, tokens: list[int]) -> None:
+        """Keep the last token that is text before the next ones, and as printed: a decoder that takes the space from
+        the first token would take one of the line's own."""
+        for start in range(len(tokens) - 1, -1, -1):
+            text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
+            if text:
+                self.token_cache, self.print_len = tokens[start:], len(text)
+                return
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

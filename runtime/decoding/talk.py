@@ -17,6 +17,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
@@ -138,6 +139,11 @@ class Talk:
         """The setting's cache over the document and all turns; made if there is none."""
         if self._asker is None:
             asker = Asker.open(self.index, self.setting, placement=self.placement, question=self.prefill)
+            if self.prefill is not None and appends(asker.cache.stored_layers):
+                raise UsageError(
+                    f"--stream: tokens that it moves into the index would be lost to --prefill {self.prefill.name} of "
+                    "the next question; leave one of them out"
+                )
             for turn in self.turns:
                 self._feed(asker.cache, turn.question)
                 self._feed(asker.cache, torch.tensor(turn.answer))

@@ -58,11 +58,11 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
     def is_missing(context: Context) -> bool:
         prompt = comparison.prompt(context.text, bare=context.bare)
-        keys = (
-            _Asking(comparison, context, prompt, way.prefill, answers, work).key(way, budget, question)
-            for way, budget in ways
-            for question in context.questions
-        )
+        asking = {
+            prefill: _Asking(comparison, context, prompt, prefill, answers, work)
+            for prefill in comparison.builder.prefills
+        }
+        keys = (asking[way.prefill].key(way, budget, one) for way, budget in ways for one in context.questions)
         return not all(key in answers.known for key in keys)
 
     return [context for context in contexts if is_missing(context)]

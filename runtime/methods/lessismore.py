@@ -63,6 +63,8 @@ class LessIsMoreSelector(SharingSelector):
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
         """The most recent tokens, then the best of the others up to `tokens`."""
         middle, others = order.shape[-1], int(tokens * (1 - self.recent_share))
+        if self.recent_share < 1:
+            others = max(1, others)
         oldest_recent = middle - (tokens - others)
         # The first `tokens` of the ranking have at most tokens - others recent ones, so enough others.
         first = order[..., :tokens]

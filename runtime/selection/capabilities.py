@@ -128,6 +128,14 @@ class ObservesQuestion(Protocol):
 
 
 @runtime_checkable
+class HoldsSelections(Protocol):
+    """Uses a step's selection in the steps after it, within one answer."""
+
+    def forget_selections(self) -> None:
+        """Discard them: another question comes."""
+
+
+@runtime_checkable
 class ChoosesForAllHeads(Protocol):
     """A method with one choice for all heads, which a process that has only some of them cannot make."""
 

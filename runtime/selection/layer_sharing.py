@@ -16,7 +16,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
-from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.queries import Queries, is_piece
 from sparsekv.runtime.selection.selection import Cost, RowSet, Selection, single_rows
 
 FULL_LAYERS = 2
@@ -77,6 +77,9 @@ class SharingSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Everything in the first and the ranking layers, else the best of the last ranking."""
         if self.ranks:
+            if not queries.joint:
+                for piece in [one for one in self.rankings if is_piece(one)]:
+                    del self.rankings[piece]
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
             return self._everything(queries)

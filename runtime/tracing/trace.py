@@ -10,8 +10,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.question import QuestionPrefill
-from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -107,7 +106,7 @@ class TracedIndex:
 
     def _asker(self, setting: Setting, gather_makers: Callable[[int], GatherMaker]) -> Asker:
         asker = Asker.open(self.index, setting, question=self.prefill, gather_makers=gather_makers)
-        if _appends(asker.cache):
+        if appends(asker.cache.stored_layers):
             raise UsageError("--stream: a trace tells of the document's own tokens; leave it out")
         return asker
 
@@ -132,7 +131,3 @@ class TracedIndex:
             "layers": list(manifest.indexed_layers),
             "kv_heads": heads,
         }
-
-
-def _appends(cache: IndexCache) -> bool:
-    return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in cache.stored_layers)

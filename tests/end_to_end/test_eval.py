@@ -158,12 +158,17 @@ def test_questions_of_a_context_can_share_a_step(place: Path, straight: tuple[Pa
 
 
 def test_answers_of_one_token_take_no_step_and_have_no_kv_fraction(place: Path, tmp_path: Path) -> None:
-    one = (*_small(place, tmp_path, "--method", "window", "--budget", "5%", "--max-new-tokens", "1"), "--plot", "x.png")
+    one = (
+        *_small(place, tmp_path, "--method", "window", "--budget", "5%", "--max-new-tokens", "1"),
+        "--plot",
+        tmp_path / "x.png",
+    )
     rows = _rows(_run(*one, "--json"))
     found = {(row["method"], row["task"]): row["kv_fraction"] for row in rows}
     assert [found[name, "niah-multikey"] for name in ("dense", "oracle", "window")] == [1, None, None]
     assert [found[name, "perplexity"] for name in ("dense", "oracle", "window")] == [1, 1, 0]
     assert _run(*one, "--html", tmp_path / "x.html")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_kept_index_of_another_sample_is_not_that_of_these_methods(place: Path, tmp_path: Path) -> None:

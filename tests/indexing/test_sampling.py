@@ -211,6 +211,15 @@ def test_an_edited_document_whose_sample_is_partly_known_runs_what_is_not(prefil
         assert_close(actual["queries"], expected["queries"], 1e-4)
 
 
+def test_a_model_whose_tokens_need_those_before_them_runs_from_the_first_unknown_one(tmp_path: Path) -> None:
+    """Llama 4 scales a query by how many tokens its cache has."""
+    plan, folder = _plan(), tmp_path / "a.skv"
+    plan.loaded.model.config.attn_temperature_tuning = True
+    build_index(replace(plan, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
+    first = int(sample_positions(plan.split(), 50)[0])
+    assert _tokens_run(plan, folder) == len(plan.prompt.input_ids) - first
+
+
 def test_a_damaged_sample_is_not_taken_over_into_a_longer_one(tmp_path: Path) -> None:
     plan, folder = _plan(), tmp_path / "a.skv"
     build_index(plan, folder)

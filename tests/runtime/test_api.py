@@ -125,10 +125,12 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
 
 def test_threads_that_ask_one_model_wait_for_each_other(index: api.Index) -> None:
     questions = [f"What is line {number}?" for number in range(6)]
-    alone = [index.ask(one, budget="5%").ids for one in questions]
+    draws = [Sampling(5, temperature=1.0, seed=number) for number in range(6)]
+    alone = [index.ask(one, draw, budget="5%").ids for one, draw in zip(questions, draws, strict=True)]
     before = index.opened.model.config._attn_implementation
     with ThreadPoolExecutor(3) as threads:
-        together = list(threads.map(lambda one: index.ask(one, budget="5%").ids, questions * 2))
+        asked = zip(questions * 2, draws * 2, strict=True)
+        together = list(threads.map(lambda one: index.ask(*one, budget="5%").ids, asked))
     assert together == alone * 2
     assert index.opened.model.config._attn_implementation == before
 

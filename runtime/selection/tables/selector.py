@@ -216,9 +216,11 @@ class TableSelector(Selector):
             scores=torch.cat([tables.scores, scores], 2),
         )
 
-    def remove_appended(self) -> torch.Tensor | None:
-        """Restore the stored tables; the selections of earlier searches are discarded too."""
+    def forget_selections(self) -> None:
         self.held.clear()
+
+    def remove_appended(self) -> torch.Tensor | None:
+        """Restore the stored tables."""
         self.recent = []
         if self.tables is self.stored:
             return None

@@ -1,15 +1,16 @@
 """Searching a step ahead: each decode step attends to what the query of the step before asked for."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support.random_tensors import normal
-from support.small_layer import SmallLayer, small_layer, sparse_layer
+from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.executors import GatherExecutor
-from sparsekv.runtime.attention.prefetch import tensors_in
+from sparsekv.runtime.attention.prefetch import Prefetcher, tensors_in
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.methods.magicpig import MagicPIG
@@ -48,6 +49,25 @@ def test_what_lies_in_a_choice_is_protected_whatever_it_is() -> None:
 
 def _middle(layer: SmallLayer) -> tuple[torch.Tensor, torch.Tensor, None, torch.device]:
     return layer.keys[:, layer.middle], layer.values[:, layer.middle], None, layer.keys.device
+
+
+def test_a_search_that_fails_is_told_once() -> None:
+    fails = iter([False, True, False, False, True, False, False])
+
+    def search(queries: Queries) -> Any:
+        if next(fails):
+            raise OSError("the disk is gone")
+        return ()
+
+    step, prefetcher = as_queries(normal(0, 2, 3, 1, 16)), Prefetcher(search)
+    assert prefetcher.next(step) == ()
+    with pytest.raises(OSError, match="the disk is gone"):
+        prefetcher.next(step)
+    assert prefetcher.next(step) == ()
+    # The one that is under way fails; nobody needs it.
+    assert prefetcher.next(step) == ()
+    prefetcher.forget()
+    assert prefetcher.next(step) == ()
 
 
 class _Late(Selector):

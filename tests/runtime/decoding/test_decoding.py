@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.reference import assert_close, relative_error
-from support.small_index import plain_logits_after, random_ids, stepped_logits
+from support.small_index import build_small, plain_logits_after, random_ids, stepped_logits
 from support.tiny_models import WINDOW
 
+from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.loki import Loki
@@ -27,6 +29,14 @@ from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
+
+TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)
+
+
+@pytest.fixture(scope="module")
+def tabled(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    return build_small(tmp_path_factory.mktemp("tabled") / "small.skv", methods={"csattention": TABLES})
+
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -119,6 +129,19 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, nam
         stepped_logits(index, cache, tokens, question=7) for cache in (used, _cache(index, name, Budget(0.1)))
     )
     assert torch.equal(again, anew)
+
+
+def test_a_schedule_begins_anew_with_each_question(tabled: OpenIndex) -> None:
+    """Of the question before, no selection is used."""
+    first, second = (question_ids(tabled, text) for text in ("Tell me of assertions.", "And of atoms?"))
+    used, fresh = (tabled.sparse_cache("csattention", CSAttention(step=8), Budget(0.1)) for _ in range(2))
+    generate(tabled, used, first, Sampling(max_new_tokens=6))
+    answers = [generate(tabled, cache, second, Sampling(max_new_tokens=6)) for cache in (used, fresh)]
+    assert answers[0].ids == answers[1].ids
+    assert answers[0].kv_fraction == answers[1].kv_fraction
+    tokens = random_ids(20)
+    logits = [stepped_logits(tabled, cache, tokens, question=7) for cache in (used, fresh)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["squeezed", "quest", "oracle", "keydiff"])

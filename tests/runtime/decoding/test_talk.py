@@ -98,6 +98,30 @@ def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
 
 
+@pytest.mark.parametrize("name", [DENSE, "snapkv"])
+def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(
+    every_index: OpenIndex, name: str
+) -> None:
+    """The prefill's method knows the document's tokens alone."""
+    prefill = QuestionPrefill(name, METHODS.get(name), Budget(1.0), 7)
+    with pytest.raises(UsageError, match=f"--stream: .* would be lost to --prefill {name}"):
+        Talk(every_index, setting("multipole"), prefill=prefill)
+    talk = Talk(every_index, setting("snapkv"), prefill=prefill)
+    with pytest.raises(UsageError, match="--stream"):
+        talk.switch(setting("multipole"))
+
+
+def test_a_talk_is_forgotten_whose_answers_outgrew_their_buffer(every_index: OpenIndex) -> None:
+    """The buffer that an answer made is as good as the first one."""
+    method = Multipole(stream=True, buffer=96)
+    talk = Talk(every_index, Setting(Form("multipole", "", method, False), Budget(0.3)))
+    long = Sampling(max_new_tokens=150)
+    first = talk.ask(QUESTIONS[0], long).ids
+    assert len(first) > 100
+    talk.forget()
+    assert talk.ask(QUESTIONS[0], long).ids == first
+
+
 def test_a_question_is_ranked_by_its_own_window(every_index: OpenIndex) -> None:
     """A method that observes questions observes each of a talk, and a setting that is switched to the last one."""
     talk = Talk(every_index, setting("snapkv", 0.1))

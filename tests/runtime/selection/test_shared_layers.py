@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choices import assert_best, recorded_choices
 from support.random_tensors import normal
-from support.reference import attention_probabilities
+from support.reference import assert_close, attention_probabilities
 from support.small_index import build_small, random_ids, stepped_logits
 from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
 from support.tiny_models import build_tiny, tiny_tokenizer
@@ -17,8 +17,10 @@ from transformers import LlamaConfig
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
+from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
@@ -114,7 +116,7 @@ def test_a_layer_that_finds_no_choice_makes_its_own_and_reads_all_keys(method: L
 
 def _dealt(rankings: list[list[int]], tokens: int, share: float) -> set[int]:
     """The recent tokens, and others from the heads' rankings, one of each head at a time."""
-    middle, old = len(rankings[0]), int(tokens * (1 - share))
+    middle, old = len(rankings[0]), max(int(share < 1), int(tokens * (1 - share)))
     recent = set(range(middle - (tokens - old), middle))
     dealt = dict.fromkeys(ranking[rank] for rank in range(middle) for ranking in rankings)
     return recent | set([token for token in dealt if token not in recent][:old])
@@ -174,6 +176,20 @@ def test_each_step_of_an_answer_takes_what_that_step_chose_below(deep: OpenIndex
                 assert_best(layers[taker][step].tokens, probability, 20)
     assert len({str(choice.tokens) for choice in layers[3]}) > 1
     assert layers[4][1].tokens != layers[6][1].tokens
+
+
+@every_method
+def test_each_piece_of_a_question_takes_what_is_ranked_for_it(method: LayerSharing, deep: OpenIndex) -> None:
+    """All pieces go through a layer before the next one: what the last one is does not reach the first one."""
+    name = "tidaldecode" if isinstance(method, TidalDecode) else "lessismore"
+    question = QuestionPrefill(name, method, Budget(12), chunk_size=8)
+    tokens = random_ids(18)
+    other = torch.cat([tokens[:8], (tokens[8:] + 1) % 100])
+    logits = []
+    for one in (tokens, other):
+        cache = deep.sparse_cache("quest", Quest(page_size=8), Budget(12), question=question)
+        logits.append(stepped_logits(deep, cache, one, question=16)[:8])
+    assert_close(logits[0], logits[1], 1e-6)
 
 
 @pytest.mark.parametrize("at_once", [None, 5], ids=["at once", "in pieces"])

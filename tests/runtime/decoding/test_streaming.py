@@ -1,0 +1,49 @@
+"""Text as it is decoded: the pieces together are the text."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from sparsekv.runtime.decoding.streaming import Streamer
+
+WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that decodes as SentencePiece's: of what is decoded together, the first space goes."""
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<s>"))
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "def",
+            "\u2581f",
+            ":",
+            "\n",
+            "\u2581\u2581\u2581\u2581",
+            "return",
+            "\u2581x",
+            "\n",
+            "\u2581\u2581\u2581\u2581",
+            "return",
+            "</s>",
+        ],
+        ["def", "\n", "</s>", "\u2581", "\u2581x", "\n", "\n", "\u2581x"],
+        ["\n", "\u2581x"],
+        [],
+    ],
+)
+def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> None:
+    ids, pieces = [WORDS.index(word) for word in words], list[str]()
+    streamer = Streamer(tokenizer, pieces.append)
+    streamer.put(torch.tensor([[0, 2, 3]]))  # the prompt
+    for one in ids:
+        streamer.put(torch.tensor([one]))
+    streamer.end()
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
