@@ -21,6 +21,8 @@ from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_n
 Progress = Callable[[str, int, int], None]
 
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
+LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers, as transformers names them, that attend to all tokens or to the last ones."""
 MOST_CHUNKS = 2  # more GPUs have not been measured, and each has the hidden states of all tokens
 
 
@@ -79,7 +81,15 @@ class BuildPlan:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
         for indexer in self.methods.values():
             indexer.check_channels(self.head_dim)
-        parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None)
+        config = self.loaded.model.config.get_text_config()
+        if getattr(config, "num_key_value_heads", None) is None:
+            raise UsageError(
+                f"{self.loaded.name} ({config.model_type}) has no KV heads in its config: choose another model"
+            )
+        if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
+            told = f"{self.loaded.name} has layers of {', '.join(others)}"
+            raise UsageError(f"{told}; an index is of full attention, and of a sliding window's: choose another model")
+        parameters = getattr(config, "rope_parameters", None)
         if not self.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
                 f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so "

@@ -19,7 +19,7 @@ EITHER = (
 )
 """Options that exclude each other: one on the command line outranks a default of another."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "prefill", "prefill-budget")),
+    "method": ("dense", ("budget", "residual", "guard", "gauge", "ahead", "placement", "prefill", "prefill-budget")),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
@@ -71,7 +71,12 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
     for name, (value, others) in ALONE.items():
         one = options.get(name)
         if one is not None and on_command_line(ctx, one.name) and ctx.params[one.name] == value:
-            _leave_out(ctx, [options[other] for other in others if other in options])
+            _leave_out(ctx, [options[other] for other in others if other in options and not _counts_later(ctx, other)])
+
+
+def _counts_later(ctx: Any, option: str) -> bool:
+    """Whether a talk may come to use the option, after another method was chosen in it."""
+    return ctx.command.name == "chat" and option == "placement"
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:

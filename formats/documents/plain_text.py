@@ -72,7 +72,7 @@ def encode_text(
         return EncodedText(ids, {})
     untold = {number: token for number, token in control.items() if token != unknown}
     plain = [one for run in _runs(parts, control) for one in _encode_run(tokenizer, run, untold)]
-    before, after = _ends(tokenizer) if add_special_tokens else ([], [])
+    before, after = added_ends(tokenizer) if add_special_tokens else ([], [])
     ids = [*before, *plain, *after]
     if left := _count(ids, untold) - meant:
         raise SparsekvError(
@@ -138,7 +138,7 @@ def _encode_run(tokenizer: TextTokenizer, run: str | int, control: Mapping[int, 
     return ids
 
 
-def _ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
+def added_ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
     """Token ids that the tokenizer adds before and after a text."""
     letter, whole = _encode(tokenizer, "a"), _encode(tokenizer, "a", add_special_tokens=True)
     start = next(start for start in range(len(whole)) if whole[start : start + len(letter)] == letter)

@@ -1,13 +1,13 @@
 """From a document to the token ids of the fixed prompt, inside the model's chat template."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.documents.document import Document
-from sparsekv.formats.documents.plain_text import EncodedText, Trusted, encode_text
+from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.schema import ChatFrame
@@ -77,8 +77,13 @@ def encode_prompt(
     head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
     document = Document.of(text) if isinstance(text, str) else text
 
+    # A question follows, so that the text is not to be ended.
+    ending = [] if chat is not None else added_ends(tokenizer)[1]
+
     def encode(part: str) -> EncodedText:
-        return encode_text(tokenizer, part, add_special_tokens=chat is None, special_tokens=special_tokens)
+        found = encode_text(tokenizer, part, add_special_tokens=chat is None, special_tokens=special_tokens)
+        ended = ending and found.ids[-len(ending) :] == ending
+        return replace(found, ids=found.ids[: -len(ending)]) if ended else found
 
     encoded, cut = (encode(document.whole()), False) if max_tokens is None else _first(encode, document, max_tokens)
     plain = encoded.plain

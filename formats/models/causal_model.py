@@ -19,6 +19,8 @@ Weights: TypeAlias = dict[str, torch.Tensor]
 
 _NO_MEMORY = ("allocate memory", "bad_alloc", "not enough memory", "unable to mmap", "start new thread")
 """Parts of the messages by which torch, safetensors and Python report lack of memory, in errors of many classes."""
+_UNREADABLE = (OSError, LookupError, TypeError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError)
+"""What reading weights ends with where they are not what they should be."""
 
 
 def causal_model(
@@ -53,7 +55,7 @@ def causal_model(
         raise SparsekvError(
             f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
         ) from None
-    except (OSError, ValueError, RuntimeError, ImportError, MemoryError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
     _refuse_missing(name, loaded[1]["missing_keys"])
     model: PreTrainedModel = loaded[0].eval()

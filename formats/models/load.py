@@ -160,6 +160,7 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils.import_utils import is_peft_available
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -172,6 +173,8 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
         raise UsageError(
             f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
         )
+    if (folder / "adapter_config.json").exists() and not is_peft_available():  # transformers would leave it out
+        raise UsageError(f"model '{name}' has an adapter, which needs peft: install it, or merge it into the weights")
     if scaling is not None:
         scaling.stretch(config)
     return config

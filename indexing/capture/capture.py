@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache, PreTrainedModel
 
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import LayerFacts, Probe
 from sparsekv.indexing.capture.context_layer import ContextLayer
@@ -64,6 +65,10 @@ class _Recorder:
     sink_logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
+        if call.keys.shape != call.values.shape:
+            raise SparsekvError(
+                "the model's keys and values have different sizes, which no index holds; choose another"
+            )
         self.facts[call.layer] = LayerFacts(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
@@ -172,6 +177,9 @@ def capture(
 ) -> Capture:
     """Prefill `input_ids` in chunks and return every layer's keys, values and queries.
 
+    Raises:
+        SparsekvError: the model attends in a way that no index can follow.
+
     Args:
         input_ids: [N] int64.
         tail: R, the number of last queries to keep.
@@ -202,6 +210,11 @@ def capture(
         for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
             chunk = input_ids[None, start:end].to(model.device)
             logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            if len(recorder.facts) < len(layers):
+                raise SparsekvError(
+                    f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "
+                    "AttentionInterface; choose another model"
+                )
             for layer, rows in enumerate(layers):
                 assert rows.keys is not None
                 assert rows.values is not None

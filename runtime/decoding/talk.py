@@ -116,10 +116,11 @@ class Talk:
         return answer
 
     def forget(self) -> None:
-        """Drop all turns; the document stays."""
-        self.turns, self.chat = [], self.index.artifact.manifest.prompt.chat
-        if self._asker is not None:
-            self._asker.cache.rewind()
+        """Drop all turns; the document stays. After an interruption the talk is as it was before."""
+        asker, self._asker = self._asker, None  # some layers may be rewound and others not
+        if asker is not None:
+            asker.cache.rewind()
+        self.turns, self.chat, self._asker = [], self.index.artifact.manifest.prompt.chat, asker
 
     def switch(self, setting: Setting) -> None:
         """Answer with another setting from now on, over the same turns, which are prefilled again.

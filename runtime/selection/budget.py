@@ -30,7 +30,7 @@ class Budget:
             percent = text.endswith("%")
             value = float(text.removesuffix("%")) / 100 if percent else float(text)
         except ValueError:
-            raise UsageError(f"{option} {text}: {_WANTED}") from None
+            raise UsageError(f"{option} {text or repr(text)}: {_WANTED}") from None
         if not percent and value >= 1 and text.lstrip("+").isdigit():
             return cls(int(text))
         if not 0 < value <= 1:

@@ -64,6 +64,7 @@ class SharingSelector(Selector):
         self.keys, self.facts = context.keys, context.facts
         self.ranks = position.number in method.selecting_layers(position)
         self.full = self.ranks or position.number < FULL_LAYERS
+        self.last = position.number == position.layers - 1
         self.rankings = cast(Rankings, position.shared.setdefault(name, {}))
 
     @abstractmethod
@@ -77,13 +78,12 @@ class SharingSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Everything in the first and the ranking layers, else the best of the last ranking."""
         if self.ranks:
-            if not queries.joint:
-                for piece in [one for one in self.rankings if is_piece(one)]:
-                    del self.rankings[piece]
             self.rankings[queries.batch] = self.rank(queries).int()
         if self.full:
             return self._everything(queries)
         order, index_rows = self.rankings.get(queries.batch), 0.0
+        if self.last and is_piece(queries.batch):
+            self.rankings.pop(queries.batch, None)  # nobody comes after this layer
         if order is None:
             order, index_rows = self.rank(queries), float(self.keys.shape[1])
         tokens = budget.tokens(self.keys.shape[1])

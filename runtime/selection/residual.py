@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.capabilities import Covers, GraphState, ObservesQuestion
+from sparsekv.runtime.selection.capabilities import Covers, GraphState, HoldsSelections, ObservesQuestion
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import CentroidSegment, Rest, Selection
@@ -47,8 +47,8 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Another selector's choice, plus centroids: each cluster represents those of its tokens that were not chosen.
 
-    It forwards graph state, question observation and coverage. It cannot append, because new tokens are in no cluster,
-    and has no fused kernel.
+    It forwards graph state, question observation, what is to be forgotten, and coverage. It cannot append, because new
+    tokens are in no cluster, and has no fused kernel.
     """
 
     def __init__(self, inner: Selector, clusters: ResidualClusters):
@@ -66,6 +66,10 @@ class ResidualSelector(Selector):
     def forget_question(self) -> None:
         if isinstance(self.inner, ObservesQuestion):
             self.inner.forget_question()
+
+    def forget_selections(self) -> None:
+        if isinstance(self.inner, HoldsSelections):
+            self.inner.forget_selections()
 
     def covered(self, queries: Queries) -> torch.Tensor | None:
         return self.inner.covered(queries) if isinstance(self.inner, Covers) else None

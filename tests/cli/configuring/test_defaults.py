@@ -141,7 +141,10 @@ def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> N
 @pytest.mark.parametrize(
     ("file", "command"),
     [
-        ("[generate]\nbudget = '5%'\nresidual = true\nguard = 0.1", (*ASK, "--method", "dense")),
+        (
+            "[generate]\nbudget = '5%'\nresidual = true\nguard = 0.1\nplacement = 'host'",
+            (*ASK, "--method", "dense"),
+        ),
         ("[generate]\ntemperature = 0.7\ntop-p = 0.9\ntop-k = 3", (*ASK, "--temperature", "0")),
         ("[tune]\ntarget-recall = 0.9\ndry-run = true", ("tune", "--reset")),
     ],

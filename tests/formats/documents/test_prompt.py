@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_index import TEXT
-from support.tiny_models import START, tiny_tokenizer
+from support.tiny_models import END, START, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.formats.checksums import hash_bytes
@@ -101,3 +102,19 @@ def test_the_frame_and_the_document_are_tokens_of_the_whole_conversation(tokeniz
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "The document.\n\nWhy?"}], return_dict=False)
     assert whole[: len(prompt.input_ids)] == prompt.input_ids.tolist()
     assert prompt.input_ids[0] == START
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5, 1000])
+def test_a_raw_text_is_not_ended_as_a_question_follows(max_tokens: int | None) -> None:
+    tokenizer = tiny_tokenizer()
+    plain = encode_prompt(tokenizer, "abc def", raw=True, max_tokens=max_tokens)
+    start, end = str(tokenizer.bos_token), str(tokenizer.eos_token)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, START), (end, END)]
+    )
+    ended = encode_prompt(tokenizer, "abc def", raw=True, max_tokens=max_tokens)
+    assert tokenizer("abc").input_ids[-1] == END
+    assert ended.input_ids[-1] != END
+    text = [one for one in plain.input_ids.tolist() if one not in (START, END)]
+    assert [one for one in ended.input_ids.tolist() if one != START] == text[: len(ended.input_ids) - 1]
+    assert ended.cut == (None if max_tokens != 5 else 5)

@@ -218,6 +218,13 @@ def test_a_home_of_nobody_is_no_folder(hub_cache: Path) -> None:
             attempt("~nouser/model")
 
 
+def test_an_adapter_is_not_left_out_without_a_word(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "adapted")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UsageError, match="has an adapter, which needs peft: install it"):
+        load_model(str(folder))
+
+
 @pytest.mark.parametrize("proxy", ["nothing://127.0.0.1:9", "http://127.0.0.1:{port}"], ids=["unknown", "refusing"])
 def test_a_proxy_that_does_not_serve_is_told(proxy: str, tmp_path: Path) -> None:
     """In a process of its own: the hub's client reads the proxy once."""

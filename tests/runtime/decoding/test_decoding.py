@@ -9,6 +9,7 @@ from support.small_index import build_small, plain_logits_after, random_ids, ste
 from support.tiny_models import WINDOW
 
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -35,7 +36,9 @@ TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sa
 
 @pytest.fixture(scope="module")
 def tabled(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
-    return build_small(tmp_path_factory.mktemp("tabled") / "small.skv", methods={"csattention": TABLES})
+    """With clusters too, whose centroids can stand for the rest."""
+    both = {"csattention": TABLES, "multipole": MultipoleIndexer()}
+    return build_small(tmp_path_factory.mktemp("tabled") / "small.skv", methods=both)
 
 
 METHODS: dict[str, Method] = {
@@ -131,10 +134,13 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, nam
     assert torch.equal(again, anew)
 
 
-def test_a_schedule_begins_anew_with_each_question(tabled: OpenIndex) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_schedule_begins_anew_with_each_question(tabled: OpenIndex, residual: bool) -> None:
     """Of the question before, no selection is used."""
     first, second = (question_ids(tabled, text) for text in ("Tell me of assertions.", "And of atoms?"))
-    used, fresh = (tabled.sparse_cache("csattention", CSAttention(step=8), Budget(0.1)) for _ in range(2))
+    used, fresh = (
+        tabled.sparse_cache("csattention", CSAttention(step=8), Budget(0.1), residual=residual) for _ in range(2)
+    )
     generate(tabled, used, first, Sampling(max_new_tokens=6))
     answers = [generate(tabled, cache, second, Sampling(max_new_tokens=6)) for cache in (used, fresh)]
     assert answers[0].ids == answers[1].ids

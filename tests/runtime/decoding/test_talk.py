@@ -193,6 +193,24 @@ def test_a_forgotten_talk_begins_anew(every_index: OpenIndex) -> None:
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS[:2]] == first
 
 
+def test_a_talk_that_is_not_quite_forgotten_is_as_it_was(
+    every_index: OpenIndex, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(every_index, setting("multipole"))
+    answers = [talk.ask(QUESTIONS[0], SAMPLING).ids]
+    layers = talk._cache().stored_layers
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layers[1], "rewind", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        talk.forget()
+    assert len(talk.turns) == 1
+    answers += [talk.ask(question, SAMPLING).ids for question in QUESTIONS[1:3]]
+    assert answers == plain
+
+
 def test_each_answer_counts_what_it_read_itself(every_index: OpenIndex) -> None:
     talk = Talk(every_index, Setting(Form("quest", "", Quest(page_size=8), False), Budget(0.2)))
     first, second = (talk.ask(question, SAMPLING).kv_fraction for question in QUESTIONS[:2])

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.quest import Quest
@@ -190,6 +191,9 @@ def test_each_piece_of_a_question_takes_what_is_ranked_for_it(method: LayerShari
         cache = deep.sparse_cache("quest", Quest(page_size=8), Budget(12), question=question)
         logits.append(stepped_logits(deep, cache, one, question=16)[:8])
     assert_close(logits[0], logits[1], 1e-6)
+    layers = (layer for layer in cache.stored_layers if isinstance(layer, SparseLayer))
+    shared = {id(one): one for layer in layers for one in [layer.plan.prefill.search.selector.rankings]}  # type: ignore[attr-defined]
+    assert [len(rankings) for rankings in shared.values()] == [0]
 
 
 @pytest.mark.parametrize("at_once", [None, 5], ids=["at once", "in pieces"])
