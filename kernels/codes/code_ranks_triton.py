@@ -30,23 +30,31 @@ def _places(words, CENTROIDS: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_parts(words, tables, head, word, slot, padded, SLOTS: tl.constexpr, PARTS: tl.constexpr,
-                   WORDS: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
+def _places_of_parts(words, head, part: tl.constexpr, slot, padded, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+                     CENTROIDS: tl.constexpr):  # fmt: skip
+    """Where the neighbouring tables of AT_ONCE parts have what the codes of some keys name."""
+    place = words + (head * (PARTS // 4) + part // 4) * padded + slot
+    places = _places(tl.load(place), CENTROIDS)
+    if AT_ONCE == 8:
+        places = tl.join(places, _places(tl.load(place + padded), CENTROIDS) + 4 * CENTROIDS)
+    return tl.reshape(places, [slot.shape[0] * AT_ONCE])
+
+
+@triton.jit
+def _sums_of_parts(words, tables, head, word, slot, first_places, padded, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+                   WORDS: tl.constexpr, AT_ONCE: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
     """Sums over the parts of what tables say of some keys: of the first and third query head of a word as 16-bit
     integers in one number, and of the second and fourth."""
     every, odd = tl.zeros(slot.shape, tl.int32), tl.zeros(slot.shape, tl.int32)
-    # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
-    AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
     entry = tl.arange(0, AT_ONCE * CENTROIDS)
     for part in tl.static_range(0, PARTS, AT_ONCE):
         of_part = (head * PARTS + part + entry // CENTROIDS) * WORDS + word
         table = tl.load(tables + of_part * CENTROIDS + entry % CENTROIDS)
-        place = words + (head * (PARTS // 4) + part // 4) * padded + slot
-        places = _places(tl.load(place), CENTROIDS)
-        if AT_ONCE == 8:
-            places = tl.join(places, _places(tl.load(place + padded), CENTROIDS) + 4 * CENTROIDS)
-        found = tl.gather(table, tl.reshape(places, [SLOTS * AT_ONCE]), 0)
-        found = tl.reshape(found, [SLOTS, AT_ONCE])
+        if part == 0:
+            places = first_places
+        else:
+            places = _places_of_parts(words, head, part, slot, padded, PARTS, AT_ONCE, CENTROIDS)
+        found = tl.reshape(tl.gather(table, places, 0), [SLOTS, AT_ONCE])
         every += tl.sum(found, 1)
         odd += tl.sum(second_and_fourth(found), 1)
     # What the odd bytes added to the even ones' sums is known; that it carries does no harm.
@@ -54,35 +62,28 @@ def _sums_of_parts(words, tables, head, word, slot, padded, SLOTS: tl.constexpr,
 
 
 @triton.jit
-def _logsumexps(peaks, totals, head, sums, G: tl.constexpr, FEW: tl.constexpr, SUMS: tl.constexpr):
-    """[FEW] in units of log 2, of each query head."""
-    g, s = tl.arange(0, FEW), tl.arange(0, SUMS)
-    known, place = (g < G)[:, None] & (s < sums), (head * G + g[:, None]) * sums + s
-    part_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
-    part_totals = tl.load(totals + place, mask=known, other=0.0)
+def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
+    """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
     return peak + tl.log2(tl.where(g < G, tl.sum(part_totals * tl.exp2(part_peaks - peak[:, None]), 1), 1.0))
 
 
 @triton.jit
 def _scores(
-    words, tables, head, slot, padded, base, logsumexp, softcap, SLOTS: tl.constexpr, CAPPED: tl.constexpr,
-    G: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    even, odd, word: tl.constexpr, base, logsumexp, softcap, CAPPED: tl.constexpr, G: tl.constexpr, FEW: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
 ):  # fmt: skip
-    """Estimated probabilities of some keys, summed over the query heads."""
-    g, score = tl.arange(0, FEW), tl.zeros(slot.shape, tl.float32)
-    WORDS: tl.constexpr = (G + 3) // 4
-    for word in tl.static_range(WORDS):
-        even, odd = _sums_of_parts(words, tables, head, word, slot, padded, SLOTS, PARTS, WORDS, CENTROIDS)
-        for group in tl.static_range(word * 4, G if word * 4 + 4 > G else word * 4 + 4):
-            sums_of_two = even if group % 2 == 0 else odd
-            below = ((sums_of_two >> (16 * (group % 4 // 2))) & 0xFFFF).to(tl.float32)
+    """Estimated probabilities of some keys, summed over the query heads of a word."""
+    g, score = tl.arange(0, FEW), tl.zeros(even.shape, tl.float32)
+    for group in tl.static_range(word * 4, G if word * 4 + 4 > G else word * 4 + 4):
+        sums_of_two = even if group % 2 == 0 else odd
+        below = ((sums_of_two >> (16 * (group % 4 // 2))) & 0xFFFF).to(tl.float32) / PER_OCTAVE
+        if CAPPED:
             top, total = tl.sum(tl.where(g == group, base, 0.0), 0), tl.sum(tl.where(g == group, logsumexp, 0.0), 0)
-            if CAPPED:
-                logit = capped((top - below / PER_OCTAVE) / LOG2_E, softcap, CAPPED) * LOG2_E - total
-            else:
-                logit = (top - total) - below / PER_OCTAVE
-            score += exp2(logit)
+            logit = capped((top - below) / LOG2_E, softcap, CAPPED) * LOG2_E - total
+        else:
+            logit = tl.sum(tl.where(g == group, base - logsumexp, 0.0), 0) - below
+        score += exp2(logit)
     return score
 
 
@@ -99,16 +100,34 @@ def _scan_kernel(
     for quad in tl.static_range(PARTS // 4):
         first_word = words + (head * (PARTS // 4) + quad) * padded + some * PIECES * SLOTS
         prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
+    # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
+    AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
+    first = some * PIECES * SLOTS
+    # With few tiles the registers that hold them while the program waits would be another program's.
+    if PIECES > 1:
+        places = _places_of_parts(words, head, 0, first + i, padded, PARTS, AT_ONCE, CENTROIDS)
     wait_for_previous_kernel(EARLY)
-    logsumexp = _logsumexps(peaks, totals, head, sums, G, FEW, SUMS)
-    if some == 0:
-        tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
+    # Asked for before the look-ups, which wait for memory themselves.
+    s = tl.arange(0, SUMS)
+    known, of_sum = (g < G)[:, None] & (s < sums), (head * G + g[:, None]) * sums + s
+    part_peaks = tl.load(peaks + of_sum, mask=known, other=-float("inf"))
+    part_totals = tl.load(totals + of_sum, mask=known, other=0.0)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
-    base, counts = tl.sum(best, 1), tl.zeros([BINS], tl.int32)
-    for piece in range(PIECES):
-        first = (some * PIECES + piece) * SLOTS
-        score = _scores(words, tables, head, first + i, padded, base, logsumexp, softcap, SLOTS, CAPPED, G, FEW, PARTS,
-                        CENTROIDS, PER_OCTAVE)  # fmt: skip
+    WORDS: tl.constexpr = (G + 3) // 4
+    counts = tl.zeros([BINS], tl.int32)
+    for piece in tl.static_range(PIECES):
+        if piece > 0:
+            first += SLOTS
+        if piece > 0 or PIECES == 1:
+            places = _places_of_parts(words, head, 0, first + i, padded, PARTS, AT_ONCE, CENTROIDS)
+        score = tl.zeros([SLOTS], tl.float32)
+        for word in tl.static_range(WORDS):
+            even, odd = _sums_of_parts(
+                words, tables, head, word, first + i, places, padded, SLOTS, PARTS, WORDS, AT_ONCE, CENTROIDS
+            )
+            if piece + word == 0:
+                base, logsumexp = tl.sum(best, 1), _logsumexps(part_peaks, part_totals, g, G)
+            score += _scores(even, odd, word, base, logsumexp, softcap, CAPPED, G, FEW, PER_OCTAVE)
         score = tl.where(first + i < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
         rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
@@ -118,6 +137,8 @@ def _scan_kernel(
         counts += tl.histogram(rank // BINS, BINS)
     place = coarse + (head * tiles + some * PIECES * SLOTS // TILE) * BINS + tl.arange(0, BINS)
     tl.atomic_add(place, counts, sem="relaxed")
+    if some == 0:
+        tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
 
 
 def rank_codes_triton(

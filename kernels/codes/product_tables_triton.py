@@ -15,6 +15,7 @@ from sparsekv.kernels.common.tiles_triton import (
     dot,
     group_rows,
     power_of_two,
+    prefetch,
     share,
     tile_rows,
     wait_for_previous_kernel,
@@ -51,15 +52,16 @@ class ProductTables:
 def _make_table(
     query, turn, books, tables, tops, head, part, softmax_scale, G: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """How far the products of a part of the turned queries with its centroids are below the best of each, in bytes."""
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
-    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     of_part = (head * D + d[:, None]) * D + part * SIZE + j
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((head * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
+    wait_for_previous_kernel(EARLY)
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
@@ -78,17 +80,21 @@ def _make_table(
 def _weigh_clusters(
     query, centroids, counts, bias, logits, taken, peaks, totals, head, part, parts, sums, C, stride, centroids_stride,
     counts_stride, bias_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MOST_TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's clusters, with peak / ln 2 and total of what they weigh; and zeros."""
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     logits, bias = logits + head * G * stride, bias + head * bias_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     first, stop = share(part, parts, stride // 16)
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
+    SIZE: tl.constexpr = centroids.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(centroids + first * D, (stop - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
+    wait_for_previous_kernel(EARLY)
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + t
         inside = c < stop
@@ -119,21 +125,17 @@ def _tables_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr,
     PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part's table, or a share of the exact keys, or a share of the clusters; and zeros for the counts of ranks."""
-    wait_for_previous_kernel(EARLY)
     which, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if which == 0:
-        for at in range(0, bins, CENTROIDS):
-            bin = at + tl.arange(0, CENTROIDS)
-            tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
     if which < PARTS:
         _make_table(
             query, turn, books, tables, tops, head, which, softmax_scale, G, GROUP, PARTS, SIZE, BLOCK_SIZE, D,
-            BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE,
+            BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
+        wait_for_previous_kernel(EARLY)
         add_exact(
             query, exact_keys, exact_count, sinks, peaks, totals, head, which - PARTS, sums, exact_rows, exact_stride,
             softmax_scale, softcap, CAPPED, COUNTED, HAS_SINKS, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
@@ -142,8 +144,12 @@ def _tables_kernel(
         _weigh_clusters(
             query, centroids, counts, bias, logits, taken, peaks, totals, head, which - PARTS - EXACT_PROGRAMS, shares,
             sums, C, stride, centroids_stride, counts_stride, bias_stride, softmax_scale, softcap, CAPPED, G, GROUP, D,
-            BLOCK_D, TILE, STAGES,
+            BLOCK_D, TILE, STAGES, MOST_TILES, EARLY,
         )  # fmt: skip
+    if which == 0:
+        for at in range(0, bins, CENTROIDS):
+            bin = at + tl.arange(0, CENTROIDS)
+            tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
 
 
 def make_tables(
@@ -180,6 +186,6 @@ def make_tables(
         HAS_SINKS=exact.sinks is not None, G=G,
         GROUP=group_rows(G), PARTS=m, SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D),
         CENTROIDS=CENTROIDS, LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows,
-        STAGES=STAGES, num_warps=WARPS, **dependent_launch(device),
+        STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **dependent_launch(device),
     )  # fmt: skip
     return found

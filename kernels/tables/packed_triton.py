@@ -120,14 +120,57 @@ def one_each(words, at: tl.constexpr):
 
 
 @triton.jit
+def sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_of_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
 def sums_of_fours(counts, QUADS: tl.constexpr):
     """Sums [16] int32 of the four-bit counters in int64s [4 QUADS]. Each thread first sums its own: a histogram by warp
     votes costs three times as much for so few bins."""
     even, odd = counts & 0x0F0F0F0F0F0F0F0F, (counts >> 4) & 0x0F0F0F0F0F0F0F0F
     even, odd = tl.sum(tl.reshape(even, [QUADS, 4]), 1), tl.sum(tl.reshape(odd, [QUADS, 4]), 1)
-    first, second = tl.sum(even & 0x00FF00FF00FF00FF, 0), tl.sum(odd & 0x00FF00FF00FF00FF, 0)
-    third, fourth = tl.sum((even >> 8) & 0x00FF00FF00FF00FF, 0), tl.sum((odd >> 8) & 0x00FF00FF00FF00FF, 0)
+    # One reduction, as each makes all threads of a program wait twice.
+    first, second, third, fourth = tl.reduce(
+        (
+            even & 0x00FF00FF00FF00FF,
+            odd & 0x00FF00FF00FF00FF,
+            (even >> 8) & 0x00FF00FF00FF00FF,
+            (odd >> 8) & 0x00FF00FF00FF00FF,
+        ),
+        0,
+        sum_of_four,
+    )
     column = tl.arange(0, 16)
     upper, lower = tl.where(column % 2 == 0, third, fourth), tl.where(column % 2 == 0, first, second)
     sums = tl.where((column & 2) == 0, lower, upper)
     return ((sums >> (16 * (column // 4)).to(tl.int64)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def set_bits(words):
+    """How many bits of each word are set."""
+    if WIDEN:
+        words = words.to(tl.uint32, bitcast=True)
+        words -= (words >> 1) & 0x55555555
+        words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+        return ((((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def store_words(places, words, mask):
+    """`tl.store` by the threads that have the words: Triton would first bring them into another order, through shared
+    memory."""
+    if WIDEN:
+        tl.store(places, words, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r,r",
+            [places.to(tl.int64), words, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import power_of_two, prefetch, wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
-from sparsekv.kernels.tables.packed_triton import one_each, sums_of_fours
+from sparsekv.kernels.tables.packed_triton import one_each, set_bits, store_words, sum_of_two, sums_of_fours
 from sparsekv.kernels.tables.types import BINS, KeyGroups, TokenRanks
 
 FEWEST_ROWS, MOST_ROWS = 32, 128  # of counts that a program adds up at a time: all wait for memory together
@@ -24,12 +24,13 @@ def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
     """Sums of a head's counts [tiles, BINS] over all tiles, and over the tiles before one: [BINS] each."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BINS)
     every = tl.zeros([BINS], tl.int32)
-    before = tl.zeros([BINS], tl.int32)
+    before = every
     for at in range(0, tiles, ROWS):
         rows = (at + row)[:, None]
         some = tl.load(counts + rows * BINS + column, mask=rows < tiles, other=0)
-        every += tl.sum(some, 0)
-        before += tl.sum(tl.where(rows < tile, some, 0), 0)
+        # One reduction, as each makes all threads of a program wait twice.
+        of_all, of_these = tl.reduce((some, tl.where(rows < tile, some, 0)), 0, sum_of_two)
+        every, before = every + of_all, before + of_these
     return every, before
 
 
@@ -79,15 +80,6 @@ def _marks(words, next_words, bound, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _number(marks):
-    """Number of set bits."""
-    marks = marks.to(tl.uint32, bitcast=True)
-    marks -= (marks >> 1) & 0x55555555
-    marks = (marks & 0x33333333) + ((marks >> 2) & 0x33333333)
-    return ((((marks + (marks >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
 def _first_of(marks, number):
     """Words with only their lowest `number` set bits kept."""
     kept = tl.zeros_like(marks)
@@ -99,8 +91,21 @@ def _first_of(marks, number):
 
 
 @triton.jit
-def _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
-    """Write the keys whose bits are set from each word's slot on, one of each word at a time; count their groups."""
+def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
+    """Write the keys whose bits are set from each word's slot on, all at the same time; count their groups."""
+    bit = tl.arange(0, 32)[None, :]
+    mask = ((taken[:, None] >> bit) & 1) != 0
+    place = slot[:, None] + set_bits(taken[:, None] & ((1 << bit) - 1))
+    store_words(chosen + place, named, mask)
+    if GROUPED:
+        group = tl.load(labels + named, mask=mask, other=0) if NAMED else of_key
+        tl.atomic_add(counts + group.to(tl.int32), 1, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED: tl.constexpr,
+                   GROUPED: tl.constexpr):  # fmt: skip
+    """The same, one key of each word at a time: fewer instructions, each of which waits for memory."""
     for _ in range(tl.max(number, 0)):
         lowest = taken & -taken
         # The exponent of a power of two is the index of its bit.
@@ -108,7 +113,7 @@ def _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAME
         name = tl.load(names + token + bit, mask=taken != 0) if NAMED else token + bit
         tl.store(chosen + slot, name, mask=taken != 0)
         if GROUPED:
-            group = tl.load(labels + name, mask=taken != 0)
+            group = tl.load(labels + name, mask=taken != 0).to(tl.int32)
             tl.atomic_add(counts + group, 1, mask=taken != 0, sem="relaxed")
         taken ^= lowest
         slot += 1
@@ -117,20 +122,30 @@ def _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAME
 @triton.jit(do_not_specialize=["wanted", "keys"])
 def _place_kernel(
     ranks, coarse, fine, names, labels, taken_of, chosen, wanted, keys, labels_stride, groups, NAMED: tl.constexpr,
-    GROUPED: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen keys of a tile, after those of the tiles before it."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
+    token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)
+    key = token[:, None] + tl.arange(0, 32)[None, :]
+    named, of_key = key, key
+    labels, names = labels + head * labels_stride, names + head * keys
     if GROUPED and not NAMED:
-        first_key = tile * (8 * WORDS)
-        prefetch(labels + head * labels_stride + first_key, keys - first_key, 8 * WORDS, 4, EARLY)
+        if AT_ONCE:
+            of_key = tl.load(labels + key, mask=key < keys, other=0)
+        else:
+            SIZE: tl.constexpr = labels.dtype.element_ty.primitive_bitwidth // 8
+            prefetch(labels + tile * (8 * WORDS), keys - tile * (8 * WORDS), 8 * WORDS, SIZE, EARLY)
     wait_for_previous_kernel(EARLY)
+    if NAMED and AT_ONCE:
+        named = tl.load(names + key, mask=key < keys, other=0)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
     every, before = _sums(coarse + head * tiles * BINS, tile, tiles, BINS, ROWS)
-    fine_every, fine_before = _sums(fine + head * tiles * BINS, tile, tiles, BINS, ROWS)
     last_coarse, left = _last(every, wanted, BINS)
+    fine_every, fine_before = _sums(fine + head * tiles * BINS, tile, tiles, BINS, ROWS)
     last_fine, room = _last(fine_every, left, BINS)
     column = tl.arange(0, BINS)
     first = tl.sum(tl.where(column > last_coarse, before, 0) + tl.where(column > last_fine, fine_before, 0), 0)
@@ -140,16 +155,17 @@ def _place_kernel(
     last = last_coarse * BINS + last_fine
     taken = _marks(words, next_words, last + 1, QUADS)
     equal = _marks(words, next_words, last, QUADS) ^ taken
-    equals = _number(equal)
+    equals = set_bits(equal)
     taking = tl.minimum(tl.maximum(room - (tl.cumsum(equals, 0) - equals), 0), equals)
     # Nearly all words take all of their equal keys, or none.
     taken |= tl.where(taking == equals, equal, 0) | _first_of(equal, tl.where(taking == equals, 0, taking))
-    number = _number(taken)
+    number = set_bits(taken)
     slot = tl.cumsum(number, 0) - number
-    token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)
-    names, chosen = names + head * keys, chosen + head * wanted + first
-    labels, counts = labels + head * labels_stride, taken_of + head * groups
-    _write_taken(taken, number, slot, token, names, chosen, labels, counts, NAMED, GROUPED)
+    chosen, counts = chosen + head * wanted + first, taken_of + head * groups
+    if AT_ONCE:
+        _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED, GROUPED)
+    else:
+        _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED, GROUPED)
 
 
 def top_ranked_triton(
@@ -161,13 +177,14 @@ def top_ranked_triton(
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
     sizes = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": min(max(power_of_two(tiles), FEWEST_ROWS), MOST_ROWS)}
     of_each = tiles * H / count_sms(ranks.device)
-    warps = WARPS_OF_MANY if of_each >= MANY else WARPS_OF_FEW
+    many = of_each >= MANY
+    warps = WARPS_OF_MANY if many else WARPS_OF_FEW
     count_warps = COUNT_WARPS_OF_MOST if of_each >= MOST else warps
     _count_kernel[(tiles, H)](ranks, ranked.coarse, fine, wanted, num_warps=count_warps, **sizes, **early)
     labels, taken = (chosen, chosen) if groups is None else (groups.labels, groups.taken)
     _place_kernel[(tiles, H)](
         ranks, ranked.coarse, fine, chosen if names is None else names, labels, taken, chosen, wanted, ranked.keys,
-        labels.stride(0), taken.shape[1], NAMED=names is not None, GROUPED=groups is not None,
+        labels.stride(0), taken.shape[1], NAMED=names is not None, GROUPED=groups is not None, AT_ONCE=not many,
         num_warps=warps, **sizes, **early,
     )  # fmt: skip
     return chosen

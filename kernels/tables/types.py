@@ -25,8 +25,8 @@ class ExactKeys:
 
 @dataclass(frozen=True)
 class KeyGroups:
-    """Groups of keys: labels [H, M] int32, the group of each key, and taken [H, C] int32, to which how many keys of
-    each are chosen is added. A head's labels are contiguous, heads need not be."""
+    """Groups of keys: labels [H, M] int16 or int32, the group of each key, and taken [H, C] int32, to which how many
+    keys of each are chosen is added. A head's labels are contiguous, heads need not be."""
 
     labels: torch.Tensor
     taken: torch.Tensor

@@ -12,6 +12,7 @@ from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
 from sparsekv.runtime.selection.residual import ResidualClusters
 
 MOST_PARTS, MOST_CHANNELS = 64, 64  # that kernels serve
+MOST_SHORT = 2**15  # clusters that a number of two bytes, which are signed, tells apart
 FEWEST_KEYS = 2**14  # with fewer keys launch overhead dominates a step
 
 
@@ -28,7 +29,9 @@ class CodeScan:
         self.codes = KeyCodes(turn, books, lay_out(codes), codes.shape[1])
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
-        self.values, self.labels = tensors["rest_values"], clusters.labels.int().contiguous()
+        # Read for all keys in each step.
+        short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
+        self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:

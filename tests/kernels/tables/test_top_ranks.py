@@ -26,6 +26,12 @@ def ranked(seed: int, heads: int, keys: int, different: int) -> TokenRanks:
     return replace(placed, ranks=placed.ranks.to(DEVICE), coarse=placed.coarse.to(DEVICE))
 
 
+@pytest.fixture(params=["few programs", "many programs"])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few write all their keys at the same time, many one key of each word after another."""
+    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.MANY", 0 if "many" in request.param else 1000)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 2 * TILE_TOKENS), st.sampled_from([1, 3, 500]), st.floats(0, 1))
 @settings(max_examples=12, deadline=None)
 def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: float) -> None:
@@ -42,11 +48,22 @@ def test_counts_of_more_tiles_than_are_added_up_at_a_time(wanted: int, monkeypat
     assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked_reference(ranks, wanted))
 
 
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("different", [1, 3, 500])
+def test_the_same_however_many_programs_there_are(different: int) -> None:
+    ranks = ranked(11, 2, TILE_TOKENS + 77, different)
+    for wanted in (0, 1, 901, TILE_TOKENS + 77):
+        with poisoned_memory():
+            chosen = top_ranked_triton(ranks, wanted)
+        assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
+
+
 def test_of_equal_ranks_the_first_keys_are_taken() -> None:
     ranks = ranked(0, 1, 60, 1)
     assert top_ranked_triton(ranks, 9).tolist() == [list(range(9))]
 
 
+@pytest.mark.usefixtures("programs")
 def test_names_in_the_place_of_numbers() -> None:
     ranks = ranked(3, 2, 5000, 60)
     names = torch.stack([torch.arange(5000), torch.arange(5000, 10_000)]).int().flip(1).contiguous().to(DEVICE)
@@ -56,13 +73,15 @@ def test_names_in_the_place_of_numbers() -> None:
     assert torch.equal(chosen, top_ranked_reference(ranks, 700, names))
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("named", [False, True])
-def test_what_is_chosen_of_each_group(named: bool) -> None:
+@pytest.mark.parametrize("labels_of", [torch.int16, torch.int32])
+def test_what_is_chosen_of_each_group(named: bool, labels_of: torch.dtype) -> None:
     """Counted by name, where names are a third of the keys."""
     ranks, groups = ranked(5, 2, 3000, 40), 37
     generator = torch.Generator().manual_seed(1)
     names = torch.arange(0, 9000, 3).expand(2, -1).int().to(DEVICE) if named else None
-    labels = torch.randint(0, groups, (2, 9000), generator=generator).int().to(DEVICE)
+    labels = torch.randint(0, groups, (2, 9000), generator=generator).to(DEVICE, labels_of)
     taken, expected = (torch.zeros(2, groups, dtype=torch.int32, device=DEVICE) for _ in range(2))
     with poisoned_memory():
         chosen = top_ranked_triton(ranks, 700, names, KeyGroups(labels, taken))
