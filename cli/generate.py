@@ -29,7 +29,7 @@ from sparsekv.cli.answering.options import (
     TopKOption,
     TopPOption,
 )
-from sparsekv.cli.answering.resuming import AnswersFile, refuse_redirected_to
+from sparsekv.cli.answering.resuming import AnswersFile, refuse_questions_file, refuse_redirected_to
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
@@ -190,6 +190,7 @@ def generate(
     settings = settings_of(setting, sampling, artifact, asking, **decides)
     if resume is not None:
         refuse_redirected_to(resume)
+        refuse_questions_file(resume, batch_file)
     resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
     done = [] if resumed is None else resumed.begin()
     if done:

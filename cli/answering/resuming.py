@@ -1,13 +1,26 @@
 """The answers of an interrupted batch: which are there already, and adding the others to them."""
 
+import fcntl
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from sparsekv.cli.common.printable import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
+
+FIRST_FIELD = '{"question": '
+"""What a line begins with."""
+
+
+def refuse_questions_file(file: Path, questions: str | None) -> None:
+    """Raise UsageError where the file of answers is that of the questions."""
+    with suppress(OSError):
+        if questions is not None and os.path.samefile(file, questions):
+            raise UsageError(f"--resume {file}: that is the file of the questions; name another file")
 
 
 def refuse_redirected_to(file: Path) -> None:
@@ -42,15 +55,26 @@ class AnswersFile:
         except OSError as error:
             raise UsageError(f"--resume {file} cannot be read: {error.strerror}") from None
         self.lines: list[str] = []
-        size = 0
+        self.out: IO[bytes] | None = None
+        self.found, size = len(content), 0
         # A line without its end was being written when the run was killed.
         for number, line in enumerate(content.splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
+                self._check_unfinished(line, number, questions)
                 break
             self._check(line, number, questions, setting)
             self.lines.append(line.decode().removesuffix("\n"))
             size += len(line)
         self.whole = size
+
+    def _check_unfinished(self, line: bytes, number: int, questions: Sequence[str]) -> None:
+        """Only what began as the answer to that question may be cut off."""
+        begun = FIRST_FIELD + json_text(questions[number - 1]) if number <= len(questions) else ""
+        if line[: len(begun.encode())] != begun.encode()[: len(line)]:
+            raise UsageError(
+                f"--resume {self.file}: line {number} is no answer as --json prints them, nor the beginning of one; "
+                "name another file"
+            )
 
     def _check(self, line: bytes, number: int, questions: Sequence[str], setting: dict[str, Any]) -> None:
         try:
@@ -71,27 +95,35 @@ class AnswersFile:
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; name another file")
 
     def begin(self) -> list[str]:
-        """Make the file end with its last whole line; returns its lines.
+        """Make the file end with its last whole line, and keep it from other runs until this process ends; returns its
+        lines.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: it cannot be written, another run adds to it, or it is not as it was read.
         """
         try:
-            with self.file.open("ab") as out:
-                out.truncate(self.whole)
+            self.out = self.file.open("ab", buffering=0)
+            fcntl.flock(self.out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--resume {self.file}: another run adds answers to it; wait for it or stop it") from None
         except OSError as error:
             raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}") from None
+        if os.fstat(self.out.fileno()).st_size != self.found:
+            raise UsageError(f"--resume {self.file} has changed meanwhile; run the same command again")
+        self.out.truncate(self.whole)
         return self.lines
 
     def add(self, line: str) -> None:
-        """Write one more answer to the end of the file.
+        """Write one more answer to the end of the file, after `begin`.
 
         Raises:
             SparsekvError: it cannot be written.
         """
+        assert self.out is not None
         try:
-            with self.file.open("ab") as out:
-                out.write(f"{line}\n".encode())
+            left = memoryview(f"{line}\n".encode())
+            while left:
+                left = left[self.out.write(left) :]
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             remedy = "make room or permission there, and run the same command again"

@@ -62,6 +62,14 @@ def _sums_of_parts(words, tables, head, word, slot, first_places, padded, SLOTS:
 
 
 @triton.jit
+def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.constexpr):
+    """Peaks and totals [FEW, SUMS] of a head's clusters and exact keys."""
+    s = tl.arange(0, SUMS)
+    known, place = (g < G)[:, None] & (s < sums), (head * G + g[:, None]) * sums + s
+    return tl.load(peaks + place, mask=known, other=-float("inf")), tl.load(totals + place, mask=known, other=0.0)
+
+
+@triton.jit
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
     """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
@@ -87,6 +95,16 @@ def _scores(
     return score
 
 
+@triton.jit
+def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
+    """Write the ranks of some keys of a tile, from key `first` of it on, in the layout of `TokenRanks`."""
+    SLOTS: tl.constexpr = rank.shape[0]
+    i, w = tl.arange(0, SLOTS), tl.arange(0, SLOTS // 4)
+    by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
+    words = tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4])
+    tl.store(ranks + first // 8 + w % 2 * (TILE // 8) + w // 2, words)
+
+
 @triton.jit(do_not_specialize=["keys", "least"])
 def _scan_kernel(
     words, tables, tops, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, least, softcap,
@@ -96,7 +114,7 @@ def _scan_kernel(
 ):  # fmt: skip
     """Ranks of some keys of a tile in the layout of `TokenRanks`, which are added to the tile's counts of 16 ranks."""
     some, head, tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), padded // TILE
-    i, g, p, w = tl.arange(0, SLOTS), tl.arange(0, FEW), tl.arange(0, BLOCK_PARTS), tl.arange(0, SLOTS // 4)
+    i, g, p = tl.arange(0, SLOTS), tl.arange(0, FEW), tl.arange(0, BLOCK_PARTS)
     for quad in tl.static_range(PARTS // 4):
         first_word = words + (head * (PARTS // 4) + quad) * padded + some * PIECES * SLOTS
         prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
@@ -108,10 +126,7 @@ def _scan_kernel(
         places = _places_of_parts(words, head, 0, first + i, padded, PARTS, AT_ONCE, CENTROIDS)
     wait_for_previous_kernel(EARLY)
     # Asked for before the look-ups, which wait for memory themselves.
-    s = tl.arange(0, SUMS)
-    known, of_sum = (g < G)[:, None] & (s < sums), (head * G + g[:, None]) * sums + s
-    part_peaks = tl.load(peaks + of_sum, mask=known, other=-float("inf"))
-    part_totals = tl.load(totals + of_sum, mask=known, other=0.0)
+    part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4
     counts = tl.zeros([BINS], tl.int32)
@@ -131,9 +146,7 @@ def _scan_kernel(
         score = tl.where(first + i < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
         rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
-        by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
-        at = (head * tiles + first // TILE) * (TILE // 4) + first % TILE // 8
-        tl.store(ranks + at + w % 2 * (TILE // 8) + w // 2, tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4]))
+        _store_ranks(rank, ranks + (head * tiles + first // TILE) * (TILE // 4), first % TILE, TILE)
         counts += tl.histogram(rank // BINS, BINS)
     place = coarse + (head * tiles + some * PIECES * SLOTS // TILE) * BINS + tl.arange(0, BINS)
     tl.atomic_add(place, counts, sem="relaxed")

@@ -43,6 +43,21 @@ def _last(counts, wanted, BINS: tl.constexpr):
     return last, wanted - tl.sum(tl.where(column > last, counts, 0), 0)
 
 
+@triton.jit
+def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """The last rank that is chosen in a head, how many keys of the tiles before one are chosen, and how many of
+    the last rank are still to be taken from there on."""
+    every, before = _sums(coarse, tile, tiles, BINS, ROWS)
+    last_coarse, left = _last(every, wanted, BINS)
+    fine_every, fine_before = _sums(fine, tile, tiles, BINS, ROWS)
+    last_fine, room = _last(fine_every, left, BINS)
+    column = tl.arange(0, BINS)
+    first = tl.sum(tl.where(column > last_coarse, before, 0) + tl.where(column > last_fine, fine_before, 0), 0)
+    equal_before = tl.sum(tl.where(column == last_fine, fine_before, 0), 0)
+    first += tl.minimum(equal_before, room)
+    return last_coarse * BINS + last_fine, first, tl.maximum(room - equal_before, 0)
+
+
 @triton.jit(do_not_specialize=["wanted"])
 def _count_kernel(
     ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
@@ -143,16 +158,8 @@ def _place_kernel(
         named = tl.load(names + key, mask=key < keys, other=0)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    every, before = _sums(coarse + head * tiles * BINS, tile, tiles, BINS, ROWS)
-    last_coarse, left = _last(every, wanted, BINS)
-    fine_every, fine_before = _sums(fine + head * tiles * BINS, tile, tiles, BINS, ROWS)
-    last_fine, room = _last(fine_every, left, BINS)
-    column = tl.arange(0, BINS)
-    first = tl.sum(tl.where(column > last_coarse, before, 0) + tl.where(column > last_fine, fine_before, 0), 0)
-    equal_before = tl.sum(tl.where(column == last_fine, fine_before, 0), 0)
-    first += tl.minimum(equal_before, room)
-    room = tl.maximum(room - equal_before, 0)
-    last = last_coarse * BINS + last_fine
+    of_head = head * tiles * BINS
+    last, first, room = _bounds(coarse + of_head, fine + of_head, wanted, tile, tiles, BINS, ROWS)
     taken = _marks(words, next_words, last + 1, QUADS)
     equal = _marks(words, next_words, last, QUADS) ^ taken
     equals = set_bits(equal)

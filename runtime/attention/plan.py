@@ -14,7 +14,15 @@ from sparsekv.runtime.attention.executors import (
     InPlaceExecutor,
 )
 from sparsekv.runtime.attention.guard import MissedMeter
-from sparsekv.runtime.attention.policies import ChunkedPrefill, Direct, Measured, PiecewisePrefill, Policy, Prefetching
+from sparsekv.runtime.attention.policies import (
+    Budgeted,
+    ChunkedPrefill,
+    Direct,
+    Measured,
+    PiecewisePrefill,
+    Policy,
+    Prefetching,
+)
 from sparsekv.runtime.attention.prefetch import Prefetcher
 from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.cache.kv_store import MiddleRows
@@ -137,10 +145,10 @@ class _Shared:
     prefetcher: Prefetcher | None
     options: LayerOptions
 
-    def direct(self, executor: Executor) -> Policy:
+    def direct(self, executor: Executor) -> Budgeted:
         return Direct(executor, self.budget, self.middle, self.read)
 
-    def measured(self, meter: MissedMeter) -> Policy:
+    def measured(self, meter: MissedMeter) -> Budgeted:
         return Measured(self.gather, self.prefetcher, self.budget, self.facts, meter, self.middle, self.read)
 
 
@@ -167,9 +175,8 @@ def _prefill(shared: _Shared) -> Policy:
     """The policy of a question's tokens."""
     if shared.options.question is not None:
         return ChunkedPrefill(shared.options.question, shared.gather, shared.middle, shared.read)
-    if shared.options.meter is not None:
-        return shared.measured(shared.options.meter)
+    meter = shared.options.meter
+    policy = shared.direct(shared.gather) if meter is None else shared.measured(meter)
     if isinstance(shared.selector, SharesByToken):
-        piece = shared.selector.question_piece
-        return PiecewisePrefill(shared.gather, piece, shared.budget, shared.middle, shared.read)
-    return shared.direct(shared.gather)
+        return PiecewisePrefill(policy, shared.selector.question_piece)
+    return policy

@@ -8,7 +8,7 @@ from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
 from sparsekv.runtime.attention.executors import Executor, Fetched, GatherExecutor
 from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
-from sparsekv.runtime.attention.prefetch import Prefetcher
+from sparsekv.runtime.attention.prefetch import Prefetcher, wait_for_searches
 from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.kv_store import MiddleRows
@@ -33,15 +33,30 @@ class Policy(ABC):
             self.read.add(rows, self.middle.used)
 
 
-class Direct(Policy):
+class Budgeted(Policy):
+    """Attends within a budget, which is the layer's where nothing else is said."""
+
+    def __init__(self, budget: Budget, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.budget = budget
+
+    def attend(self, step: Step) -> torch.Tensor:
+        return self.attend_within(step, self.budget)
+
+    @abstractmethod
+    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
+        """`attend` at another budget."""
+
+
+class Direct(Budgeted):
     """Selects and attends in the same step."""
 
     def __init__(self, executor: Executor, budget: Budget, middle: MiddleRows, read: ReadRows):
-        super().__init__(middle, read)
-        self.executor, self.budget = executor, budget
+        super().__init__(budget, middle, read)
+        self.executor = executor
 
-    def attend(self, step: Step) -> torch.Tensor:
-        attended = self.executor.attend(step, self.budget)
+    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
+        attended = self.executor.attend(step, budget)
         self.count(step, attended.rows_read)
         if attended.per_count:
             self.read.per_count = attended.per_count
@@ -49,17 +64,22 @@ class Direct(Policy):
 
 
 class PiecewisePrefill(Policy):
-    """Selects and attends for some of a question's tokens at a time, at the budget of a token times their number."""
+    """Attends for some of a question's tokens at a time, within the budget of a token times their number.
 
-    def __init__(self, executor: Executor, piece: int, budget: Budget, middle: MiddleRows, read: ReadRows):
-        super().__init__(middle, read)
-        self.executor, self.piece, self.budget = executor, piece, budget
+    Args:
+        policy: attends for each piece.
+        piece: its most tokens.
+    """
+
+    def __init__(self, policy: Budgeted, piece: int):
+        super().__init__(policy.middle, policy.read)
+        self.policy, self.piece = policy, piece
 
     def attend(self, step: Step) -> torch.Tensor:
         middle, parts = self.middle.used, []
         for some in step.pieces(self.piece):
-            tokens = min(middle, self.budget.tokens(middle) * some.query.shape[2])
-            parts.append(self.executor.attend(some, Budget(tokens)).output)
+            tokens = min(middle, self.policy.budget.tokens(middle) * some.query.shape[2])
+            parts.append(self.policy.attend_within(some, Budget(tokens)))
         return torch.cat(parts, 2)
 
 
@@ -76,7 +96,7 @@ class Prefetching(Policy):
         return attend(step.query, fetched.segments(step), *step.how)
 
 
-class Measured(Policy):
+class Measured(Budgeted):
     """Records the missed share of each step; a guard, if there is one, limits it.
 
     Args:
@@ -93,24 +113,24 @@ class Measured(Policy):
         middle: MiddleRows,
         read: ReadRows,
     ):
-        super().__init__(middle, read)
-        self.gather, self.prefetcher, self.budget, self.facts, self.meter = gather, prefetcher, budget, facts, meter
+        super().__init__(budget, middle, read)
+        self.gather, self.prefetcher, self.facts, self.meter = gather, prefetcher, facts, meter
 
-    def attend(self, step: Step) -> torch.Tensor:
-        outcome = self._outcome(step, self.meter.guard)
+    def attend_within(self, step: Step, budget: Budget) -> torch.Tensor:
+        outcome = self._outcome(step, budget, self.meter.guard)
         self.meter.add(outcome)
         self.count(step, outcome.attempt.rows)
         return outcome.attempt.results[0].transpose(1, 2)
 
-    def _outcome(self, step: Step, guard: Guard | None) -> Outcome:
+    def _outcome(self, step: Step, budget: Budget, guard: Guard | None) -> Outcome:
         if guard is not None:
             return guard.enforce(
                 lambda budget: self._attempt(step, budget),
                 lambda heads: self._dense(step, heads),
-                self.budget,
+                budget,
                 self.middle.used,
             )
-        attempt = self._attempt(step, self.budget)
+        attempt = self._attempt(step, budget)
         nowhere = torch.zeros_like(attempt.missed, dtype=torch.bool)
         return Outcome(attempt, nowhere, nowhere)
 
@@ -122,8 +142,11 @@ class Measured(Policy):
         return Attempt(missed, rows, (attended.output.transpose(1, 2),))
 
     def _find(self, step: Step, budget: Budget) -> Fetched:
-        if self.prefetcher is not None and not step.joint and budget == self.budget:
-            return self.prefetcher.next(step.queries)
+        if self.prefetcher is not None and not step.joint:
+            if budget == self.budget:
+                return self.prefetcher.next(step.queries)
+            # Layers may share what the searches of this step find, which run meanwhile.
+            wait_for_searches()
         return self.gather.find(step.queries, budget)
 
     def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:

@@ -25,6 +25,11 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
 
 
+def wait_for_searches() -> None:
+    """Wait until the searches of all layers that have begun are done."""
+    _worker().submit(lambda: None).result()  # of one thread, which takes one after another
+
+
 class Prefetcher:
     """One layer's searches, each run one step before its result is used.
 

@@ -1,5 +1,6 @@
 """`generate --batch-size` and `--resume`."""
 
+import fcntl
 import json
 import re
 import subprocess
@@ -108,6 +109,38 @@ def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
     assert refused.code == 2
     assert f"--resume answers.jsonl: {says}" in refused.stderr
     assert Path("answers.jsonl").read_text() == f"{line}\n"
+
+
+@pytest.mark.parametrize("content", ['{"my": "precious"}', "What is 3 times 3?", '{"question": "What else', "\r\n\r"])
+def test_only_the_beginning_of_an_answer_is_cut_off(content: str) -> None:
+    Path("notes.json").write_bytes(content.encode())
+    refused = run_here(*ASK, "--json", "--resume", "notes.json")
+    assert refused.code == 2
+    assert "--resume notes.json: line 1 is no answer as --json prints them" in refused.stderr
+    assert Path("notes.json").read_bytes() == content.encode()
+
+
+@pytest.mark.parametrize("begun", ["{", '{"question": "What is 3 ti', '{"question": "What is 3 times 3?", "text": "'])
+def test_the_beginning_of_the_first_answer_is_cut_off(begun: str) -> None:
+    Path("answers.jsonl").write_text(begun)
+    outcome = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert outcome.code == 0, outcome.stderr
+    assert Path("answers.jsonl").read_text() == outcome.stdout
+
+
+def test_answers_do_not_go_where_the_questions_are() -> None:
+    refused = run_here(*ASK, "--json", "--resume", "./questions.txt")
+    assert refused.code == 2
+    assert "--resume questions.txt: that is the file of the questions; name another file" in refused.stderr
+    assert Path("questions.txt").read_text() == "\n".join(QUESTIONS) + "\n"
+
+
+def test_one_run_at_a_time_adds_answers() -> None:
+    with Path("answers.jsonl").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert refused.code == 2
+    assert "--resume answers.jsonl: another run adds answers to it; wait for it or stop it" in refused.stderr
 
 
 @pytest.mark.parametrize(
