@@ -74,8 +74,9 @@ def append(
     chat = artifact.manifest.prompt.chat
     addition = encode_addition(loaded.tokenizer, text, chat, special_tokens=special_tokens)
     record = addition_record(addition)
-    if record in artifact.manifest.additions and not again:
-        note(f"{artifact.folder} holds this text already ({_named(record)}); --again adds it once more", quiet=quiet)
+    there = next((one for one in artifact.manifest.additions if one.sha256 == record.sha256), None)
+    if there is not None and not again:
+        note(f"{artifact.folder} holds this text already ({_named(there)}); --again adds it once more", quiet=quiet)
         clear_finished(artifact.folder)
         say(str(artifact.folder))
         return

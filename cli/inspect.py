@@ -14,6 +14,7 @@ from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import IndexOption, JsonOption, ModelOption, QuietOption, names_of
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.plots import plot_clusters, plot_lists
+from sparsekv.cli.common.printable import finite_numbers
 from sparsekv.cli.common.stored import storage_record
 from sparsekv.cli.common.words import telling_words, words_of
 from sparsekv.cli.inspecting.page import inspection_page, token_texts
@@ -115,7 +116,7 @@ def inspect(
         _plot(artifact, described, plot)
         note(f"plot: {plot}", quiet=quiet)
     if as_json:
-        say(json.dumps(inspection, indent=1))
+        say(json.dumps(finite_numbers(inspection), indent=1))
     else:
         print_inspection(inspection, by_layer=by is not None)
     if not more:

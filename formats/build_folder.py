@@ -18,7 +18,7 @@ import torch
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
 from sparsekv.formats.journal import JOURNAL, KeptJournal
-from sparsekv.formats.layout import check_names
+from sparsekv.formats.layout import check_layout, check_names, in_this_form
 from sparsekv.formats.lock import acquire_lock
 from sparsekv.formats.manifest import manifest_bytes, manifest_in
 from sparsekv.formats.marker import MARKER, mark
@@ -134,6 +134,8 @@ class BuildFolder:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
                 check_names(base, self.folder)
+                if in_this_form(base):  # or else it is built again, from nothing that is there
+                    check_layout(base, self.folder)
                 self.base = base
         except ArtifactError:
             if not self.force:

@@ -61,6 +61,13 @@ _CENTROIDS_INT8: dict[str, Shape] = {
 _LEVEL = re.compile(r"level(\d{1,2})\.(\w+)")
 
 
+def in_this_form(manifest: Manifest) -> bool:
+    """Whether keys and values in 8 bits, if an index has them, are stored as this version does it: formerly 64 tokens
+    shared scales."""
+    first = manifest.files[layer_file("context", 0)]
+    return manifest.kv_storage is None or first.tensors.keys() >= _CONTEXT_INT8.keys()
+
+
 def check_names(manifest: Manifest, folder: Path) -> None:
     """Raise ArtifactError if a manifest lacks a file that its layers need, whatever form this has."""
     needed = [layer_file(one, layer) for one in ("context", "queries") for layer in range(len(manifest.layers))]

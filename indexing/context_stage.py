@@ -63,7 +63,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
     if what := captured.not_finite():
-        raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job.plan.dtype)}")
+        raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job, prefix_tokens)}")
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
     job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
@@ -112,7 +112,10 @@ def _write_layers(
         job.progress("write context", layer + 1, len(facts))
 
 
-def _remedy(dtype: str) -> str:
+def _remedy(job: BuildJob, prefix_tokens: int) -> str:
+    dtype = job.plan.dtype
+    if prefix_tokens:
+        return f"{prefix_tokens:,} tokens were taken from {job.writer.folder}: give --force to prefill these again, too"
     if dtype == "float32":
         return "the model's weights may be damaged: use another checkpoint"
     return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"
@@ -127,15 +130,23 @@ def _note(facts: ContextFacts) -> dict[str, object]:
     }
 
 
-def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
-    if note := job.writer.notes.get(recipe):
+def _noted(note: object) -> ContextFacts | None:
+    """What a note of an interrupted build says; None for one that this version does not write, or that is damaged."""
+    if not isinstance(note, dict):
+        return None
+    try:
+        layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
         # An earlier version wrote none of storage.
         storage = note.get("kv_storage")
-        return ContextFacts(
-            [LayerFacts(**layer) for layer in note["layers"]],
-            Probe(**note["probe"]),
-            None if storage is None else KVStorage(**storage),
-        )
+        storage = None if storage is None else KVStorage.model_validate(storage)
+        return ContextFacts(layers, Probe.model_validate(note["probe"]), storage)
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
+    if (noted := _noted(job.writer.notes.get(recipe))) and len(noted.layers) == job.plan.num_hidden_layers:
+        return noted
     base = job.writer.base
     if base and base.files[TOKENS].recipe == recipe:
         return ContextFacts(base.layers, base.probe, base.kv_storage)

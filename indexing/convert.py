@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
 from sparsekv.formats.int8_rows import row_bytes
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
@@ -21,7 +20,7 @@ from sparsekv.indexing.context_files import ContextFiles, context_recipe
 from sparsekv.indexing.context_stage import ContextFacts
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.method_stage import build_method
-from sparsekv.indexing.partial_folder import partial_folder
+from sparsekv.indexing.partial_folder import cannot_write, partial_folder
 from sparsekv.indexing.plan import MethodJob, Progress
 from sparsekv.indexing.sampling import sample_recipe, write_sample
 from sparsekv.indexing.versions import library_versions
@@ -53,8 +52,7 @@ def convert_index(
                 methods = _build_methods(artifact.manifest, indexers, storage, writer, device, progress)
                 return writer.finish(_manifest(artifact.manifest, storage, methods))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
+        raise cannot_write(folder, error) from None
 
 
 def _write_context(

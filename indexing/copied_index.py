@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.folder import Folder
 from sparsekv.formats.marker import mark
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import MANIFEST
-from sparsekv.indexing.partial_folder import partial_folder
+from sparsekv.indexing.partial_folder import cannot_write, partial_folder
 
 PIECE = 16 << 20
 
@@ -34,8 +33,7 @@ def copied_index(artifact: Artifact, folder: Path) -> Iterator[Path]:
             copy.write(MANIFEST, [artifact.manifest_data])
             yield unfinished
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ArtifactError(f"cannot write {folder}: {reason}; choose another name, or make room there") from None
+        raise cannot_write(folder, error) from None
 
 
 def _copy(descriptor: int, folder: Folder, path: str) -> None:

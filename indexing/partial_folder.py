@@ -5,6 +5,7 @@ whoever can take the lock may remove the folder, and nobody removes the folder o
 """
 
 import contextlib
+import errno
 import re
 import shutil
 import uuid
@@ -14,9 +15,18 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.sync import sync_path
 
 OWNER = ".owner"
+
+
+def cannot_write(folder: Path, error: OSError) -> ArtifactError:
+    """What to raise where a folder could not be written, with what the user can do."""
+    reason = (error.strerror or str(error)).lower()
+    taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+    remedy = "choose another name" if taken else "choose another name, or make room there"
+    return ArtifactError(f"cannot write {folder}: {reason}; {remedy}")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
 from sparsekv.formats.context_rows import Pair, context_rows
-from sparsekv.formats.int8_rows import SCALES
+from sparsekv.formats.layout import in_this_form
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Manifest, layer_file
 from sparsekv.indexing.context_files import TakenOver, decides_context, decides_keys
@@ -55,14 +55,9 @@ def _fits(job: BuildJob, base: Manifest) -> bool:
         decides_keys(base.model) == decides_keys(job.model)
         and base.dtype == job.plan.dtype
         and decides_context(base.prefill) == decides_context(job.plan.prefill_record)
-        and (base.kv_storage is None or (base.kv_storage.dtype == job.plan.kv_dtype and _in_this_form(base)))
+        and (base.kv_storage is None or (base.kv_storage.dtype == job.plan.kv_dtype and in_this_form(base)))
         and not rope_depends_on_length(base.rope.parameters)
     )
-
-
-def _in_this_form(base: Manifest) -> bool:
-    """Whether an index's rows in 8 bits are stored as this version stores them: formerly 64 tokens shared scales."""
-    return base.files[layer_file("context", 0)].tensors.keys() >= set(SCALES)
 
 
 def prefix_rows(job: BuildJob, layer: int, tokens: int) -> Pair:

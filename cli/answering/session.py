@@ -1,5 +1,6 @@
 """Save a conversation as an index, so that another call can continue it."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str =
         UsageError: the name exists already or its folder does not, or the answer's rows would be of another dtype.
         ArtifactError: this version cannot build the index's methods.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise UsageError(f"{option} {folder} exists already; give another name")
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"{option} {folder}: its folder does not exist; make it first")

@@ -1,6 +1,7 @@
 """Escape untrusted text so that it cannot control a terminal."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -24,6 +25,15 @@ def json_text(value: Any) -> str:
     """JSON on one line: non-ASCII letters are kept, control characters and line ends are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _RAW_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def finite_numbers(value: Any) -> Any:
+    """The same with None for numbers that are not finite, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: finite_numbers(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_numbers(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _escaped(code: int) -> str:

@@ -190,7 +190,8 @@ def _fit(estimates: torch.Tensor, logits: torch.Tensor, softmax_scale: float) ->
     missing = logits - (logits * importance).sum(-1, keepdim=True) - centred.sum(0)
     weighted = (centred * importance).flatten(1)
     gram = weighted @ centred.flatten(1).T
-    ridge = RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
+    # Of a single key nothing can be told apart: the least ridge then leaves all weights at 1.
+    ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(gram.dtype).tiny)
     gram.diagonal().add_(ridge)
     more: torch.Tensor = torch.linalg.solve(gram, weighted @ missing.flatten())
     return 1 + more

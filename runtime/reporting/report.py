@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
@@ -162,6 +163,11 @@ def recall_report(
         seen = _recall_seen(stored, measured, device)
         for one, measures in measure_layer(stored, measured, queries.blocks(layer), states, device).items():
             means = measures.means()
+            if not bool(means["output_error"].isfinite().all()):
+                raise ArtifactError(
+                    f"attention in layer {layer} of {artifact.folder} is not finite, so there is nothing to compare; "
+                    "check the index with inspect --verify, and build it again if it is damaged"
+                )
             means["recall_seen"] = seen.get(one, torch.full_like(means["recall"], torch.nan))
             rows += _rows(one, manifest.split.middle, layer, means)
         progress(done, len(layers))

@@ -100,6 +100,7 @@ def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_
         (("append",), 2, ("MORE",)),
         (("generate", "--batch-file", "more.txt", "--save-to", "talk.skv"), 2, ("--save-to", "--batch-file")),
         (("generate", "Why?", "--save-to", "doc.skv"), 2, ("--save-to doc.skv exists",)),
+        (("generate", "Why?", "--save-to", "dangling.skv"), 2, ("--save-to dangling.skv exists",)),
         (("generate", "Why?", "--save-to", "none/talk.skv"), 2, ("none/talk.skv", "folder")),
         (("generate", "Why?", "--save-to", "talk.skv", "--dtype", "float16"), 2, ("--dtype float16", "float32")),
     ],
@@ -107,6 +108,7 @@ def test_a_method_that_takes_no_tokens_stops_the_command_unless_it_may_be_built_
 )
 def test_usage(online: Path, command: tuple[str, ...], code: int, says: tuple[str, ...]) -> None:
     (online / "empty.txt").write_text(" \n")
+    (online / "dangling.skv").symlink_to("nowhere")
     (online / "long.txt").write_text("x" * POSITIONS)
     quiet = ("-q",) if command[-1] == "long.txt" else ()
     _refused(code, says, *command, *quiet)
@@ -194,6 +196,8 @@ def test_a_text_that_was_added_is_not_added_again_unless_it_is_wanted(online: Pa
     assert f"holds this text already (sha256 {added.sha256[:12]}" in repeated.stderr
     assert "--again" in repeated.stderr
     assert Artifact(Path("doc.skv")).manifest == manifest
+    read_otherwise = run_here("append", "more.txt", "--special-tokens")
+    assert "holds this text already" in read_otherwise.stderr
     assert run_here("append", "more.txt", "--again", "-q").code == 0
     ids = Artifact(Path("doc.skv")).input_ids()
     assert str(tiny_tokenizer().decode(ids)).endswith(f"\n\n{MORE}\n\n{MORE}")

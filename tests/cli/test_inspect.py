@@ -1,6 +1,7 @@
 """What `inspect` says of an index's clusters and lists, against the tensors it holds."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from support.clusters import spread_by_definition, token_labels
 from support.command import run_here
-from support.sealing import change_tensors
+from support.sealing import Fields, change_tensors, reseal
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.kernels.kmeans.blocks import block_offsets
@@ -33,6 +34,17 @@ def lists(place: Path) -> Artifact:
     outcome = run_here(*build, "--subspace-size", "8", "--centroids", "8", "-q")
     assert outcome.code == 0, outcome.stderr
     return Artifact(place / "doc.skv")
+
+
+def test_json_has_null_for_what_a_stranger_wrote_in_the_place_of_a_number(place: Path) -> None:
+    def change(fields: Fields) -> None:
+        fields["methods"]["squeezed"]["parameters"]["x"] = math.inf
+
+    reseal(place / "doc.skv", change)
+    outcome = run_here("inspect", "--json", "-q")
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout, parse_constant=pytest.fail)
+    assert found["methods"]["squeezed"]["parameters"]["x"] is None
 
 
 def test_json_has_each_layers_lists_beside_the_other_methods_clusters(lists: Artifact) -> None:

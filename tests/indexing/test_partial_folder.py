@@ -1,5 +1,6 @@
 """Folders that are made under another name: when they appear, and what is left of a process that was killed."""
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.indexing.partial_folder import partial_folder
+from sparsekv.indexing.partial_folder import cannot_write, partial_folder
 
 WRITER = """
 import sys
@@ -87,3 +88,11 @@ def test_what_is_no_partial_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.skv.33333333.partial").mkdir()
     _write(tmp_path / "a.skv")
     assert _names(tmp_path) == {"a.skv", *names, "a.skv.11111111.partial", "a.skv.22222222.partial"}
+
+
+def test_a_name_that_was_taken_meanwhile_is_not_mended_by_more_room(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not empty") as caught, partial_folder(tmp_path / "a.skv"):
+        _write(tmp_path / "a.skv")
+    told = str(cannot_write(tmp_path / "a.skv", caught.value))
+    assert told.endswith("choose another name")
+    assert str(cannot_write(tmp_path / "a.skv", OSError(errno.ENOSPC, "No space"))).endswith("or make room there")

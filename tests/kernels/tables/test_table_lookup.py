@@ -159,3 +159,11 @@ def test_fitted_weights_are_the_best(seed: int) -> None:
     for nudge in 0.1 * normal(seed + 10, 5, 2, 4):
         # The ridge moves the weights away from the minimum by about 0.01.
         assert bool((best < 1.001 * _squared_error(tables, fitted + nudge, query, keys)).all())
+
+
+def test_of_a_single_key_all_weights_are_one() -> None:
+    """There is nothing that they could tell apart."""
+    given = layer_input(0, middle=1)
+    tabled = tabled_layer(0, given=given)
+    fitted = fit_weights(tabled.tables, normal(1, 2, 40, 16), given.keys, SCALE)
+    assert torch.equal(fitted, torch.ones_like(fitted))
