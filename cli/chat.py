@@ -104,8 +104,8 @@ def chat(
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([setting.budget], quiet=quiet)
     if stats:
-        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet)
-    session = Session(talk, choices, sampling, stats=stats and not quiet, quiet=quiet, dtype=dtype)
+        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
+    session = Session(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
     if piped:
         for question in chain(first, questions):
             session.ask(question)

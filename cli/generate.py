@@ -207,13 +207,13 @@ def generate(
     note_small_budgets([setting.budget], quiet=quiet)
     took = time.perf_counter() - started - sum(loading)
     if stats:
-        note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=quiet)
-        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=quiet)
+        note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=False)
+        note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
     left = sum(bool(one.strip()) for one in questions[len(done) :])
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
-    compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=quiet or not stats)
+    compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=not stats)
     batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
-    told = (stats and not quiet, resumed, settings if batch_file else {})
+    told = (stats, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
     for line in done:
         say(line)

@@ -118,4 +118,6 @@ TopPOption = Annotated[
 TopKOption = Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.", rich_help_panel=SAMPLING)]
 SamplingSeedOption = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
 RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template around the question.")]
-StatsOption = Annotated[bool, typer.Option("--stats", help="Print times, and the share of keys and values read.")]
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="Print times, and the share of keys and values read; with --quiet, too.")
+]

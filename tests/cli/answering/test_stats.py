@@ -3,7 +3,8 @@
 import subprocess
 from pathlib import Path
 
-from support.command import EXECUTABLE, environment
+import pytest
+from support.command import EXECUTABLE, environment, run_here
 
 TOLD = "compiled kernels for this CPU"
 
@@ -19,3 +20,11 @@ def test_the_first_answer_on_a_machine_says_that_kernels_were_compiled_in_it(pla
         assert "first token after" in done.stderr
         said.append(TOLD in done.stderr)
     assert said == [True, False]
+
+
+@pytest.mark.usefixtures("place")
+def test_what_was_asked_for_is_told_even_where_nothing_else_is() -> None:
+    quiet = run_here("generate", "Why?", "--max-new-tokens", "2", "--stats", "-q").stderr
+    assert "first token after" in quiet
+    assert "index opened in" in quiet
+    assert run_here("generate", "Why?", "--max-new-tokens", "2", "-q").stderr == ""
