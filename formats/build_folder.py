@@ -130,6 +130,7 @@ class BuildFolder:
         return read_recorded(self._folder, record, f"{name} of {self.folder}", device)
 
     def _recover(self) -> None:
+        base = None
         try:
             if MANIFEST in self._folder.names():
                 base = manifest_in(self._folder)
@@ -146,9 +147,9 @@ class BuildFolder:
         # What a killed build had written of its files may be as large as the index.
         with contextlib.suppress(OSError):
             self._folder.remove([], leftovers_of=self._journal.paths)
-        if self.base is not None:
+        if base is not None:
             # So that they are still known once a new manifest has replaced the one that names them.
-            self._journal.know(record.path for record in self.base.files.values())
+            self._journal.know(record.path for record in base.files.values())
         with self._writing():
             mark(self._folder)
 

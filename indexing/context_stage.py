@@ -11,6 +11,7 @@ from sparsekv.formats.checksums import hash_tokens
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.kv_storage import KVStorage
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, LayerFacts, Probe, layer_file
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
@@ -26,7 +27,7 @@ from sparsekv.indexing.sampling import (
     wanted_positions,
     write_sample,
 )
-from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_over
+from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_is_finite, taken_over
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ def _write_layers(
 
 def _remedy(job: BuildJob, prefix_tokens: int) -> str:
     dtype = job.plan.dtype
-    if prefix_tokens:
-        return f"{prefix_tokens:,} tokens were taken from {job.writer.folder}: give --force to prefill these again, too"
+    if prefix_tokens and not taken_is_finite(job, prefix_tokens):
+        return f"they were taken from {job.writer.folder}, where they are not; {REBUILD}"
     if dtype == "float32":
         return "the model's weights may be damaged: use another checkpoint"
     return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"

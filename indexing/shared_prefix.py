@@ -66,6 +66,19 @@ def prefix_rows(job: BuildJob, layer: int, tokens: int) -> Pair:
     return stored.part(slice(tokens))
 
 
+def taken_is_finite(job: BuildJob, tokens: int) -> bool:
+    """Whether what so many tokens have in the index in the folder is finite: rows, and queries at sampled positions."""
+    base = job.writer.base
+    files = {} if base is None else base.files
+    for layer in range(job.plan.num_hidden_layers):
+        taken = list(prefix_rows(job, layer, tokens))
+        if (name := layer_file("samples", layer)) in files:
+            taken.append(job.read_base(name)["queries"])
+        if not all(bool(rows.isfinite().all()) for rows in taken):
+            return False
+    return True
+
+
 def taken_over(job: BuildJob, tokens: int) -> TakenOver | None:
     """The rows in 8 bits that the build begins with; None where all of its rows are exact."""
     base = job.writer.base

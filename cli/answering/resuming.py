@@ -1,11 +1,12 @@
 """The answers of an interrupted batch: which are there already, and adding the others to them."""
 
+import errno
 import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +37,16 @@ def refuse_redirected_to(file: Path) -> None:
         )
 
 
+@contextmanager
+def ignored(*numbers: int) -> Iterator[None]:
+    """OSErrors of these numbers do not count."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
+
+
 class AnswersFile:
     """A file with a line of JSON for each of the first questions, as `generate --json` prints it.
 
@@ -51,26 +62,26 @@ class AnswersFile:
     def __init__(self, file: Path, questions: Sequence[str], setting: dict[str, Any], settings: dict[str, Any]):
         self.file, self.settings = file, settings
         try:
+            if file.exists() and not file.is_file():
+                raise UsageError(f"--resume {file}: that is no file that answers can be added to; name another")
             content = file.read_bytes() if file.exists() else b""
         except OSError as error:
             raise UsageError(f"--resume {file} cannot be read: {error.strerror}") from None
         self.lines: list[str] = []
-        self.out: IO[bytes] | None = None
-        self.found, size = len(content), 0
-        # A line without its end was being written when the run was killed.
-        for number, line in enumerate(content.splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):
-                self._check_unfinished(line, number, questions)
-                break
+        self._lock: IO[bytes] | None = None
+        # What has no end was being written when the run was killed.
+        *whole, unfinished = content.split(b"\n")
+        for number, line in enumerate(whole, 1):
             self._check(line, number, questions, setting)
-            self.lines.append(line.decode().removesuffix("\n"))
-            size += len(line)
-        self.whole = size
+            self.lines.append(line.decode())
+        self._found, self._whole = len(content), len(content) - len(unfinished)
+        self._check_unfinished(unfinished, len(whole) + 1, questions)
 
     def _check_unfinished(self, line: bytes, number: int, questions: Sequence[str]) -> None:
-        """Only what began as the answer to that question may be cut off."""
-        begun = FIRST_FIELD + json_text(questions[number - 1]) if number <= len(questions) else ""
-        if line[: len(begun.encode())] != begun.encode()[: len(line)]:
+        """Only what began as the answer to that question may be cut off, and zeros, which a power cut leaves."""
+        begun = (FIRST_FIELD + json_text(questions[number - 1])).encode() if number <= len(questions) else b""
+        line = line.rstrip(b"\0")
+        if line and not (begun and line[: len(begun)] == begun[: len(line)]):
             raise UsageError(
                 f"--resume {self.file}: line {number} is no answer as --json prints them, nor the beginning of one; "
                 "name another file"
@@ -78,7 +89,7 @@ class AnswersFile:
 
     def _check(self, line: bytes, number: int, questions: Sequence[str], setting: dict[str, Any]) -> None:
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode())
             question = record["question"]
         except (ValueError, TypeError, KeyError):
             raise UsageError(
@@ -102,15 +113,16 @@ class AnswersFile:
             UsageError: it cannot be written, another run adds to it, or it is not as it was read.
         """
         try:
-            self.out = self.file.open("ab", buffering=0)
-            fcntl.flock(self.out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self.file.open("ab")
+            with ignored(errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # of a file system that knows no locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._lock.fileno()).st_size != self._found:
+                raise UsageError(f"--resume {self.file} has changed meanwhile; run the same command again")
+            self._lock.truncate(self._whole)
         except BlockingIOError:
             raise UsageError(f"--resume {self.file}: another run adds answers to it; wait for it or stop it") from None
         except OSError as error:
             raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}") from None
-        if os.fstat(self.out.fileno()).st_size != self.found:
-            raise UsageError(f"--resume {self.file} has changed meanwhile; run the same command again")
-        self.out.truncate(self.whole)
         return self.lines
 
     def add(self, line: str) -> None:
@@ -119,11 +131,9 @@ class AnswersFile:
         Raises:
             SparsekvError: it cannot be written.
         """
-        assert self.out is not None
         try:
-            left = memoryview(f"{line}\n".encode())
-            while left:
-                left = left[self.out.write(left) :]
+            with self.file.open("ab") as out:
+                out.write(f"{line}\n".encode())
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             remedy = "make room or permission there, and run the same command again"

@@ -92,7 +92,7 @@ def _weigh_clusters(
     first, stop = share(part, parts, stride // 16)
     first, stop = tl.multiple_of(first * 16, 16), tl.multiple_of(stop * 16, 16)
     SIZE: tl.constexpr = centroids.dtype.element_ty.primitive_bitwidth // 8
-    prefetch(centroids + first * D, (stop - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
+    prefetch(centroids + first * D, (tl.minimum(stop, C) - first) * D, MOST_TILES * TILE * BLOCK_D, SIZE, EARLY)
     wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):

@@ -6,6 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 from support.command import run_here
+from support.sealing import Fields, Tensors, change_tensors, reseal
 
 REPORT = ("recall-report", "--method", "squeezed", "--method", "quest", "--method", "oracle", "--budget", "10%", "-q")
 PNG = b"\x89PNG"
@@ -75,3 +76,26 @@ def test_all_methods_are_drawn_on_a_slide(place: Path) -> None:
     assert picture.startswith(PNG)
     width, height = (int.from_bytes(picture[place : place + 4]) for place in (16, 20))
     assert (width, height) == (1920, 1080)
+
+
+def test_attention_that_is_not_finite_is_nothing_to_compare(place: Path) -> None:
+    def change(fields: Fields) -> None:
+        fields["layers"][0]["softmax_scale"] = 1e300
+
+    reseal(place / "doc.skv", change)
+    refused = run_here("recall-report", "--method", "quest", "-q")
+    assert refused.code == 1
+    assert "attention in layer 0 of doc.skv is not finite, so there is nothing to compare" in refused.stderr
+
+
+def test_a_head_without_values_is_compared_as_any_other(place: Path) -> None:
+    def change(rows: Tensors) -> Tensors:
+        rows["values"][0] = 0
+        return rows
+
+    change_tensors(place / "doc.skv", "context/layer_001.safetensors", change)
+    report = run_here("recall-report", "--method", "quest", "--json", "--by", "layer,head", "-q")
+    assert report.code == 0, report.stderr
+    rows = json.loads(report.stdout)["rows"]
+    errors = {row["output_error"] for row in rows if (row["layer"], row["kv_head"]) == (1, 0)}
+    assert errors == {0.0}

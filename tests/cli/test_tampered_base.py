@@ -36,6 +36,9 @@ def test_files_that_contradict_the_manifest(place: Path, name: str, change: Any)
     assert "the manifest of doc.skv contradicts itself" in refused.stderr
     assert "--force" in refused.stderr
     assert run_here(*BUILD, "--force").code == 0
+    kept = {record["path"] for record in read_fields(place / "doc.skv")["files"].values()}
+    there = {str(path.relative_to(place / "doc.skv")) for path in (place / "doc.skv").rglob("*.safetensors")}
+    assert there == kept
 
 
 def test_a_record_without_positions(place: Path) -> None:
@@ -58,7 +61,7 @@ def test_rows_that_are_no_numbers_are_not_the_models_fault(place: Path) -> None:
     refused = run_here(*BUILD)
     assert refused.code == 1
     assert "keys of layer 1 are not finite in float32" in refused.stderr
-    assert "tokens were taken from doc.skv: give --force to prefill these again, too" in refused.stderr
+    assert "they were taken from doc.skv, where they are not; build the index again" in refused.stderr
     assert run_here(*BUILD, "--force").code == 0
 
 

@@ -1,5 +1,6 @@
 """`generate --batch-size` and `--resume`."""
 
+import errno
 import fcntl
 import json
 import re
@@ -120,7 +121,34 @@ def test_only_the_beginning_of_an_answer_is_cut_off(content: str) -> None:
     assert Path("notes.json").read_bytes() == content.encode()
 
 
-@pytest.mark.parametrize("begun", ["{", '{"question": "What is 3 ti', '{"question": "What is 3 times 3?", "text": "'])
+def test_what_comes_after_the_last_answer_is_not_cut_off() -> None:
+    whole = run_here(*ASK, "--json", "--resume", "answers.jsonl").stdout
+    Path("answers.jsonl").write_text(f"{whole}my notes")
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert refused.code == 2
+    assert f"--resume answers.jsonl: line {len(QUESTIONS) + 1} is no answer" in refused.stderr
+    assert Path("answers.jsonl").read_text() == f"{whole}my notes"
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "."])
+def test_what_is_no_file_takes_no_answers(name: str) -> None:
+    refused = run_here(*ASK, "--json", "--resume", name)
+    assert refused.code == 2
+    assert f"--resume {name}: that is no file that answers can be added to; name another" in refused.stderr
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_no_hindrance(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl").code == (2 if number == errno.EIO else 0)
+
+
+@pytest.mark.parametrize(
+    "begun", ["{", "\0\0", '{"quest\0', '{"question": "What is 3 ti', '{"question": "What is 3 times 3?", "text": "']
+)
 def test_the_beginning_of_the_first_answer_is_cut_off(begun: str) -> None:
     Path("answers.jsonl").write_text(begun)
     outcome = run_here(*ASK, "--json", "--resume", "answers.jsonl")
@@ -181,4 +209,4 @@ def test_resuming_is_for_lines_of_json() -> None:
     refused = run_here(*ASK, "--resume", "answers.jsonl")
     assert (refused.code, "--resume is for the lines of --batch-file with --json" in refused.stderr) == (2, True)
     Path("folder").mkdir()
-    assert "--resume folder cannot be read" in run_here(*ASK, "--json", "--resume", "folder").stderr
+    assert "--resume folder: that is no file" in run_here(*ASK, "--json", "--resume", "folder").stderr
