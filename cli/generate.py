@@ -157,7 +157,7 @@ def generate(
     early = None if ranks is not None else chosen.early_reading(device, hold=hold)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
-    from sparsekv.cli.answering.batch import encode_questions, questions_asked
+    from sparsekv.cli.answering.batch import encode_questions, note_plain_questions, questions_asked
     from sparsekv.cli.answering.compiling import compile_for
     from sparsekv.cli.answering.output import Output, identity, settings_of
     from sparsekv.cli.answering.session import refuse_unsavable, save_session
@@ -213,6 +213,7 @@ def generate(
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
     compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=not stats)
     batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
+    note_plain_questions(opened, questions[len(done) :], batch_file, special_tokens=special_tokens, quiet=quiet)
     told = (stats, resumed, settings if batch_file else {})
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
     for line in done:

@@ -1,10 +1,13 @@
 """Read and tokenise all questions of a call, so that errors are found before the first is answered."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from sparsekv.cli.common.console import note_plain
 from sparsekv.cli.common.questions import read_lines, read_question
+from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -40,6 +43,18 @@ def encode_questions(
         else _encode(index, question, where, raw=raw, special_tokens=special_tokens)
         for question, where in zip(questions, _places(len(questions), batch_file), strict=True)
     ]
+
+
+def note_plain_questions(
+    index: OpenIndex, questions: Sequence[str], batch_file: str | None, *, special_tokens: bool, quiet: bool
+) -> None:
+    """Note the special tokens of the model that questions contain and that were read as plain text."""
+    if quiet or special_tokens:
+        return
+    found = Counter[str]()
+    for question in questions:
+        found.update(encode_text(index.tokenizer, question).plain)
+    note_plain("the question" if batch_file is None else f"the text of {batch_file}", found, quiet=quiet)
 
 
 def _places(lines: int, batch_file: str | None) -> list[str]:

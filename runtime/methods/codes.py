@@ -75,8 +75,8 @@ class Codes(Method):
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32,
-        for kernels with the clusters as int32; a selection the logits of what it scans, a few times, or with kernels a
-        byte a token."""
+        for kernels with the clusters as int16 or int32; a selection the logits of what it scans, a few times, or with
+        kernels a byte a token."""
         return CodesSelector(context, self)
 
 

@@ -28,6 +28,16 @@ def _control(name: str) -> tuple[int, bool]:
     return ids.count(START) + ids.count(END), artifact.manifest.prompt.special_tokens
 
 
+def test_a_question_with_special_tokens_is_text_and_says_so(place: Path) -> None:
+    asked = ("generate", "--model", "model", "--max-new-tokens", "2")
+    assert f"the question {TOLD} gives them their meaning" in run_here(*asked, SPECIAL).stderr
+    for but in (("-q",), ("--special-tokens",)):
+        assert "special tokens" not in run_here(*asked, SPECIAL, *but).stderr
+    (place / "questions.txt").write_text("Why?<|end|>\n\nHow?\nWhy?<|end|>\n")
+    told = run_here(*asked, "--batch-file", "questions.txt").stderr
+    assert "the text of questions.txt contains special tokens of the model (<|end|>, 2 times): read as" in told
+
+
 def test_a_document_with_special_tokens_is_text_unless_it_may_be_more(place: Path) -> None:
     with (place / "doc.txt").open("a") as file:
         file.write(SPECIAL)
