@@ -104,6 +104,8 @@ def chat(
     took = time.perf_counter() - started - sum(loading)
     note_small_budgets([setting.budget], quiet=quiet)
     if stats:
+        if piped:  # at a terminal the first line says so
+            note(f"answers by {describe(setting)}", quiet=False)
         note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
     session = Session(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
     if piped:

@@ -43,6 +43,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
 )
+from sparsekv.cli.common.share import share
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
@@ -84,6 +85,7 @@ def generate(
         float | None,
         typer.Option(
             metavar="SHARE",
+            parser=share,
             help="Largest share of its attention, by estimate, that a head may leave to centroids or drop. Above it "
             "the head's budget is doubled, at most twice, and then the head reads everything.",
             rich_help_panel="What is attended to",

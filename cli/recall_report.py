@@ -22,6 +22,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.plot_option import refuse_unwritable_plot
 from sparsekv.cli.common.questions import read_questions
+from sparsekv.cli.common.share import share
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.cli.configuring.sources import on_command_line
@@ -74,6 +75,7 @@ def recall_report(
         float | None,
         typer.Option(
             metavar="SHARE",
+            parser=share,
             help="Measure each method a second time under a limit: a head that leaves more than this share of its "
             "attention, by estimate, to centroids or drops it gets a larger budget, and then reads everything.",
         ),
@@ -81,7 +83,9 @@ def recall_report(
     within: Annotated[
         float,
         typer.Option(
-            help="Below the table, name the method of lowest error among those whose kv_fraction is at most this."
+            metavar="SHARE",
+            parser=share,
+            help="Below the table, name the method of lowest error among those whose kv_fraction is at most this.",
         ),
     ] = 0.12,
     together: Annotated[

@@ -19,6 +19,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     names_of,
 )
+from sparsekv.cli.common.share import share
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.reporting.search_cost import Rounds, cost_ahead
 from sparsekv.cli.reporting.tuned import print_table, record, row, told_budget
@@ -45,15 +46,6 @@ RUNS = 20
 """How often a step is timed."""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
-
-def share(text: str | float) -> float:
-    """A share as `0.05` or `5%`; a project's file gives a number."""
-    text = str(text)
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise typer.BadParameter(f"{text} is no share, such as 0.9 or 90%") from None
 
 
 @app.command()
@@ -157,6 +149,9 @@ def tune(
     dense_ms, best = None if times is None else times.dense(), tuned[0]
     target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
     defaults = _defaults(best, target) if best.holds else None
+    if defaults is not None and not dry_run:
+        # Before anything is printed: whoever reads may be gone, after a search of minutes.
+        write_defaults(artifact.folder, artifact.manifest, defaults)
     if as_json:
         found = {
             **record(artifact, goal, tuned, defaults),
@@ -168,14 +163,14 @@ def tune(
     else:
         print_table(artifact, goal, tuned, before, dense_ms)
         told = f" Right answers are measured with {_eval_hint(artifact, best)}." if defaults else ""
-        say(f"{_what_is_cheap(dense_ms)}{told}")
+        unseen = " Recall does not see what centroids stand for; --target-error does." if target_recall else ""
+        say(f"{_what_is_cheap(dense_ms)}{unseen}{told}")
     if defaults is None:
         raise SparsekvError(
             f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
             "choose an easier target or another method"
         )
     if not dry_run:
-        write_defaults(artifact.folder, artifact.manifest, defaults)
         note(
             f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
             f"{_instead_of(before, best)}; tune --reset takes it away",
@@ -188,7 +183,8 @@ def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bo
         raise UsageError("--reset: searches nothing; leave the target and --dry-run out")
     refuse_unwritable(artifact.folder)
     write_defaults(artifact.folder, artifact.manifest, None)
-    note(f"{artifact.folder} has no default of its own now", quiet=quiet)
+    had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"
+    note(f"{artifact.folder} has {had}", quiet=quiet)
 
 
 def _defaults(best: Tuned, target: TuneTarget) -> Defaults:

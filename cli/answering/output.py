@@ -84,7 +84,8 @@ class Output:
             note(f"answers that were cut (--max-new-tokens): {of}; --json says which", quiet=quiet)
         seconds = time.perf_counter() - self.began
         all_in_all = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} a second in all"
-        note(f"{self.answers} questions: {all_in_all}", quiet=not self.stats or self.answers < 2)
+        asked = self.answers - self.blank
+        note(f"{asked} questions: {all_in_all}", quiet=not self.stats or asked < 2)
 
 
 def identity(setting: Setting) -> dict[str, Any]:

@@ -37,6 +37,14 @@ def refuse_redirected_to(file: Path) -> None:
         )
 
 
+def _differing(name: str, found: Any, value: Any) -> str:
+    """What an answer was given with, and what is asked for; of several parameters those that differ."""
+    if isinstance(found, dict) and isinstance(value, dict):
+        names = [one for one in value if found.get(one) != value[one]] or [one for one in found if one not in value]
+        return ", ".join(f"{one.replace('_', '-')} {found.get(one)}, not {value.get(one)}" for one in names)
+    return f"{name} {found}, not {value}"
+
+
 @contextmanager
 def ignored(*numbers: int) -> Iterator[None]:
     """OSErrors of these numbers do not count."""
@@ -101,7 +109,7 @@ class AnswersFile:
         found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
             if found.get(name) != value:
-                told = f"with {name.replace('_', '-')} {found.get(name)}, not {value}"
+                told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
                 other = "over another index" if name == "index" else told
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; name another file")
 

@@ -9,6 +9,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.suggestions import choose_one
 from sparsekv.runtime.evaluation.haystack import largest
 from sparsekv.runtime.evaluation.longbench import DATASETS
+from sparsekv.runtime.evaluation.metrics import normalise
 from sparsekv.runtime.evaluation.reading import ask
 from sparsekv.runtime.evaluation.tasks import Context, CountTokens, Question
 
@@ -50,7 +51,9 @@ def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         UsageError: an unreadable file, or a line that is not in this format.
     """
     option = "--pairs"
-    return tuple(_guarded(_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option))
+    return tuple(
+        _guarded(_measurable_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option)
+    )
 
 
 def shorten(text: str, count: CountTokens, limit: int) -> str:
@@ -108,6 +111,14 @@ def _strings(value: Any) -> tuple[str, ...]:
     if not values:
         raise ValueError("a question has no answer")
     return values
+
+
+def _measurable_pair(record: Record) -> tuple[str, tuple[str, ...]]:
+    """A question with answers that F1 can find, which looks at neither punctuation nor articles."""
+    question, answers = _pair(record)
+    if not any(normalise(one) for one in answers):
+        raise ValueError(f"F1 counts neither punctuation nor articles, which is all of the answer {answers[0]!r}")
+    return question, answers
 
 
 def _pair(record: Record) -> tuple[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.command import run_here
 
 ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", 6, "--model", "model")
@@ -56,3 +57,13 @@ def test_a_report_shows_what_a_guard_reads_and_saves(place: Path) -> None:
     assert guarded["kv_fraction"] > plain["kv_fraction"]
     assert not [name for name in rows if name[0] == "quest" and "guard" in name[1]]
     assert "estimate" in run_here(*command).stdout
+
+
+@pytest.mark.usefixtures("place")
+def test_a_limit_in_percent() -> None:
+    shares = [run_here(*ASK, "--json", "--guard", share, "--method", "squeezed").stdout for share in ("0.05", "5%")]
+    read = [json.loads(one)["kv_fraction"] for one in shares]
+    assert read[0] == read[1]
+    refused = run_here(*ASK, "--guard", "much", "--method", "squeezed")
+    assert refused.code == 2
+    assert "much is no share, such as 0.9 or 90%" in refused.stderr

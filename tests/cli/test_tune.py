@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import run_here
+from support.command import run_here, shell
 
 from sparsekv.formats.defaults import write_defaults
 from sparsekv.formats.manifest import read_manifest
@@ -269,3 +269,9 @@ def test_a_target_out_of_reach_leaves_the_index_as_it_is(place: Path) -> None:
     assert "does not hold it" in outcome.stdout
     assert outcome.stderr.splitlines()[-1].startswith("sparsekv: error: no setting reads less than everything")
     assert read_manifest(place / "doc.skv").defaults is None
+
+
+def test_what_was_found_is_kept_though_nobody_reads_of_it(place: Path) -> None:
+    done = shell(" ".join(("sparsekv", *TUNE, "-q", "|", "true")), place)
+    assert done.stderr == ""
+    assert read_manifest(place / "doc.skv").defaults is not None

@@ -47,6 +47,7 @@ def test_dense_attention_talks_as_a_method_does_that_chooses_everything(place: P
 def test_stats_go_to_stderr(place: Path) -> None:
     done = sparsekv(*ASK, "--stats", cwd=place, stdin="Why?\nWhy?\n")
     assert done.stderr.count("prompt tokens, first token after") == 2
+    assert "answers by multipole at 10% of the document" in done.stderr
     assert "> " not in done.stdout + done.stderr
 
 

@@ -195,3 +195,10 @@ def test_a_long_document_loses_its_middle() -> None:
     assert text.startswith(short[:100])
     assert text.endswith(short[-100:])
     assert shorten(text, count_words, 1000) == text
+
+
+def test_pairs_whose_answers_f1_does_not_see_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "Who?", "answer": "me"}\n{"question": "What separates?", "answers": [",", "the"]}\n')
+    with pytest.raises(UsageError, match=r"line 2: F1 counts neither punctuation nor articles.*answer ','"):
+        read_pairs(str(path))
