@@ -149,9 +149,18 @@ def tune(
     dense_ms, best = None if times is None else times.dense(), tuned[0]
     target = goal.target().model_copy(update={"methods": [one for one in method or [] if one != "all"]})
     defaults = _defaults(best, target) if best.holds else None
+    unwritten = None
     if defaults is not None and not dry_run:
         # Before anything is printed: whoever reads may be gone, after a search of minutes.
-        write_defaults(artifact.folder, artifact.manifest, defaults)
+        try:
+            write_defaults(artifact.folder, artifact.manifest, defaults)
+            note(
+                f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
+                f"{_instead_of(before, best)}; tune --reset takes it away",
+                quiet=quiet,
+            )
+        except SparsekvError as error:
+            unwritten = error
     if as_json:
         found = {
             **record(artifact, goal, tuned, defaults),
@@ -170,12 +179,8 @@ def tune(
             f"no setting reads less than everything and holds --target-{goal.measure} {goal.value:g}; "
             "choose an easier target or another method"
         )
-    if not dry_run:
-        note(
-            f"{artifact.folder}: {best.form.title} at {told_budget(best)} is the default now"
-            f"{_instead_of(before, best)}; tune --reset takes it away",
-            quiet=quiet,
-        )
+    if unwritten is not None:
+        raise unwritten
 
 
 def _reset(artifact: Artifact, targets: list[float], *, dry_run: bool, quiet: bool) -> None:

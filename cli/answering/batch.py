@@ -54,7 +54,8 @@ def note_plain_questions(
     found = Counter[str]()
     for question in questions:
         found.update(encode_text(index.tokenizer, question).plain)
-    note_plain("the question" if batch_file is None else f"the text of {batch_file}", found, quiet=quiet)
+    name = "standard input" if batch_file == "-" else batch_file
+    note_plain("the question" if name is None else f"the text of {name}", found, quiet=quiet)
 
 
 def _places(lines: int, batch_file: str | None) -> list[str]:

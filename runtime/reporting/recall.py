@@ -90,7 +90,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
     (chosen, output), dense = attempt.results, truth.output.transpose(1, 2)
     apart, size = (output - dense).norm(dim=-1), dense.norm(dim=-1)
     # A head may have no values: then what it gives is right, or all wrong.
-    error = torch.where(size == 0, (apart != 0).to(apart.dtype), apart / size)
+    error = torch.where((size == 0) & ~apart.isnan(), (apart > 0).to(apart.dtype), apart / size)
     seen, whole = (truth.probability * chosen).sum(-1), truth.probability.sum(-1)
     return {
         "selected_tokens": chosen.sum(-1),

@@ -163,7 +163,7 @@ def recall_report(
         seen = _recall_seen(stored, measured, device)
         for one, measures in measure_layer(stored, measured, queries.blocks(layer), states, device).items():
             means = measures.means()
-            if not bool(means["attention_mass"].isfinite().all()):
+            if not bool(means["missed_mass"].isfinite().all()):
                 raise ArtifactError(
                     f"attention in layer {layer} of {artifact.folder} is not finite, so there is nothing to compare; "
                     "check the index with inspect --verify, and build it again if it is damaged"

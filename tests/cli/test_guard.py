@@ -61,7 +61,7 @@ def test_a_report_shows_what_a_guard_reads_and_saves(place: Path) -> None:
 
 @pytest.mark.usefixtures("place")
 def test_a_limit_in_percent() -> None:
-    shares = [run_here(*ASK, "--json", "--guard", share, "--method", "squeezed").stdout for share in ("0.05", "5%")]
+    shares = [run_here(*ASK, "--json", "--guard", share, "--method", "squeezed").stdout for share in ("0.029", "2.9%")]
     read = [json.loads(one)["kv_fraction"] for one in shares]
     assert read[0] == read[1]
     refused = run_here(*ASK, "--guard", "much", "--method", "squeezed")

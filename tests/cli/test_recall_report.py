@@ -2,9 +2,11 @@
 
 import csv
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from support.command import run_here
 from support.sealing import Fields, Tensors, change_tensors, reseal
 
@@ -99,3 +101,15 @@ def test_a_head_without_values_is_compared_as_any_other(place: Path) -> None:
     rows = json.loads(report.stdout)["rows"]
     errors = {row["output_error"] for row in rows if (row["layer"], row["kv_head"]) == (1, 0)}
     assert errors == {0.0}
+
+
+def test_queries_that_attend_to_sinks_and_tail_alone_are_compared(place: Path) -> None:
+    """Nothing of their attention is left for the middle, in the numbers that there are."""
+    shutil.copytree(place / "model", place / "sharp")
+    weights = load_file(place / "sharp" / "model.safetensors")
+    sharp = {name: 3000 * one if "q_proj.weight" in name else one for name, one in weights.items()}
+    save_file(sharp, place / "sharp" / "model.safetensors", {"format": "pt"})
+    build = ("build-index", "doc.txt", "--model", "sharp", "--method", "multipole", "-o", "sharp.skv", "-q")
+    assert run_here(*build).code == 0
+    report = run_here("recall-report", "--index", "sharp.skv", "--budget", "10%", "--method", "quest", "-q")
+    assert report.code == 0, report.stderr

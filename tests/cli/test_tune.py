@@ -9,6 +9,7 @@ import pytest
 from support.command import run_here, shell
 
 from sparsekv.formats.defaults import write_defaults
+from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.schema import Defaults, TuneTarget
 
@@ -275,3 +276,17 @@ def test_what_was_found_is_kept_though_nobody_reads_of_it(place: Path) -> None:
     done = shell(" ".join(("sparsekv", *TUNE, "-q", "|", "true")), place)
     assert done.stderr == ""
     assert read_manifest(place / "doc.skv").defaults is not None
+
+
+def test_what_cannot_be_kept_is_told_all_the_same(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process took the index's lock while it was searched."""
+
+    def refuse(*_: object) -> None:
+        raise ArtifactError("doc.skv is being built by another process; wait for it or stop it")
+
+    monkeypatch.setattr("sparsekv.cli.tune.write_defaults", refuse)
+    told = run_here(*TUNE, "-q")
+    assert told.code == 1
+    assert "best" in told.stdout
+    assert "doc.skv is being built by another process" in told.stderr
+    assert read_manifest(place / "doc.skv").defaults is None
