@@ -8,6 +8,7 @@ from sparsekv.formats.checksums import chained_block_hashes, common_prefix_token
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.kv_storage import AUTO, KVDtype
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, ModelIdentity, PrefillRecord, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.context_files import context_recipe
@@ -52,6 +53,9 @@ def _keep_others(plan: BuildPlan, model: ModelIdentity, writer: ArtifactWriter) 
         return
     if base.model.weights_hash != model.weights_hash:
         raise ArtifactError(f"{writer.folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
+    if len(base.layers) != plan.num_hidden_layers:
+        has = f"{len(base.layers)} layers, and its model {plan.num_hidden_layers}"
+        raise ArtifactError(f"the manifest of {writer.folder} contradicts itself: it has {has}; {REBUILD}")
     if base.prompt.text_sha256 == plan.prompt.text_sha256:
         return
     if (share := _share_that_stays(plan, base, writer)) < LEAST_IN_COMMON:

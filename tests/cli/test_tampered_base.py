@@ -53,6 +53,14 @@ def test_a_record_without_positions(place: Path) -> None:
     assert "the manifest of doc.skv contradicts itself: positions is not in samples/layer_000" in refused.stderr
 
 
+def test_fewer_layers_than_the_model_has(place: Path) -> None:
+    reseal(place / "doc.skv", lambda fields: fields.update(layers=fields["layers"][:1]))
+    refused = run_here(*BUILD)
+    assert refused.code == 1
+    assert "the manifest of doc.skv contradicts itself: it has 1 layers, and its model " in refused.stderr
+    assert run_here(*BUILD, "--force").code == 0
+
+
 def test_rows_that_are_no_numbers_are_not_the_models_fault(place: Path) -> None:
     change_tensors(
         place / "doc.skv", "context/layer_001.safetensors", lambda rows: rows | {"keys": rows["keys"] * torch.nan}
