@@ -1,4 +1,5 @@
-"""What clusters stand for once their best tokens are attended one by one, fitted to the document's own queries.
+"""What the document's own queries say of its keys: how much each matters, and what clusters stand for once their best
+tokens are attended one by one.
 
 The mean key of a cluster's tokens gives them a smaller mass than they have, because the mean of exponents is above the
 exponent of the mean, and a larger one once the tokens of largest exponent are taken out; their mean value is that of
@@ -6,6 +7,8 @@ all of them. So mass and value are fitted: over a sample of queries, each of whi
 remaining mass and output come out right on average. Queries see all of the middle, also what comes after them, and
 nothing else, as those that are asked later see it; with another budget than `TAKEN` the fit is an approximation.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +22,19 @@ PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
 AT_ONCE = 16  # positions whose logits are in memory
 
 
+@dataclass(frozen=True)
+class FittedRest:
+    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's.
+
+    attended [Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root,
+    because a question asks for some tokens that few of the document's queries ask for.
+    """
+
+    bias: torch.Tensor
+    values: torch.Tensor
+    attended: torch.Tensor
+
+
 def fit_rest(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -26,8 +42,8 @@ def fit_rest(
     clusters: dict[str, torch.Tensor],
     labels: torch.Tensor,
     facts: LayerFacts,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of `values`.
+) -> FittedRest:
+    """Fit masses and values of clusters to queries; see the module.
 
     Allocates three times the logits of `AT_ONCE` positions on all tokens.
 
@@ -39,11 +55,13 @@ def fit_rest(
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
-    expected = torch.zeros_like(counts)
+    expected, attended = torch.zeros_like(counts), torch.zeros_like(weights)
     for some in queries.split(AT_ONCE, 2):
         logits = attention_logits(some, keys, facts.softmax_scale, facts.softcap)
         shares, total = softmax_with_logsumexp(logits)
-        best = best_tokens(shares.mean(1), max(1, round(TAKEN * keys.shape[1])))
+        of_tokens = shares.mean(1)
+        attended += of_tokens.sqrt().sum(1) / queries.shape[2]
+        best = best_tokens(of_tokens, max(1, round(TAKEN * keys.shape[1])))
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
         of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
         left = counts[:, None].repeat(1, some.shape[2], 1)
@@ -56,4 +74,4 @@ def fit_rest(
     outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
     plain = clusters["level0.value_centroids"].float()
     fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
-    return ((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype)
+    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype), attended)

@@ -14,15 +14,22 @@ def check_parts(option: str, parts: int, head_dim: int) -> None:
         raise UsageError(f"{option} {parts}: the model's heads have {head_dim} channels; give a divisor of that")
 
 
-def train_codebooks(keys: torch.Tensor, parts: int, iterations: int, seed: int) -> torch.Tensor:
+def train_codebooks(
+    keys: torch.Tensor, parts: int, iterations: int, seed: int, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Centroids [Hk, m, C, D / m] float16 of each part, by k-means over keys [Hk, M, D]; C is M if that is below 256.
 
     All heads' parts move together, in one product. Allocates the keys once more in float32.
+
+    Args:
+        weights: [Hk, M], above 0: how much the error of each key matters. None: as much as any other's.
     """
     points = _parts(keys, parts)
-    first = random_points(points, min(CODES, keys.shape[1]), torch.Generator(points.device).manual_seed(seed))
+    of_parts = None if weights is None else weights.repeat_interleave(parts, 0)
+    generator = torch.Generator(points.device).manual_seed(seed)
+    first = random_points(points, min(CODES, keys.shape[1]), generator, weights=of_parts)
     # k-means ends with labels; codes are labels of the rounded centroids, so that these can move once more instead.
-    _, books = moved_centres(points, first, iterations + 1)
+    _, books = moved_centres(points, first, iterations + 1, of_parts)
     return books.view(len(keys), parts, -1, points.shape[2]).half()
 
 

@@ -13,20 +13,21 @@ import torch
 SHRINK = 0.3  # of S, towards the same in all directions: a sample knows too little of those that it hardly has
 
 
-def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int) -> torch.Tensor:
+def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
     """[Hk, D, D] float16 by which queries are multiplied; keys are by `key_turn` of it, and products stay the same.
 
-    Allocates the keys twice more in float32.
+    Allocates the keys three times more in float32.
 
     Args:
         keys: [Hk, M, D].
         queries: [Hk, P, D], a sample of all heads of a group.
         parts: that a key's channels are cut into, neighbouring ones together.
+        weights: [Hk, M], above 0: how much the error of each key matters.
     """
-    root = _root(queries.float())
+    root, shares = _root(queries.float()), weights / weights.sum(1, keepdim=True)
     turned = keys.float() @ root
-    turned -= turned.mean(1, keepdim=True)
-    variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ turned / turned.shape[1])
+    turned -= shares[:, None] @ turned
+    variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
     # A direction's sign is rounding's: with its largest part above 0 the same keys have the same codes everywhere.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * largest.sign()

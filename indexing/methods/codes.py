@@ -1,7 +1,8 @@
 """Codes, offline: a code of every key, trained for the document's queries, and few clusters that stand for the rest.
 
 Codes are product-quantised as PQCache's (arXiv 2407.12820), after a turn that makes what they lose matter least to the
-document's queries. The clusters are Multipole's (arXiv 2506.13059), with fitted masses and values.
+document's queries, and best for the keys that these attend to. The clusters are Multipole's (arXiv 2506.13059), with
+fitted masses and values.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.fitted_rest import fit_rest
+from sparsekv.indexing.indexers.fitted_rest import FittedRest, fit_rest
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.online_blocks import finest_labels
 from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
@@ -22,6 +23,8 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 FIT_EVERY = 2
 """What clusters stand for is fitted to one of so many positions of the sample: to all of them the output error is the
 same (0.0197 on 6,144 tokens), and the build of a CPU a twentieth of a prefill longer."""
+FLOOR = 0.05
+"""Of the mean weight of a head's keys: what a key weighs that none of the document's queries attends to."""
 
 
 @indexers.register("codes")
@@ -31,6 +34,7 @@ class CodesIndexer(MultipoleIndexer):
 
     by_default: ClassVar[bool] = True
     learns: ClassVar[bool] = True
+    revision: ClassVar[int] = 2
     levels: tuple[float, ...] = field(
         default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )
@@ -57,11 +61,10 @@ class CodesIndexer(MultipoleIndexer):
 
     def build_layer(self, layer: LayerInput) -> dict[str, torch.Tensor]:
         """The clusters' tensors; query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16; codes [Hk, M, m] uint8;
-        rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys three times in float32.
-
+        rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in float32.
         """
         clusters = super().build_layer(layer)
-        return clusters | self._coded(layer) | _rest(layer, clusters)
+        return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(
         self, tensors: dict[str, torch.Tensor], layer: LayerInput, old_middle: int
@@ -72,17 +75,19 @@ class CodesIndexer(MultipoleIndexer):
         """
         clusters = super().append_layer(tensors, layer, old_middle)
         if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):
-            return clusters | self._coded(layer) | _rest(layer, clusters)
+            return clusters | self._coded_and_rest(layer, clusters)
         kept = {name: tensors[name] for name in ("query_turn", "codebooks")}
         new = layer.keys[:, old_middle:].float() @ key_turn(kept["query_turn"])
         codes = torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)
-        return clusters | kept | {"codes": codes} | _rest(layer, clusters)
+        return clusters | kept | {"codes": codes} | _tensors(_rest(layer, clusters))
 
-    def _coded(self, layer: LayerInput) -> dict[str, torch.Tensor]:
-        turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes)
+    def _coded_and_rest(self, layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rest = _rest(layer, clusters)
+        weights = rest.attended + FLOOR * rest.attended.mean(1, keepdim=True)
+        turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes, weights)
         turned = layer.keys.float() @ key_turn(turn)
-        codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed)
-        return {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
+        codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed, weights)
+        return {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)} | _tensors(rest)
 
 
 def _grouped(layer: LayerInput) -> torch.Tensor:
@@ -92,7 +97,10 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
     return grouped
 
 
-def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> FittedRest:
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
-    bias, values = fit_rest(layer.keys, layer.values, some, clusters, labels, layer.facts)
-    return {"rest_bias": bias, "rest_values": values}
+    return fit_rest(layer.keys, layer.values, some, clusters, labels, layer.facts)
+
+
+def _tensors(rest: FittedRest) -> dict[str, torch.Tensor]:
+    return {"rest_bias": rest.bias, "rest_values": rest.values}

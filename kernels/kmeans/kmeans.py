@@ -11,6 +11,7 @@ import torch
 from sparsekv.kernels.kmeans.nearest_faiss import CENTRES, CHANNELS, ShortPoints
 
 SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64  # what stays in a core's cache between the product and the search in it
+LEAST_WEIGHT = 1e-30  # of a cluster, so that the mean of an empty one is 0
 FAR = 1e30  # times a difference of two scores, which is above any number of a centre
 SPACES = ("normalised", "raw", "centred")
 
@@ -104,7 +105,7 @@ def cluster_means_plainly(
     sums = torch.zeros(len(points), clusters, points.shape[-1], device=points.device)
     rows = labels[..., None].expand_as(points)
     sums.scatter_add_(1, rows, points.float() * weights[..., None])
-    return sums / total.clamp(min=1)[..., None], total
+    return sums / total.clamp(min=LEAST_WEIGHT)[..., None], total
 
 
 def lloyd(
@@ -158,9 +159,19 @@ def random_kmeans(
 
 
 def random_points(
-    points: torch.Tensor, number: int, generator: torch.Generator, valid: torch.Tensor | None = None
+    points: torch.Tensor,
+    number: int,
+    generator: torch.Generator,
+    valid: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """So many different points of each head [Hk, number, D], of [Hk, M, D], where `valid` [Hk, M] bool is True."""
+    """So many different points of each head [Hk, number, D], of [Hk, M, D], where `valid` [Hk, M] bool is True; each is
+    drawn with a probability by its weight [Hk, M], above 0."""
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
-    random = random if valid is None else random.masked_fill(~valid, 2.0)
-    return points.gather(1, random.argsort(dim=-1)[:, :number, None].expand(-1, -1, points.shape[-1]))
+    # The smallest of exponential variables with such rates (Efraimidis and Spirakis, 2006).
+    random = random if weights is None else -random.log() / weights
+    random = random if valid is None else random.masked_fill(~valid, torch.inf)
+    chosen = random.argsort(dim=-1)[:, :number]
+    # What weights are rounded to must not decide which point is the first.
+    chosen = chosen if weights is None else chosen.sort(-1).values
+    return points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common.tiles_triton import power_of_two
+from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
 FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
 REGISTERS = 65_536  # of an SM
@@ -94,7 +95,7 @@ def _find_nearest(
 @triton.jit
 def _sum_runs(
     points, order, starts, weights, means, totals, count, clusters, head_stride, row_stride, dims, DIMS: tl.constexpr,
-    ROWS: tl.constexpr, WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr, WEIGHTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of one cluster, whose points are a run of the sorted order; the order of summation is fixed."""
     cluster = tl.program_id(0).to(tl.int64)
@@ -113,7 +114,7 @@ def _sum_runs(
         total += found * one[:, None]
         weight += one
     weighed = tl.sum(weight, 0)
-    tl.store(means + cluster * dims + dim, tl.sum(total, 0) / tl.maximum(weighed, 1.0), mask=dim < dims)
+    tl.store(means + cluster * dims + dim, tl.sum(total, 0) / tl.maximum(weighed, LEAST), mask=dim < dims)
     tl.store(totals + cluster, weighed)
 
 
@@ -194,7 +195,7 @@ def cluster_means(
             points, order, torch.searchsorted(ordered, numbers),
             totals if weights is None else weights.float().contiguous(),
             means, totals, count, clusters, *points.stride()[:2], dims,
-            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None,
+            DIMS=_padded(dims), ROWS=ROWS_AT_ONCE, WEIGHTED=weights is not None, LEAST=LEAST_WEIGHT,
         )  # fmt: skip
     return means, totals
 

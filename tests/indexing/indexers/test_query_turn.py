@@ -16,7 +16,7 @@ def random_rows(seed: int, D: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("seed", range(4))
 def test_products_stay_the_same(seed: int) -> None:
     keys, queries = random_rows(seed)
-    turn = query_turn(keys, queries, 4)
+    turn = query_turn(keys, queries, 4, torch.rand(2, 300) + 0.1)
     turned = (queries @ turn.float()) @ (keys @ key_turn(turn)).transpose(1, 2)
     plain = queries @ keys.transpose(1, 2)
     assert (turned - plain).norm() <= 1e-3 * plain.norm()
@@ -27,5 +27,6 @@ def test_what_rounding_changes_does_not_turn_a_direction_round(seed: int) -> Non
     """So that the codes of several processes, and of other machines, are those of one."""
     keys, queries = random_rows(seed)
     noise = 1 + 1e-6 * torch.randn(keys.shape, generator=torch.Generator().manual_seed(seed + 10))
-    one, other = query_turn(keys, queries, 4), query_turn(keys * noise, queries, 4)
+    weights = torch.rand(2, 300, generator=torch.Generator().manual_seed(seed)) + 0.1
+    one, other = (query_turn(rows, queries, 4, weights) for rows in (keys, keys * noise))
     assert (one.float() - other.float()).abs().max() <= 2e-3 * one.float().abs().max()

@@ -13,10 +13,12 @@ from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN
+from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN, fit_rest
 from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.indexers.online_blocks import finest_labels
 from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import choose_indexers
+from sparsekv.indexing.methods import codes
 from sparsekv.indexing.methods.codes import FIT_EVERY, CodesIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 
@@ -38,7 +40,7 @@ def _decoded(built: dict[str, torch.Tensor]) -> torch.Tensor:
 @given(seed=st.integers(0, 10**6), middle=st.integers(1, 300), parts=st.sampled_from([1, 4, 16]))
 def test_products_stay_the_same_when_both_are_turned(seed: int, middle: int, parts: int) -> None:
     keys, queries = normal(seed, 2, middle, 16), normal(seed + 1, 2, 40, 16) * torch.linspace(0.1, 3, 16)
-    turn = query_turn(keys, queries, parts)
+    turn = query_turn(keys, queries, parts, torch.rand(2, middle) + 0.1)
     products = (queries.double() @ turn.double()) @ (keys.double() @ key_turn(turn).double()).transpose(1, 2)
     assert_close(products, queries.double() @ keys.double().transpose(1, 2), 1e-5)
 
@@ -68,8 +70,34 @@ def test_codes_lose_less_of_what_the_queries_ask_for() -> None:
     assert float(lost.square().mean()) < 0.5 * float(before.square().mean())
 
 
+def test_codes_lose_less_of_the_keys_that_the_queries_attend_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside codes for which all keys weigh the same."""
+    keys, queries = clustered(0, 2, 3000, 16, 60), 2 * normal(1, 4, 400, 16)
+    layer = replace(layer_input(), keys=keys, values=keys, queries=queries[:, :200])
+    held_out = queries[:, 200:].unflatten(0, (2, 2)).flatten(1, 2).double()
+    exact = held_out @ keys.double().transpose(1, 2)
+    attention = (exact * layer.facts.softmax_scale).softmax(-1)
+    lost = []
+    for floor in (codes.FLOOR, 1e6):
+        monkeypatch.setattr(codes, "FLOOR", floor)
+        built = SMALL.build_layer(layer)
+        found = (held_out @ built["query_turn"].double()) @ _decoded(built).transpose(1, 2)
+        lost.append(float((attention * (found - exact).square()).sum(-1).mean()))
+    assert lost[0] < 0.8 * lost[1]
+
+
+def test_what_a_token_is_attended_is_the_mean_of_roots_over_the_queries() -> None:
+    layer = layer_input(middle=90, positions=20)
+    built = SMALL.build_layer(layer)
+    assert layer.queries is not None
+    grouped = layer.queries.unflatten(0, (2, 2))
+    found = fit_rest(layer.keys, layer.values, grouped, built, finest_labels(built), layer.facts)
+    logits = torch.einsum("hgpd,hmd->hgpm", grouped.double(), layer.keys.double()) * layer.facts.softmax_scale
+    assert_close(found.attended, logits.softmax(-1).mean(1).sqrt().mean(1), 1e-5)
+
+
 def test_queries_that_are_all_zero_turn_nothing_away() -> None:
-    turn = query_turn(normal(0, 2, 50, 16), torch.zeros(2, 8, 16), 4)
+    turn = query_turn(normal(0, 2, 50, 16), torch.zeros(2, 8, 16), 4, torch.ones(2, 50))
     assert bool(turn.isfinite().all())
     assert int(torch.linalg.matrix_rank(turn.float()).min()) == 16
 

@@ -16,6 +16,7 @@ from sparsekv.kernels.kmeans.kmeans import (
     lloyd,
     nearest_centres,
     random_kmeans,
+    random_points,
 )
 from sparsekv.kernels.kmeans.nearest_faiss import CENTRES, ShortPoints
 
@@ -67,6 +68,29 @@ def test_an_iteration_is_an_assignment_and_the_means_of_it(seed: int, clusters: 
     _, centres = lloyd(points, points[:, :clusters], 1)
     # Each centre is a point here, so that no cluster is empty.
     assert_close(centres, means, 1e-6)
+
+
+@properties
+@given(seed=seeds, scale=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_weighted_means_are_those_of_points_that_are_there_so_many_times(seed: int, scale: float) -> None:
+    points = normal(seed, 2, 30, 4)
+    times = torch.randint(1, 5, (30,), generator=torch.Generator().manual_seed(seed))
+    labels = assign(points, points[:, :5])
+    means, totals = cluster_means(points, labels, 6, scale * times.float().expand(2, -1))
+    expected, numbers = cluster_means(points.repeat_interleave(times, 1), labels.repeat_interleave(times, 1), 6)
+    assert_close(means, expected, 1e-5)
+    assert_close(totals, scale * numbers, 1e-5)
+    assert not means[:, 5].any()
+
+
+@properties
+@given(seed=seeds, number=st.integers(1, 40))
+def test_weighted_points_are_different_ones_by_their_weights(seed: int, number: int) -> None:
+    points = torch.arange(40.0).expand(2, -1)[..., None]
+    weights = torch.where(torch.arange(40) % 2 == 0, 1.0, 1e-9).expand(2, -1)
+    drawn = random_points(points, number, torch.Generator().manual_seed(seed), weights=weights)[..., 0]
+    assert bool((drawn.diff() > 0).all())
+    assert int((drawn % 2 == 0).sum(1).min()) == min(number, 20)
 
 
 @properties
