@@ -64,6 +64,15 @@ class CodeRanks:
     taken: torch.Tensor
 
 
+@dataclass(frozen=True)
+class JoinedKeys:
+    """Keys that any of several queries chose: rows [H, capacity] int32 in the order of the keys, of which the first
+    used [H] int32 are valid."""
+
+    rows: torch.Tensor
+    used: torch.Tensor
+
+
 def padded_clusters(tensor: torch.Tensor) -> torch.Tensor:
     """[..., C] padded with minus infinity to a multiple of 16, which attention reads four at a time."""
     size = tensor.shape[-1]

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common.tiles_triton import power_of_two
-from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
 FARTHEST_MEAN = 4096.0  # largest entry of the scaled mean: centres at 16 times it are still finite in float16
 REGISTERS = 65_536  # of an SM
+LEAST_WEIGHT = 1e-30  # of a cluster, so that the mean of an empty one is 0
 ROWS_AT_ONCE = 32  # rows in a tile of the kernels for means and for rounding
 
 

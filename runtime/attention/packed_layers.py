@@ -18,7 +18,7 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.packed_cache import PackedLayer
 from sparsekv.runtime.cache.slots import PackedStep, Piece
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.capabilities import ChoosesTogether, ObservesQuestion
+from sparsekv.runtime.selection.capabilities import ChoosesForEach, ChoosesTogether, ObservesQuestion
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.residual import ResidualSelector
@@ -71,13 +71,15 @@ class PackedSparse(PackedLayer):
         plan, keys = self.plan, self.exact[0]
         own, how = self.own.of_tokens(step, step.single), _how(call, len(keys))
         grouped = call.query.unflatten(0, (len(keys), -1))
-        queries = self._queries(grouped, own, how).to(plan.gather.search_device)
-        each, middle = self._select(queries, step), plan.middle.used
+        queries, middle = self._queries(grouped, own, how).to(plan.gather.search_device), plan.middle.used
         if self.in_place and (rows := plan.middle.in_place()) is not None:
-            chosen = unite(each, plan.selector, middle, middle)
+            chosen = self._select_for_each(queries, step)
+            if chosen.cost.per_count:
+                plan.read.per_count = chosen.cost.per_count
             plan.read.add(chosen.rows_read(), middle)
             runs = in_place_runs(rows, chosen.rows)
             return shared_decode(grouped, runs, self.exact, _centroids(chosen), own, *how).flatten(0, 1)
+        each = self._select(queries, step)
         found = plan.gather.fetch(unite(each, plan.selector, middle), call.query.device)
         plan.read.add(found.rows_read, middle)
         shared = found.segments(Step(grouped, *self.exact, None, 0, None, 0, joint=False, how=how))
@@ -108,6 +110,15 @@ class PackedSparse(PackedLayer):
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: How) -> Queries:
         positions, beside = self.tokens + own.used - 1, partial(_exact_logsumexp, grouped, self.exact[0], own, how)
         return Queries(grouped, lambda: positions, beside, joint=False)
+
+    def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
+        """What any of the queries chooses for itself, by the selector's kernels or else in torch."""
+        selector, middle = self.plan.selector, self.plan.middle.used
+        if isinstance(selector, ChoosesForEach):
+            chosen = selector.choose_for_each(queries, self.plan.budget, self.plan.read.by_kernels)
+            if chosen is not None:
+                return chosen
+        return unite(self._select(queries, step), selector, middle, middle)
 
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
         """The choice of each query for itself; by selectors that observed its question, where there are any."""

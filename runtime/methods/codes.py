@@ -21,18 +21,25 @@ from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
-from sparsekv.runtime.selection.code_estimates import CodeEstimates
+from sparsekv.runtime.selection.code_estimates import CodeEstimates, probability
 from sparsekv.runtime.selection.code_scan import CodeScan
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.residual import residual_clusters
-from sparsekv.runtime.selection.selection import CentroidSegment, Cost, Rest, Selection, single_rows
+from sparsekv.runtime.selection.selection import (
+    CentroidSegment,
+    Cost,
+    Rest,
+    RowIndices,
+    RowSet,
+    Selection,
+    single_rows,
+)
 from sparsekv.runtime.selection.token_choice import token_logits
 
 PIECE = 32  # tokens of a question that share a choice
-MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
 
 
 @methods.register("codes")
@@ -140,19 +147,36 @@ class CodesSelector(Selector):
         if chosen is not None:
             return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
-        of_clusters = (logits + self.log_masses[:, None, None]).logsumexp(-1)
-        total = torch.logaddexp(of_clusters, queries.exact_logsumexp())
+        total = self._total(logits, queries)
+        if queries.joint and candidates == tokens and self._serves_several():
+            best = self.gpu_scan.choose_jointly(query, total, tokens)[:, None].long()
+            return self._selection(best, lambda: logits, scanned, 0)
         if scanned == self.middle:
-            scores = _probability(self.estimates.of_all(query), total, joint=queries.joint)
+            scores = probability(self.estimates.of_all(query), total, joint=queries.joint)
             best = best_tokens(scores, candidates)
         else:
-            found = self._members(_probability(logits, total, joint=queries.joint), scanned)
-            scores = _probability(self.estimates.of(query, found), total, joint=queries.joint)
+            found = self._members(probability(logits, total, joint=queries.joint), scanned)
+            scores = probability(self.estimates.of(query, found), total, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
         if self.keys is not None and candidates > tokens:
-            exact = _probability(token_logits(query, self.keys, best, self.facts), total, joint=queries.joint)
+            exact = probability(token_logits(query, self.keys, best, self.facts), total, joint=queries.joint)
             best = best.gather(-1, best_tokens(exact, tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
+
+    def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
+        """Where the codes of all keys are read, and no key is looked at again."""
+        tokens = budget.tokens(self.middle)
+        if self.method.rerank > 1 or tokens == self.middle or not self._serves_several():
+            return None
+        total = self._total(self._logits(queries.query, self.clusters.keys), queries)
+        joined, taken = self.gpu_scan.choose_for_each(queries.query, total, tokens)
+        counter += joined.used
+        left = (self.clusters.counts - taken).float()[:, None]
+        return Selection(
+            RowSet(joined.rows[:, None], None, joined.rows.shape[1], 0, RowIndices(joined.rows, joined.used, None)),
+            Cost(self._read(self.middle, 0), per_count=2),
+            Rest(lambda: (self._stand_ins(left),), attended=self.replace),
+        )
 
     def attend_fused(
         self,
@@ -170,6 +194,14 @@ class CodesSelector(Selector):
         output = attend_by_codes(query, self.step_codes, rows, exact, tokens, replace=replace, sink_logits=sinks)
         read = self._read(self.middle, 0) if tokens < self.middle else 0.0
         return None if output is None else (output, 2.0 * tokens + read)
+
+    def _serves_several(self) -> bool:
+        """Whether there are kernels for several queries at once."""
+        return self.has_gpu_scan and self.gpu_scan.serves_several
+
+    def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
+        """[Hk, G, Q], given the clusters' logits: the log-sum-exp of all that is attended, an estimate."""
+        return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
         """The tokens [Hk, 1, K] that the compiled step chooses for one query; None where it is not there for that."""
@@ -239,11 +271,3 @@ class CodesSelector(Selector):
     def _stand_ins(self, left: torch.Tensor) -> CentroidSegment:
         """For so many tokens of each cluster [Hk, Q or 1, C]."""
         return CentroidSegment(self.clusters.keys, left.log() + self.bias[:, None], self.values)
-
-
-def _probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
-    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S], the mean over the group; of a joint selection [Hk, 1, S], the
-    mean over its queries too. `total` [Hk, G, Q]: the log-sum-exp of all that is attended."""
-    # That is an estimate, above which a logit can be.
-    probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
-    return probability.mean(1, keepdim=True) if joint else probability

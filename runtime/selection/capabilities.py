@@ -108,6 +108,19 @@ class ChoosesTogether(Protocol):
 
 
 @runtime_checkable
+class ChoosesForEach(Protocol):
+    """Chooses for several queries at once, each for itself, by kernels on a GPU."""
+
+    def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
+        """One selection for all queries: the rows that at least one of them chooses, without a sync; None where no
+        kernels do that.
+
+        Args:
+            counter: [Hk] int64, to which the number of rows chosen is added.
+        """
+
+
+@runtime_checkable
 class CentroidsIn8Bits(Protocol):
     """May read its centroids in 8 bits, as keys and values are stored."""
 

@@ -8,6 +8,8 @@ from torch.nn.functional import embedding_bag
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import softcapped
 
+MOST = 60.0  # of a logit above its log-sum-exp: its exponential, summed, is a float32
+
 
 class CodeEstimates:
     """One layer's codes [Hk, M, m] uint8 and what they name: turn [Hk, D, D], codebooks [Hk, m, C, D / m] float32.
@@ -53,3 +55,11 @@ class CodeEstimates:
 
     def _capped(self, products: torch.Tensor) -> torch.Tensor:
         return softcapped(products * self.facts.softmax_scale, self.facts.softcap)
+
+
+def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> torch.Tensor:
+    """Probabilities [Hk, Q, S] of logits [Hk, G, Q, S], the mean over the group; of a joint selection [Hk, 1, S], the
+    mean over its queries too. `total` [Hk, G, Q]: the log-sum-exp of all that is attended."""
+    # That is an estimate, above which a logit can be.
+    probability = (logits - total[..., None]).clamp(max=MOST).exp().mean(1)
+    return probability.mean(1, keepdim=True) if joint else probability

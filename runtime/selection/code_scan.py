@@ -1,11 +1,14 @@
-"""One decode step's choice by codes of all keys, by kernels that need no sync."""
+"""Choices by codes of all keys, for one query or several, by kernels that need no sync."""
 
 import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
 from sparsekv.kernels.codes.code_ranks import rank_codes
-from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.codes.each_query import rank_for_each
+from sparsekv.kernels.codes.joined import join_chosen
+from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, JoinedKeys, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.common.tiles_triton import power_of_two
 from sparsekv.kernels.tables.row_ranks import rank_rows
 from sparsekv.kernels.tables.top_ranks import top_ranked
 from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
@@ -32,6 +35,9 @@ class CodeScan:
         # Read for all keys in each step.
         short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
+        # Tiles of several queries' kernels have a power of two of everything.
+        _, parts, _, size = books.shape
+        self.serves_several = power_of_two(parts) == parts and power_of_two(size) == size
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
@@ -40,6 +46,25 @@ class CodeScan:
         # Look-ups are unrolled over the parts, and a part of the turn is in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
         return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
+
+    def choose_for_each(
+        self, query: torch.Tensor, totals: torch.Tensor, tokens: int
+    ) -> tuple[JoinedKeys, torch.Tensor]:
+        """What any of T queries chooses, each the best tokens by itself, and how many of each cluster [Hk, C] int32.
+
+        Args:
+            query: [Hk, G, T, D]; totals: [Hk, G, T], log-sum-exps of all that each attends to.
+        """
+        ranks = rank_for_each(query, totals, self.codes, tokens, self.facts.softmax_scale, self.facts.softcap)
+        chosen = top_ranked(ranks, tokens).view(len(query), -1, tokens)
+        taken = torch.zeros_like(self.clusters.counts)
+        capacity = min(self.codes.keys, chosen.shape[1] * tokens)
+        return join_chosen(chosen, capacity, KeyGroups(self.labels, taken)), taken
+
+    def choose_jointly(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The best tokens [Hk, K] int32 for T queries together, in order of position; arguments as above."""
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        return top_ranked(rank_for_each(query, totals, self.codes, tokens, scale, softcap, joint=True), tokens)
 
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int

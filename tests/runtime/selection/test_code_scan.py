@@ -61,6 +61,55 @@ def test_as_torch_chooses(rerank: float, replaced: bool, monkeypatch: pytest.Mon
     assert float(weights) == pytest.approx(float(left.log_counts.exp().sum()), rel=1e-5)
 
 
+def several(layer: SmallLayer, number: int, *, joint: bool) -> Queries:
+    """So many queries, each with exact rows of its own."""
+    query = layer.queries[:, :, :number].to(DEVICE)
+    beside = 2 + normal(4, *query.shape[:3]).to(DEVICE)
+    return replace(as_queries(query), exact_logsumexp=lambda: beside, joint=joint)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_several_queries_share_what_each_chooses_by_itself(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, context = coded_layer(5000)
+    method, queries = Codes(replace=replaced), several(layer, 5, joint=False)
+    each = method.prepare(context).select(queries, Budget(300))
+    selector, counter = by_kernels(monkeypatch, method, context), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    found = selector.choose_for_each(queries, Budget(300), counter)
+    assert found is not None
+    assert found.rows.indices is not None
+    used = found.rows.indices.used
+    assert torch.equal(counter, used.long())
+    assert bool((used < 5 * 300).all())
+    for head in range(2):
+        together = found.rows.indices.rows[head, : int(used[head])].cpu()
+        assert bool((together.diff() > 0).all())
+        shares = [torch.isin(own.cpu(), together).float().mean() for own in each.rows.starts[head]]
+        assert float(min(shares)) >= 0.9
+        assert len(together) <= 1.1 * len(each.rows.starts[head].unique())
+    segments = found.attended_segments()
+    assert len(segments) == replaced
+    for part in segments:
+        left = (part.log_counts[:, 0] - context.tensors["rest_bias"]).exp().sum(1)
+        assert left.tolist() == pytest.approx((5000 - used).tolist(), rel=1e-4)
+
+
+def test_a_question_is_chosen_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, context = coded_layer(5000)
+    queries = several(layer, 7, joint=True)
+    expected = Codes().prepare(context).select(queries, Budget(400))
+    found = by_kernels(monkeypatch, Codes(), context).select(queries, Budget(400))
+    assert overlap(found, expected) >= 0.95
+    assert found.cost == expected.cost
+
+
+@pytest.mark.parametrize(("method", "budget"), [(Codes(rerank=2.0), 300), (Codes(), 5000)])
+def test_where_there_are_no_kernels_for_several(method: Codes, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, context = coded_layer(5000)
+    counter = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    selector = by_kernels(monkeypatch, method, context)
+    assert selector.choose_for_each(several(layer, 3, joint=False), Budget(budget), counter) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 @pytest.mark.parametrize(
