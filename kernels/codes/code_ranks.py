@@ -27,11 +27,13 @@ def rank_codes(
     is known before a code is read, so that codes are read once. On a GPU two kernels, no synchronisation.
 
     Args:
-        query: [H, G, D].
-        wanted: number of keys that will be chosen.
+        query: [H, G, D]; or [H T, G, D], T queries for each head of codes, clusters and exact keys, one after another.
+        exact: learned sinks are those of each query.
+        wanted: number of keys that will be chosen for each.
 
     Returns:
-        See `CodeRanks`. Allocates a byte a key, and 1 KB a part for every four heads of a group.
+        See `CodeRanks`, of as many heads as the query. Allocates a byte a key, and 1 KB a part for every four heads of a
+        group, of each query.
     """
     if query.is_cuda:
         from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
@@ -51,6 +53,8 @@ def rank_codes_reference(
     softcap: float | None = None,
 ) -> CodeRanks:
     """`rank_codes` in plain torch."""
+    each = len(query) // len(codes.words)
+    codes, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
     logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]
     logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)

@@ -30,10 +30,9 @@ def _places(words, CENTROIDS: tl.constexpr):
 
 
 @triton.jit
-def _places_of_parts(words, head, part: tl.constexpr, slot, padded, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
-                     CENTROIDS: tl.constexpr):  # fmt: skip
+def _places_of_parts(words, part: tl.constexpr, slot, padded, AT_ONCE: tl.constexpr, CENTROIDS: tl.constexpr):
     """Where the neighbouring tables of AT_ONCE parts have what the codes of some keys name."""
-    place = words + (head * (PARTS // 4) + part // 4) * padded + slot
+    place = words + part // 4 * padded + slot
     places = _places(tl.load(place), CENTROIDS)
     if AT_ONCE == 8:
         places = tl.join(places, _places(tl.load(place + padded), CENTROIDS) + 4 * CENTROIDS)
@@ -50,10 +49,7 @@ def _sums_of_parts(words, tables, head, word, slot, first_places, padded, SLOTS:
     for part in tl.static_range(0, PARTS, AT_ONCE):
         of_part = (head * PARTS + part + entry // CENTROIDS) * WORDS + word
         table = tl.load(tables + of_part * CENTROIDS + entry % CENTROIDS)
-        if part == 0:
-            places = first_places
-        else:
-            places = _places_of_parts(words, head, part, slot, padded, PARTS, AT_ONCE, CENTROIDS)
+        places = first_places if part == 0 else _places_of_parts(words, part, slot, padded, AT_ONCE, CENTROIDS)
         found = tl.reshape(tl.gather(table, places, 0), [SLOTS, AT_ONCE])
         every += tl.sum(found, 1)
         odd += tl.sum(second_and_fourth(found), 1)
@@ -105,25 +101,26 @@ def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
     tl.store(ranks + first // 8 + w % 2 * (TILE // 8) + w // 2, words)
 
 
-@triton.jit(do_not_specialize=["keys", "least"])
+@triton.jit(do_not_specialize=["keys", "each", "least"])
 def _scan_kernel(
-    words, tables, tops, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, least, softcap,
-    CAPPED: tl.constexpr, G: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    SUMS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr,
-    TILE: tl.constexpr, FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    words, tables, tops, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, each, least, softcap,
+    SHARED: tl.constexpr, CAPPED: tl.constexpr, G: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, SUMS: tl.constexpr, CENTROIDS: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    SLOTS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr,
+    BINS: tl.constexpr, EARLY: tl.constexpr, ):  # fmt: skip
     """Ranks of some keys of a tile in the layout of `TokenRanks`, which are added to the tile's counts of 16 ranks."""
     some, head, tiles = tl.program_id(0), tl.program_id(1).to(tl.int64), padded // TILE
     i, g, p = tl.arange(0, SLOTS), tl.arange(0, FEW), tl.arange(0, BLOCK_PARTS)
+    words += ((tl.program_id(1) // each).to(tl.int64) if SHARED else head) * (PARTS // 4) * padded
     for quad in tl.static_range(PARTS // 4):
-        first_word = words + (head * (PARTS // 4) + quad) * padded + some * PIECES * SLOTS
+        first_word = words + quad * padded + some * PIECES * SLOTS
         prefetch(first_word, PIECES * SLOTS, PIECES * SLOTS, 4, EARLY)
     # A look-up is a barrier of all threads, and so of as many parts at a time as there are words for.
     AT_ONCE: tl.constexpr = 8 if PARTS % 8 == 0 else 4
     first = some * PIECES * SLOTS
     # With few tiles the registers that hold them while the program waits would be another program's.
     if PIECES > 1:
-        places = _places_of_parts(words, head, 0, first + i, padded, PARTS, AT_ONCE, CENTROIDS)
+        places = _places_of_parts(words, 0, first + i, padded, AT_ONCE, CENTROIDS)
     wait_for_previous_kernel(EARLY)
     # Asked for before the look-ups, which wait for memory themselves.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
@@ -134,7 +131,7 @@ def _scan_kernel(
         if piece > 0:
             first += SLOTS
         if piece > 0 or PIECES == 1:
-            places = _places_of_parts(words, head, 0, first + i, padded, PARTS, AT_ONCE, CENTROIDS)
+            places = _places_of_parts(words, 0, first + i, padded, AT_ONCE, CENTROIDS)
         score = tl.zeros([SLOTS], tl.float32)
         for word in tl.static_range(WORDS):
             even, odd = _sums_of_parts(
@@ -176,7 +173,8 @@ def _scan(found: ProductTables, codes: KeyCodes, wanted: int, softcap: float | N
     logsumexp = torch.empty(H, G, device=device)
     _scan_kernel[(padded // (scanned * pieces), H)](
         codes.words, found.tables, found.tops, found.peaks, found.totals, ranks, coarse, logsumexp,
-        codes.keys, padded, sums, lowest_rank(wanted), softcap or 0.0, CAPPED=softcap is not None, G=G,
+        codes.keys, padded, sums, H // len(codes.words), lowest_rank(wanted), softcap or 0.0,
+        SHARED=len(codes.words) < H, CAPPED=softcap is not None, G=G,
         FEW=power_of_two(G), PARTS=m, BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned,
         PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, BINS=BINS, CENTROIDS=CENTROIDS,
         PER_OCTAVE=PER_OCTAVE, num_warps=SCAN_WARPS, **dependent_launch(device),

@@ -50,15 +50,15 @@ class ProductTables:
 
 @triton.jit
 def _make_table(
-    query, turn, books, tables, tops, head, part, softmax_scale, G: tl.constexpr, GROUP: tl.constexpr,
+    query, turn, books, tables, tops, head, document, part, softmax_scale, G: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """How far the products of a part of the turned queries with its centroids are below the best of each, in bytes."""
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
-    of_part = (head * D + d[:, None]) * D + part * SIZE + j
+    of_part = (document * D + d[:, None]) * D + part * SIZE + j
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
-    place = ((head * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
+    place = ((document * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
     wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
@@ -78,15 +78,15 @@ def _make_table(
 
 @triton.jit
 def _weigh_clusters(
-    query, centroids, counts, bias, logits, taken, peaks, totals, head, part, parts, sums, C, stride, centroids_stride,
-    counts_stride, bias_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MOST_TILES: tl.constexpr,
-    EARLY: tl.constexpr,
+    query, centroids, counts, bias, logits, taken, peaks, totals, head, document, part, parts, sums, C, stride,
+    centroids_stride, counts_stride, bias_stride, softmax_scale, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Logits of a program's share of a head's clusters, with peak / ln 2 and total of what they weigh; and zeros."""
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
-    logits, bias = logits + head * G * stride, bias + head * bias_stride
+    centroids, counts = centroids + document * centroids_stride, counts + document * counts_stride
+    logits, bias = logits + head * G * stride, bias + document * bias_stride
     peak = tl.full([GROUP], -float("inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     first, stop = share(part, parts, stride // 16)
@@ -117,34 +117,37 @@ def _weigh_clusters(
     tl.store(totals + place, total, mask=g < G)
 
 
-@triton.jit(do_not_specialize=["exact_rows"])
+# Of several queries over one document each has a head of its own, `each` of them a head of the document.
+@triton.jit(do_not_specialize=["exact_rows", "each"])
 def _tables_kernel(
     query, turn, books, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, coarse, logits, taken,
     peaks, totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows,
-    exact_stride, softmax_scale, softcap, CAPPED: tl.constexpr, COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr,
+    exact_stride, each, softmax_scale, softcap, SHARED: tl.constexpr, CAPPED: tl.constexpr, COUNTED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr,
     PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part's table, or a share of the exact keys, or a share of the clusters; and zeros for the counts of ranks."""
     which, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    document = (tl.program_id(1) // each).to(tl.int64) if SHARED else head
     if which < PARTS:
         _make_table(
-            query, turn, books, tables, tops, head, which, softmax_scale, G, GROUP, PARTS, SIZE, BLOCK_SIZE, D,
-            BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
+            query, turn, books, tables, tops, head, document, which, softmax_scale, G, GROUP, PARTS, SIZE, BLOCK_SIZE,
+            D, BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
         wait_for_previous_kernel(EARLY)
         add_exact(
-            query, exact_keys, exact_count, sinks, peaks, totals, head, which - PARTS, sums, exact_rows, exact_stride,
+            query, exact_keys + (document - head) * exact_stride, exact_count, sinks, peaks, totals, head,
+            which - PARTS, sums, exact_rows, exact_stride,
             softmax_scale, softcap, CAPPED, COUNTED, HAS_SINKS, G, GROUP, D, BLOCK_D, EXACT_PROGRAMS, TILE,
         )  # fmt: skip
     else:
         _weigh_clusters(
-            query, centroids, counts, bias, logits, taken, peaks, totals, head, which - PARTS - EXACT_PROGRAMS, shares,
-            sums, C, stride, centroids_stride, counts_stride, bias_stride, softmax_scale, softcap, CAPPED, G, GROUP, D,
-            BLOCK_D, TILE, STAGES, MOST_TILES, EARLY,
+            query, centroids, counts, bias, logits, taken, peaks, totals, head, document,
+            which - PARTS - EXACT_PROGRAMS, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride,
+            softmax_scale, softcap, CAPPED, G, GROUP, D, BLOCK_D, TILE, STAGES, MOST_TILES, EARLY,
         )  # fmt: skip
     if which == 0:
         for at in range(0, bins, CENTROIDS):
@@ -160,8 +163,8 @@ def make_tables(
     softmax_scale: float,
     softcap: float | None,
 ) -> ProductTables:
-    """For queries [H, G, D]; reads the clusters' keys once."""
-    (H, G, D), (_, m, _, size), device = query.shape, codes.books.shape, query.device
+    """For queries [H, G, D], several of a document's head or one; reads the clusters' keys once for each."""
+    (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
     C, query = clusters.counts.shape[1], query.contiguous()
     rows = tile_rows(D, query.dtype, TILE_BYTES)
     shares = triton.cdiv(C, rows * TILES_OF_A_PROGRAM)
@@ -182,8 +185,8 @@ def make_tables(
         found.peaks if exact.sinks is None else exact.sinks.contiguous(), found.tables, found.tops, found.coarse,
         found.logits, found.taken, found.peaks, found.totals, found.coarse.shape[1] * BINS, shares, sums, C, stride,
         centroids.stride(0), counts.stride(0), bias.stride(0), exact.keys.shape[1], exact.keys.stride(0),
-        softmax_scale, softcap or 0.0, CAPPED=softcap is not None, COUNTED=exact.count is not None,
-        HAS_SINKS=exact.sinks is not None, G=G,
+        H // documents, softmax_scale, softcap or 0.0, SHARED=documents < H, CAPPED=softcap is not None,
+        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, G=G,
         GROUP=group_rows(G), PARTS=m, SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D),
         CENTROIDS=CENTROIDS, LEVELS=LEVELS, PER_OCTAVE=PER_OCTAVE, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows,
         STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **dependent_launch(device),

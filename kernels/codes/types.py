@@ -30,6 +30,11 @@ class KeyCodes:
     words: torch.Tensor
     keys: int
 
+    def repeated(self, each: int) -> "KeyCodes":
+        """Those of each head so many times."""
+        turn, books, words = (one.repeat_interleave(each, 0) for one in (self.turn, self.books, self.words))
+        return KeyCodes(turn, books, words, self.keys)
+
     def unpacked(self) -> torch.Tensor:
         """Codes [H, M, m] int64."""
         by_byte = (self.words[..., : self.keys, None] >> (8 * torch.arange(IN_WORD, device=self.words.device))) & 255
@@ -52,6 +57,10 @@ class WeighedClusters:
     keys: torch.Tensor
     counts: torch.Tensor
     bias: torch.Tensor
+
+    def repeated(self, each: int) -> "WeighedClusters":
+        """Those of each head so many times."""
+        return WeighedClusters(*(one.repeat_interleave(each, 0) for one in (self.keys, self.counts, self.bias)))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ class ExactKeys:
     count: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 
+    def repeated(self, each: int) -> "ExactKeys":
+        """Keys of each head so many times; sinks are of queries already."""
+        return ExactKeys(self.keys.repeat_interleave(each, 0), self.count, self.sinks)
+
 
 @dataclass(frozen=True)
 class KeyGroups:

@@ -148,7 +148,7 @@ class CodesSelector(Selector):
             return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         total = self._total(logits, queries)
-        if queries.joint and candidates == tokens and self._serves_several():
+        if queries.joint and candidates == tokens and self.has_gpu_scan and self.gpu_scan.serves_questions:
             best = self.gpu_scan.choose_jointly(query, total, tokens)[:, None].long()
             return self._selection(best, lambda: logits, scanned, 0)
         if scanned == self.middle:
@@ -166,10 +166,9 @@ class CodesSelector(Selector):
     def choose_for_each(self, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
         """Where the codes of all keys are read, and no key is looked at again."""
         tokens = budget.tokens(self.middle)
-        if self.method.rerank > 1 or tokens == self.middle or not self._serves_several():
+        if self.method.rerank > 1 or tokens == self.middle or not self.has_gpu_scan:
             return None
-        total = self._total(self._logits(queries.query, self.clusters.keys), queries)
-        joined, taken = self.gpu_scan.choose_for_each(queries.query, total, tokens)
+        joined, taken = self.gpu_scan.choose_for_each(queries.query, queries.exact_logsumexp(), tokens)
         counter += joined.used
         left = (self.clusters.counts - taken).float()[:, None]
         return Selection(
@@ -194,10 +193,6 @@ class CodesSelector(Selector):
         output = attend_by_codes(query, self.step_codes, rows, exact, tokens, replace=replace, sink_logits=sinks)
         read = self._read(self.middle, 0) if tokens < self.middle else 0.0
         return None if output is None else (output, 2.0 * tokens + read)
-
-    def _serves_several(self) -> bool:
-        """Whether there are kernels for several queries at once."""
-        return self.has_gpu_scan and self.gpu_scan.serves_several
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
         """[Hk, G, Q], given the clusters' logits: the log-sum-exp of all that is attended, an estimate."""

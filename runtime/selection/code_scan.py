@@ -5,8 +5,8 @@ import torch
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
 from sparsekv.kernels.codes.code_ranks import rank_codes
-from sparsekv.kernels.codes.each_query import rank_for_each
 from sparsekv.kernels.codes.joined import join_chosen
+from sparsekv.kernels.codes.joint_ranks import rank_jointly
 from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, JoinedKeys, KeyCodes, WeighedClusters, lay_out
 from sparsekv.kernels.common.tiles_triton import power_of_two
 from sparsekv.kernels.tables.row_ranks import rank_rows
@@ -35,9 +35,8 @@ class CodeScan:
         # Read for all keys in each step.
         short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
-        # Tiles of several queries' kernels have a power of two of everything.
-        _, parts, _, size = books.shape
-        self.serves_several = power_of_two(parts) == parts and power_of_two(size) == size
+        # The kernel for a question's tokens has tiles of all parts.
+        self.serves_questions = all(power_of_two(number) == number for number in (books.shape[1], books.shape[3]))
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
@@ -48,23 +47,28 @@ class CodeScan:
         return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
 
     def choose_for_each(
-        self, query: torch.Tensor, totals: torch.Tensor, tokens: int
+        self, query: torch.Tensor, beside: torch.Tensor, tokens: int
     ) -> tuple[JoinedKeys, torch.Tensor]:
         """What any of T queries chooses, each the best tokens by itself, and how many of each cluster [Hk, C] int32.
 
         Args:
-            query: [Hk, G, T, D]; totals: [Hk, G, T], log-sum-exps of all that each attends to.
+            query: [Hk, G, T, D].
+            beside: [Hk, G, T], the log-sum-exps of each one's logits on what it attends to beside the middle.
         """
-        ranks = rank_for_each(query, totals, self.codes, tokens, self.facts.softmax_scale, self.facts.softcap)
-        chosen = top_ranked(ranks, tokens).view(len(query), -1, tokens)
+        (Hk, G, T, D), scale, softcap = query.shape, self.facts.softmax_scale, self.facts.softcap
+        each, nothing = query.transpose(1, 2).reshape(Hk * T, G, D), query.new_empty(Hk, 0, D)
+        exact = ExactKeys(nothing, sinks=beside.transpose(1, 2).reshape(Hk * T, G))
+        found = rank_codes(each, self.codes, self.clusters, exact, tokens, scale, softcap)
+        chosen = top_ranked(found.ranks, tokens).view(Hk, T, tokens)
         taken = torch.zeros_like(self.clusters.counts)
-        capacity = min(self.codes.keys, chosen.shape[1] * tokens)
-        return join_chosen(chosen, capacity, KeyGroups(self.labels, taken)), taken
+        return join_chosen(chosen, min(self.codes.keys, T * tokens), KeyGroups(self.labels, taken)), taken
 
     def choose_jointly(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The best tokens [Hk, K] int32 for T queries together, in order of position; arguments as above."""
+        """The best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position; totals [Hk, G, T]:
+        the log-sum-exps of all that each attends to."""
         scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        return top_ranked(rank_for_each(query, totals, self.codes, tokens, scale, softcap, joint=True), tokens)
+        ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, scale, softcap)
+        return top_ranked(ranks, tokens)
 
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int

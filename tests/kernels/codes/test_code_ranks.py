@@ -114,6 +114,24 @@ def test_the_same_as_in_plain_torch(G: int, m: int, size: int, dtype: torch.dtyp
     assert_same(rank(*arguments), rank_codes_reference(*arguments, SCALE))
 
 
+@pytest.mark.parametrize(("G", "m", "size", "T"), [(4, 8, 16, 3), (3, 12, 8, 1), (8, 4, 16, 5)])
+@pytest.mark.parametrize("there", [0, 70])
+def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
+    G: int, m: int, size: int, T: int, there: int
+) -> None:
+    D = m * size
+    (codes, _), clusters = small_codes(G, m, size, keys=5000), small_clusters(7, 5000, D)
+    query, keys, sinks = normal(1, 2 * T, G, D), normal(2, 2, there, D), normal(3, 2 * T, G)
+    apart = codes.repeated(T), clusters.repeated(T), ExactKeys(keys, sinks=sinks).repeated(T)
+    expected = rank(query, *apart, 150)
+    found = rank(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150)
+    for field in ("ranks", "coarse", "logsumexp"):
+        assert torch.equal(getattr(found.ranks, field), getattr(expected.ranks, field))
+    assert torch.equal(found.logits, expected.logits)
+    assert found.taken.shape == (2 * T, 70)
+    assert_same(found, rank_codes_reference(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150, SCALE))
+
+
 @pytest.mark.parametrize("keys", [256, 4095, 4096, 4097])
 def test_any_number_of_keys(keys: int) -> None:
     (codes, _), clusters = small_codes(3, keys=keys), small_clusters(4, keys, 16, clusters=keys // 64)
