@@ -26,7 +26,7 @@ tests() { measure tests 3 python -m pytest -m gpu -n 8; }
 
 sanitize() { # TOOL
     local name
-    for name in cluster_choice listed_choice shared_choice decode_attention shared_decode list_ranks top_ranks row_ranks code_ranks kmeans_triton quoka_triton chunk_rows; do
+    for name in cluster_choice listed_choice shared_choice decode_attention shared_decode list_ranks top_ranks row_ranks code_ranks joint_ranks joined kmeans_triton quoka_triton chunk_rows; do
         measure "$1-$name" 2 compute-sanitizer --tool "$1" --error-exitcode 9 \
             python -m pytest -m gpu tests/kernels/*/test_$name.py
     done

@@ -32,8 +32,8 @@ def rank_codes(
         wanted: number of keys that will be chosen for each.
 
     Returns:
-        See `CodeRanks`, of as many heads as the query. Allocates a byte a key, and 1 KB a part for every four heads of a
-        group, of each query.
+        See `CodeRanks`, of as many heads as the query. Allocates for each a byte a key, and 1 KB a part for every four
+        heads of a group.
     """
     if query.is_cuda:
         from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton

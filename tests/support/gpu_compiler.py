@@ -1,6 +1,6 @@
 """Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, those
-that weigh what is always attended before tokens are ranked, the scan of codes, logits of centroids in 8 bits, and the
-sum over ranks.
+that weigh what is always attended before tokens are ranked, the scan of codes, those for several queries over codes,
+logits of centroids in 8 bits, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -19,14 +19,14 @@ from sparsekv.kernels.attention import decode_attention_triton, running_softmax_
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton
-from sparsekv.kernels.codes import code_ranks_triton, product_tables_triton
+from sparsekv.kernels.codes import code_ranks_triton, joined_triton, joint_ranks_triton, product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
 from sparsekv.kernels.tables import list_look_up_triton
 from sparsekv.kernels.tables.list_codes import ListCodes
-from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
 
 from .summing_ranks import add_up_all
 
@@ -123,9 +123,28 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     list_look_up_triton.look_up_lists(query, found, about[0], 1, *about[1:])
 
 
+def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
+    """A question's queries together, and several that choose by themselves."""
+    books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
+    codes = KeyCodes(torch.zeros(H, D, D).half(), books, words, 4096)
+    joint_ranks_triton.rank_jointly_triton(
+        torch.zeros(H, 120, D, dtype=dtype), torch.zeros(H, 120), codes, 9, 0.1, softcap
+    )
+    clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
+    exact = ExactKeys(torch.zeros(H, 0, D, dtype=dtype), sinks=torch.zeros(H * B, G))
+    made = product_tables_triton.make_tables(
+        torch.zeros(H * B, G, D, dtype=dtype), codes, clusters, exact, 0.1, softcap
+    )
+    code_ranks_triton._scan(made, codes, 9, softcap)
+    groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
+    joined_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
+
+
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, scan, look_up, logits, summing = kernels = [
+    partial, shared, own, merging, tables, scan, look_up, logits, summing, joint, coarse, flag, count, lists = (
+        kernels
+    ) = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
@@ -135,6 +154,11 @@ def main() -> None:
         Compiler(list_look_up_triton._look_up_kernel),
         Compiler(cluster_choice_triton._logits_kernel),
         Compiler(sum_triton._sum_kernel),
+        Compiler(joint_ranks_triton._joint_kernel),
+        Compiler(joint_ranks_triton._coarse_kernel),
+        Compiler(joined_triton._flag_kernel),
+        Compiler(joined_triton._count_flags_kernel),
+        Compiler(joined_triton._list_flags_kernel),
     ]
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -146,12 +170,16 @@ def main() -> None:
         patch.object(list_look_up_triton, "_look_up_kernel", look_up),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
+        patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
+        patch.multiple(joined_triton, _flag_kernel=flag, _count_flags_kernel=count, _list_flags_kernel=lists),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
         launch(128, torch.bfloat16, in_8_bits=False, more=True)
         launch(96, torch.float16, in_8_bits=True, more=True)
         weigh(64, torch.float16, more=False)
         weigh(128, torch.bfloat16, more=True)
+        several(64, torch.float32, 3.0)
+        several(256, torch.bfloat16, None)
         score(96, torch.float32)
         score(128, torch.bfloat16)
         add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
