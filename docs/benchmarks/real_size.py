@@ -250,9 +250,11 @@ def measure(table: Table, parts: list[str]) -> None:
         for mode in ("off", "on", "on"):  # the last finds compiled what the one before has left
             table.speed("multipole", mode)
     if "together" in parts:
+        run(*SPARSEKV, "build-index", table.index, "--model", table.model, "--method", "codes")
         for size, budget in ((1, "5%"), (16, "5%"), (64, "1%")) if GPU else ((1, "5%"), (16, "5%")):
             for mode in ("off", "on") if GPU and size > 1 else ("off",):
-                table.together("multipole", size, budget, mode)
+                for name in ("multipole", "codes"):
+                    table.together(name, size, budget, mode)
     if "dense" in parts:
         for mode in ("off", "on"):
             table.beside_dense(mode)
