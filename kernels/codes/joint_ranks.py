@@ -6,7 +6,7 @@ and tensor cores multiply it with all queries.
 
 import torch
 
-from sparsekv.kernels.codes.types import KeyCodes
+from sparsekv.kernels.codes.types import HEADROOM, KeyCodes
 from sparsekv.kernels.scores.logits import softcapped
 from sparsekv.kernels.tables.list_ranks import ranks_of
 from sparsekv.kernels.tables.types import TokenRanks
@@ -20,11 +20,14 @@ def rank_jointly(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Ranks of all keys by estimated attention probability, mean over the queries; see `rank_codes`.
+    """Ranks of all keys by estimated attention probability, mean over the queries; see `rank_codes`. Probabilities are
+    told apart up to 2 ** `HEADROOM` / wanted, for totals are estimates, too small where few keys have most of it.
 
     On a GPU two kernels and few operations of torch, no synchronisation.
 
     Args:
+        codes: as they are stored, of which none are copied, or laid out; on a GPU with parts and channels of each that
+            are powers of two.
         query: [H, R, D], all query heads of a group and all their tokens.
         totals: [H, R] float32, the log-sum-exps that probabilities are relative to.
         wanted: number of keys that will be chosen.
@@ -53,4 +56,4 @@ def rank_jointly_reference(
     products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = softcapped(products.gather(-1, names).sum(2) * softmax_scale, softcap)
-    return ranks_of(logits, totals, wanted)
+    return ranks_of(logits, totals, max(1, wanted >> HEADROOM))

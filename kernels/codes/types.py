@@ -15,14 +15,16 @@ IN_WORD = 4  # codes of a word
 # octave. That is less than what the code of a key loses of it. Products further below are as if they were at the end.
 LEVELS = 255
 PER_OCTAVE = LEVELS / 24
+HEADROOM = 4  # octaves above what a key of `wanted` equal ones would have, within which joint ranks differ
 
 
 @dataclass(frozen=True)
 class KeyCodes:
-    """Codes of `keys` keys of each of H heads; all contiguous.
+    """Codes of `keys` keys of each of H heads.
 
     turn [H, D, D], by which queries are multiplied; books [H, m, 256, D / m], the centroids of m parts of the turned
-    channels. words [H, m / 4, tiles of 4,096] int32: byte b of a key's word p is its code in part 4 p + b.
+    channels; both contiguous. words [H, m / 4, keys or more] int32: byte b of a key's word p is its code in part
+    4 p + b. To look them up they are laid out for it, contiguous, in tiles of 4,096.
     """
 
     turn: torch.Tensor
@@ -40,6 +42,11 @@ class KeyCodes:
         by_byte = (self.words[..., : self.keys, None] >> (8 * torch.arange(IN_WORD, device=self.words.device))) & 255
         codes: torch.Tensor = by_byte.transpose(2, 3).flatten(1, 2).transpose(1, 2).long()
         return codes
+
+
+def as_stored(codes: torch.Tensor) -> torch.Tensor:
+    """`KeyCodes.words` of contiguous codes [H, M, m] uint8, with m a multiple of four; a view."""
+    return codes.view(torch.int32).transpose(1, 2)
 
 
 def lay_out(codes: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.code_estimates import CodeEstimates, probability
-from sparsekv.runtime.selection.code_scan import CodeScan
+from sparsekv.runtime.selection.code_scan import CodeScan, QuestionScan
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
@@ -83,7 +83,7 @@ class Codes(Method):
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Allocates codebooks in float32, each token's cluster, and for `scan` 1 the codes again, on a CPU as int32,
         for kernels with the clusters as int16 or int32; a selection the logits of what it scans, a few times, or with
-        kernels a byte a token."""
+        kernels a byte a token, and where several queries choose each by itself one for each."""
         return CodesSelector(context, self)
 
 
@@ -108,6 +108,8 @@ class CodesSelector(Selector):
         self.replace, self.stored_rows = method.replace, stored / self.row_bytes
         self.tensors = tensors
         self.has_gpu_scan = method.scan == 1 and CodeScan.serves(tensors)
+        of_questions = method.scan == 1 and QuestionScan.serves(tensors)
+        self.question_scan = QuestionScan(tensors, self.facts) if of_questions else None
 
     @cached_property
     def step_codes(self) -> StepCodes:
@@ -148,8 +150,8 @@ class CodesSelector(Selector):
             return self._selection(chosen, lambda: self._logits(queries.query, self.clusters.keys), scanned, 0)
         query, logits = queries.query, self._logits(queries.query, self.clusters.keys)
         total = self._total(logits, queries)
-        if queries.joint and candidates == tokens and self.has_gpu_scan and self.gpu_scan.serves_questions:
-            best = self.gpu_scan.choose_jointly(query, total, tokens)[:, None].long()
+        if queries.joint and candidates == tokens and self.question_scan is not None:
+            best = self.question_scan.choose(query, total, tokens)[:, None].long()
             return self._selection(best, lambda: logits, scanned, 0)
         if scanned == self.middle:
             scores = probability(self.estimates.of_all(query), total, joint=queries.joint)

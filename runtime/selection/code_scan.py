@@ -7,7 +7,15 @@ from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
 from sparsekv.kernels.codes.code_ranks import rank_codes
 from sparsekv.kernels.codes.joined import join_chosen
 from sparsekv.kernels.codes.joint_ranks import rank_jointly
-from sparsekv.kernels.codes.types import CENTROIDS, IN_WORD, JoinedKeys, KeyCodes, WeighedClusters, lay_out
+from sparsekv.kernels.codes.types import (
+    CENTROIDS,
+    IN_WORD,
+    JoinedKeys,
+    KeyCodes,
+    WeighedClusters,
+    as_stored,
+    lay_out,
+)
 from sparsekv.kernels.common.tiles_triton import power_of_two
 from sparsekv.kernels.tables.row_ranks import rank_rows
 from sparsekv.kernels.tables.top_ranks import top_ranked
@@ -35,8 +43,6 @@ class CodeScan:
         # Read for all keys in each step.
         short = torch.int16 if counts.shape[1] <= MOST_SHORT else torch.int32
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
-        # The kernel for a question's tokens has tiles of all parts.
-        self.serves_questions = all(power_of_two(number) == number for number in (books.shape[1], books.shape[3]))
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
@@ -63,13 +69,6 @@ class CodeScan:
         taken = torch.zeros_like(self.clusters.counts)
         return join_chosen(chosen, min(self.codes.keys, T * tokens), KeyGroups(self.labels, taken)), taken
 
-    def choose_jointly(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position; totals [Hk, G, T]:
-        the log-sum-exps of all that each attends to."""
-        scale, softcap = self.facts.softmax_scale, self.facts.softcap
-        ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, scale, softcap)
-        return top_ranked(ranks, tokens)
-
     def choose(
         self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int
     ) -> tuple[torch.Tensor, ScoredCentroids]:
@@ -91,3 +90,30 @@ class CodeScan:
             chosen = top_ranked(ranks, tokens, listed, groups)
         clusters = TakenRows(self.clusters.counts, found.taken)
         return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, clusters=clusters)
+
+
+class QuestionScan:
+    """One layer's codes as they are stored, for a question's tokens together; copies none of them.
+
+    Args:
+        tensors: of the index; see `CodesIndexer.build_layer`.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], facts: LayerFacts):
+        turn, books, codes = (tensors[name].contiguous() for name in ("query_turn", "codebooks", "codes"))
+        self.codes, self.facts = KeyCodes(turn, books, as_stored(codes), codes.shape[1]), facts
+
+    @staticmethod
+    def serves(tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether there is a kernel for such codes, and keys enough that it pays."""
+        # Its tiles have all parts, their sizes are powers of two, and a product takes at least 16 channels.
+        _, parts, _, size = tensors["codebooks"].shape
+        fits = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
+        return CodeScan.serves(tensors) and fits
+
+    def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position; totals [Hk, G, T]:
+        the log-sum-exps of all that each attends to."""
+        scale, softcap = self.facts.softmax_scale, self.facts.softcap
+        ranks = rank_jointly(query.flatten(1, 2), totals.flatten(1), self.codes, tokens, scale, softcap)
+        return top_ranked(ranks, tokens)

@@ -27,8 +27,8 @@ class RowSet:
 
     run_lengths: None where every run is one row. `capacity` is an upper bound of the rows of any one query. `total`:
     how many rows each query has, where the host knows it without a sync; 0 where kernels count them. `indices`: the
-    same rows as plain indices, for one query. log_weights [Hk, G, Q or 1, capacity] float32: added to the logits of
-    rows that were sampled instead of ranked, in the order of the runs.
+    same rows as plain indices, for one query or several that share them. log_weights [Hk, G, Q or 1, capacity] float32:
+    added to the logits of rows that were sampled instead of ranked, in the order of the runs.
     """
 
     starts: torch.Tensor
@@ -102,7 +102,7 @@ class Rest:
 class Cost:
     """D-sized index rows that were read per KV head to make a selection: a number, or [Hk, Q or 1].
 
-    per_count: rows to add for each count in `InPlace.counter`, where kernels counted what was read.
+    per_count: rows to add for each count in the counter that kernels were given, where they counted what was read.
     """
 
     index_rows: torch.Tensor | float

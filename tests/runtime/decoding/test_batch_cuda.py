@@ -11,7 +11,7 @@ from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.multipole import Multipole
@@ -19,8 +19,11 @@ from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection import code_scan
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.queries import Queries
+from sparsekv.runtime.selection.selection import Selection
 
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement raises an exception, and when?", "Why?", "And how?", "No.")
@@ -71,6 +74,30 @@ def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, re
     assert bool(captured.shared.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
     read = [dict(batch.answers(asked))[0].kv_fraction for batch in (captured, launched)]
     assert read[0] == pytest.approx(read[1], rel=0.2)  # a captured step of three is fed one of them twice
+
+
+def test_codes_are_scanned_by_kernels_for_each_question(on_gpu: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a document that is long enough for it: captured as launched, and mostly what torch chooses."""
+    asked = [question_ids(on_gpu, question) for question in QUESTIONS]
+    chosen, plain = [], CodesSelector.choose_for_each
+
+    def choose(selector: CodesSelector, queries: Queries, budget: Budget, counter: torch.Tensor) -> Selection | None:
+        chosen.append(plain(selector, queries, budget, counter))
+        return chosen[-1]
+
+    def batch() -> Batch:
+        return Batch(on_gpu, on_gpu.sparse_cache("codes", Codes(), Budget(0.2)), GREEDY, 4)
+
+    in_torch = dict(batch().answers(asked))[0].kv_fraction
+    monkeypatch.setattr(code_scan, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(CodesSelector, "choose_for_each", choose)
+    captured, launched = batch(), batch()
+    launched.shared.capture = False
+    assert _together(on_gpu, captured, asked) == _together(on_gpu, launched, asked)
+    assert chosen
+    assert all(one is not None for one in chosen)
+    read = [dict(one.answers(asked))[0].kv_fraction for one in (captured, launched)]
+    assert read == pytest.approx([in_torch, in_torch], rel=0.3)
 
 
 def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ EXACT = 20
 
 def by_kernels(monkeypatch: pytest.MonkeyPatch, method: Codes, context: MiddleContext) -> CodesSelector:
     """A selector that takes its kernels, or on a CPU what they are compared with."""
-    monkeypatch.setattr(code_scan.CodeScan, "serves", staticmethod(lambda tensors: True))
+    for scan in (code_scan.CodeScan, code_scan.QuestionScan):
+        monkeypatch.setattr(scan, "serves", staticmethod(lambda tensors: True))
     return method.prepare(context)
 
 
