@@ -62,16 +62,17 @@ def encode_addition(
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
-    """Indexers for the methods of an index, with the parameters they were built with.
+    """Indexers for the methods of an index, with the parameters they were built with; an earlier revision of one may
+    have made other tensors of these.
 
     Raises:
-        ArtifactError: this version cannot build one of them as it was.
+        ArtifactError: this version cannot build one of them.
     """
     known: dict[str, Callable[..., Indexer]] = dict(indexers())
     revisions = {name: indexer.revision for name, indexer in indexers().items()}
     found = {}
     for name, record in manifest.methods.items():
-        if revisions.get(name) != record.revision:
+        if revisions.get(name, 0) < record.revision:
             raise ArtifactError(
                 f"method {name} was built by another version of sparsekv ({manifest.writer_version}), and this one "
                 f"cannot build it so; {REBUILD}"
@@ -96,10 +97,12 @@ def clear_finished(folder: Path) -> None:
 
 
 def online_methods(manifest: Manifest) -> frozenset[str]:
-    """Names of the index's methods that can append; none if the model's RoPE depends on the prompt's length."""
+    """Names of the index's methods that can append: not those of an earlier revision, and none if the model's RoPE
+    depends on the prompt's length."""
     if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
-    return frozenset(name for name, indexer in stored_indexers(manifest).items() if indexer.takes_tokens)
+    current = ((name, one) for name, one in stored_indexers(manifest).items() if one.takes_tokens)
+    return frozenset(name for name, one in current if one.revision == manifest.methods[name].revision)
 
 
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:

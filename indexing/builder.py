@@ -29,8 +29,10 @@ class Builder:
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """What each method's tensors are built with."""
-        return {name: asdict(indexer) for name, indexer in self.methods.items()}
+        """What each method's tensors are built with; the first revision of one does not say so."""
+        later = {name: one.revision for name, one in self.methods.items() if one.revision > 1}
+        known = {name: {"revision": revision} for name, revision in later.items()}
+        return {name: asdict(indexer) | known.get(name, {}) for name, indexer in self.methods.items()}
 
     @property
     def queries(self) -> int:

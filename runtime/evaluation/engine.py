@@ -100,8 +100,10 @@ class _Asking:
     def _answered(
         self, way: Way, budget: Budget | None, asked: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, Given]]:
-        """Answers that are not known, as they come; several questions at once where the comparison and the method
-        allow it. Those that share what steps select are then all asked again: an answer depends on those beside it."""
+        """Answers that are not known, as they come, one for questions that are the same; several questions at once
+        where the comparison and the method allow it. Those that share what steps select are then all asked again: an
+        answer depends on those beside it."""
+        asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
         cache, method = self._cache(self.opened, way, budget), self.comparison.methods.get(way.method)
         one_by_one = self.comparison.together == 1 or why_alone(self.opened, method, cache)

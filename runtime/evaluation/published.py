@@ -107,7 +107,9 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    values = tuple(str(one) for one in value) if isinstance(value, list) else (str(value),)
+    """Those of one or more answers that are there: nothing is found in every text."""
+    given = value if isinstance(value, list) else [value]
+    values = tuple(str(one) for one in given if one is not None and str(one).strip())
     if not values:
         raise ValueError("a question has no answer")
     return values
@@ -122,7 +124,10 @@ def _measurable_pair(record: Record) -> tuple[str, tuple[str, ...]]:
 
 
 def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
-    return str(record["question"]), _strings(record["answers"] if "answers" in record else record["answer"])
+    question = record["question"]
+    if question is None or not str(question).strip():
+        raise ValueError("the question is empty")
+    return str(question), _strings(record["answers"] if "answers" in record else record["answer"])
 
 
 def _longbench(record: Record, name: str) -> Context:
@@ -136,7 +141,7 @@ def _longbench(record: Record, name: str) -> Context:
         answers=_strings(record["answers"]),
         metric=known.metric,
         max_new_tokens=known.max_new_tokens,
-        classes=_strings(record.get("all_classes") or [""]),
+        classes=_strings(record["all_classes"]) if record.get("all_classes") else ("",),
     )
     return Context(dataset, str(record.get("_id", name)), head + str(record["context"]), (question,), bare=known.bare)
 

@@ -114,6 +114,18 @@ def test_no_method_goes_on_online_where_the_keys_depend_on_the_prompts_length(tm
         assert online_methods(first.model_copy(update={"rope": RopeRecord(parameters=rope)})) == frozenset()
 
 
+def test_a_method_of_an_earlier_revision_is_made_again_from_all_tokens(tmp_path: Path) -> None:
+    plan = replace(_plan(), methods={"codes": CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)})
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr(CodesIndexer, "revision", 1)
+        first = build_index(plan, tmp_path / "a.skv")
+    assert (first.methods["codes"].revision, CodesIndexer.revision) == (1, 2)
+    assert online_methods(first) == frozenset()
+    grown = _grow(tmp_path / "a.skv", plan.loaded, MORE[:100])
+    assert grown.methods["codes"].revision == 2
+    assert online_methods(grown) == {"codes"}
+
+
 def test_a_method_of_another_revision_is_refused(tmp_path: Path) -> None:
     first = build_index(_plan(), tmp_path / "a.skv")
     record = first.methods["multipole"].model_copy(update={"revision": 99})

@@ -149,6 +149,7 @@ def test_one_document_with_many_questions(tmp_path: Path) -> None:
         ("longbench", LONGBENCH | {"dataset": "dureader"}, r"line 1: dataset dureader has no English metric"),
         ("longbench", {"input": "?"}, r"line 1: no field 'dataset'; there are: input"),
         ("longbench", LONGBENCH | {"answers": []}, r"line 1: a question has no answer"),
+        ("longbench", LONGBENCH | {"answers": ["", None, " "]}, r"line 1: a question has no answer"),
         ("ruler", RULER | {"input": "Hello."}, r"line 1: the input ends with no question"),
         ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle does not stand in the context"),
         ("prefixqa", PREFIXQA | {"answers": ["one"]}, r"line 1: 2 questions and 1 answers"),
@@ -195,6 +196,20 @@ def test_a_long_document_loses_its_middle() -> None:
     assert text.startswith(short[:100])
     assert text.endswith(short[-100:])
     assert shorten(text, count_words, 1000) == text
+
+
+@pytest.mark.parametrize("question", [None, "", " "])
+def test_pairs_without_a_question_are_refused(tmp_path: Path, question: str | None) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"question": question, "answer": "me"}))
+    with pytest.raises(UsageError, match=r"line 1: the question is empty"):
+        read_pairs(str(path))
+
+
+def test_empty_answers_beside_others_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "Who?", "answers": ["", "me", null]}')
+    assert read_pairs(str(path)) == (("Who?", ("me",)),)
 
 
 def test_pairs_whose_answers_f1_does_not_see_are_refused(tmp_path: Path) -> None:
