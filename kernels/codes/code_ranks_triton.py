@@ -92,7 +92,7 @@ def _scores(
 
 
 @triton.jit
-def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
+def store_ranks(rank, ranks, first, TILE: tl.constexpr):
     """Write the ranks of some keys of a tile, from key `first` of it on, in the layout of `TokenRanks`."""
     SLOTS: tl.constexpr = rank.shape[0]
     i, w = tl.arange(0, SLOTS), tl.arange(0, SLOTS // 4)
@@ -143,7 +143,7 @@ def _scan_kernel(
         score = tl.where(first + i < keys, score / G, 0.0)
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
         rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
-        _store_ranks(rank, ranks + (head * tiles + first // TILE) * (TILE // 4), first % TILE, TILE)
+        store_ranks(rank, ranks + (head * tiles + first // TILE) * (TILE // 4), first % TILE, TILE)
         counts += tl.histogram(rank // BINS, BINS)
     place = coarse + (head * tiles + some * PIECES * SLOTS // TILE) * BINS + tl.arange(0, BINS)
     tl.atomic_add(place, counts, sem="relaxed")

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.codes.code_ranks_triton import store_ranks
 from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, KeyCodes
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, power_of_two, wait_for_previous_kernel
@@ -41,7 +42,7 @@ def _joint_kernel(
     """Ranks of some keys in the layout of `TokenRanks`."""
     D: tl.constexpr = PARTS * SIZE
     first, head = tl.program_id(0) * SLOTS, tl.program_id(1).to(tl.int64)
-    i, w, d = tl.arange(0, SLOTS), tl.arange(0, SLOTS // 4), tl.arange(0, D)
+    i, d = tl.arange(0, SLOTS), tl.arange(0, D)
     k = _named_keys(
         words, books, head, first + i, keys, head_stride, quad_stride, key_stride, PARTS, SIZE, CENTROIDS
     )  # fmt: skip
@@ -61,10 +62,7 @@ def _joint_kernel(
     score = tl.where(first + i < keys, score / rows, 0.0)
     rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
     rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
-    by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
-    packed = tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4])
-    of_tile = ranks + head * (padded // 4) + first // TILE * (TILE // 4)
-    tl.store(of_tile + first % TILE // 8 + w % 2 * (TILE // 8) + w // 2, packed)
+    store_ranks(rank, ranks + head * (padded // 4) + first // TILE * (TILE // 4), first % TILE, TILE)
 
 
 @triton.jit
