@@ -1,13 +1,15 @@
-"""What the document's own queries say of its keys: how much each matters, and what clusters stand for once their best
-tokens are attended one by one.
+"""What the document's own queries say of its keys: how much each matters, and what clusters stand for once the tokens
+that are chosen are attended one by one.
 
 The mean key of a cluster's tokens gives them a smaller mass than they have, because the mean of exponents is above the
 exponent of the mean, and a larger one once the tokens of largest exponent are taken out; their mean value is that of
-all of them. So mass and value are fitted: over a sample of queries, each of which takes the best tokens, a cluster's
-remaining mass and output come out right on average. Queries see all of the middle, also what comes after them, and
-nothing else, as those that are asked later see it; with another budget than `TAKEN` the fit is an approximation.
+all of them. So mass and value are fitted: over a sample of queries, each of which takes the tokens that are best by
+their codes, a cluster's remaining mass and output come out right on average, with what the codes miss in them. Queries
+see all of the middle, also what comes after them, and nothing else, as those that are asked later see it; with another
+budget than `TAKEN` the fit is an approximation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,51 +19,60 @@ from sparsekv.kernels.scores.best import best_tokens
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.scores.softmax import softmax_with_logsumexp
 
-TAKEN = 0.03  # share of the tokens that each query takes
+TAKEN = 0.04  # share of the tokens that each query takes
 PRIOR = 0.1  # of a cluster's mean mass: how much of it is as the means say
 AT_ONCE = 16  # positions whose logits are in memory
 
 
 @dataclass(frozen=True)
 class FittedRest:
-    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's.
-
-    attended [Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root,
-    because a question asks for some tokens that few of the document's queries ask for.
-    """
+    """Log factors [Hk, C] float32 of the clusters' masses, and values [Hk, C, D] in the dtype of the document's."""
 
     bias: torch.Tensor
     values: torch.Tensor
-    attended: torch.Tensor
+
+
+def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
+    """[Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root, because
+    a question asks for some tokens that few of the document's queries ask for.
+
+    Args: as `fit_rest`'s.
+    """
+    roots = torch.zeros(keys.shape[:2], device=keys.device)
+    for some in queries.split(AT_ONCE, 2):
+        shares, _ = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        roots += shares.mean(1).sqrt_().sum(1)
+    return roots / queries.shape[2]
 
 
 def fit_rest(
     keys: torch.Tensor,
     values: torch.Tensor,
     queries: torch.Tensor,
+    estimated: Callable[[torch.Tensor], torch.Tensor],
     clusters: dict[str, torch.Tensor],
     labels: torch.Tensor,
     facts: LayerFacts,
 ) -> FittedRest:
     """Fit masses and values of clusters to queries; see the module.
 
-    Allocates three times the logits of `AT_ONCE` positions on all tokens.
+    Allocates four times the logits of `AT_ONCE` positions on all tokens.
 
     Args:
         keys, values: [Hk, M, D].
         queries: [Hk, G, P, D].
+        estimated: logits [Hk, G, P, M] of such queries by the keys' codes.
         clusters: level0.centroids, level0.value_centroids and level0.counts.
         labels: [Hk, M], each token's cluster.
     """
     centroids, counts = clusters["level0.centroids"], clusters["level0.counts"].float()
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
-    expected, attended = torch.zeros_like(counts), torch.zeros_like(weights)
+    expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         logits = attention_logits(some, keys, facts.softmax_scale, facts.softcap)
         shares, total = softmax_with_logsumexp(logits)
-        of_tokens = shares.mean(1)
-        attended += of_tokens.sqrt().sum(1) / queries.shape[2]
-        best = best_tokens(of_tokens, max(1, round(TAKEN * keys.shape[1])))
+        by_codes = (estimated(some) - total[..., None]).exp().mean(1)
+        best = best_tokens(by_codes, max(1, round(TAKEN * keys.shape[1])))
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
         of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
         left = counts[:, None].repeat(1, some.shape[2], 1)
@@ -74,4 +85,4 @@ def fit_rest(
     outputs.scatter_add_(1, labels[..., None].expand_as(values), weights[..., None] * values.float())
     plain = clusters["level0.value_centroids"].float()
     fitted = (outputs + prior[..., None] * plain) / (masses + prior)[..., None]
-    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype), attended)
+    return FittedRest(((masses + prior) / (expected + prior)).log(), fitted.to(values.dtype))

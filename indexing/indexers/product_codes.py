@@ -40,6 +40,12 @@ def encode(keys: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     return nearest.view(Hk, parts, -1).transpose(1, 2).byte().contiguous()
 
 
+def decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+    """The keys [Hk, M, D] float32 that codes [Hk, M, m] stand for."""
+    named = codes.transpose(1, 2).long()[..., None].expand(-1, -1, -1, codebooks.shape[3])
+    return codebooks.float().gather(2, named).transpose(1, 2).flatten(2)
+
+
 def _parts(keys: torch.Tensor, parts: int) -> torch.Tensor:
     """[Hk * m, M, D / m] float32: neighbouring channels of a head's keys, part by part."""
     Hk, M, D = keys.shape

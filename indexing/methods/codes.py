@@ -12,17 +12,18 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer
-from sparsekv.indexing.indexers.fitted_rest import FittedRest, fit_rest
+from sparsekv.indexing.indexers.fitted_rest import attended, fit_rest
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.online_blocks import finest_labels
-from sparsekv.indexing.indexers.product_codes import CODES, check_parts, encode, train_codebooks
+from sparsekv.indexing.indexers.product_codes import CODES, check_parts, decode, encode, train_codebooks
 from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
+from sparsekv.kernels.scores.logits import attention_logits
 
-FIT_EVERY = 2
-"""What clusters stand for is fitted to one of so many positions of the sample: to all of them the output error is the
-same (0.0197 on 6,144 tokens), and the build of a CPU a twentieth of a prefill longer."""
+ATTENDED_EVERY, FIT_EVERY = 2, 6
+"""How much keys matter, and what clusters stand for, is found from one of so many positions of the sample: from more of
+them output errors are the same to 1%, and the build of a CPU takes longer."""
 FLOOR = 0.3
 """Of the mean weight of a head's keys: what a key weighs that none of the document's queries attends to."""
 
@@ -34,7 +35,7 @@ class CodesIndexer(MultipoleIndexer):
 
     by_default: ClassVar[bool] = True
     learns: ClassVar[bool] = True
-    revision: ClassVar[int] = 2
+    revision: ClassVar[int] = 3
     levels: tuple[float, ...] = field(
         default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )
@@ -78,16 +79,17 @@ class CodesIndexer(MultipoleIndexer):
             return clusters | self._coded_and_rest(layer, clusters)
         kept = {name: tensors[name] for name in ("query_turn", "codebooks")}
         new = layer.keys[:, old_middle:].float() @ key_turn(kept["query_turn"])
-        codes = torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)
-        return clusters | kept | {"codes": codes} | _tensors(_rest(layer, clusters))
+        coded = kept | {"codes": torch.cat([tensors["codes"], encode(new, kept["codebooks"])], 1)}
+        return clusters | coded | _rest(layer, clusters, coded)
 
     def _coded_and_rest(self, layer: LayerInput, clusters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rest = _rest(layer, clusters)
-        weights = rest.attended + FLOOR * rest.attended.mean(1, keepdim=True)
+        matter = attended(layer.keys, _grouped(layer)[:, :, ::ATTENDED_EVERY], layer.facts)
+        weights = matter + FLOOR * matter.mean(1, keepdim=True)
         turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), self.code_bytes, weights)
         turned = layer.keys.float() @ key_turn(turn)
         codebooks = train_codebooks(turned, self.code_bytes, self.iterations, self.seed, weights)
-        return {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)} | _tensors(rest)
+        coded = {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
+        return coded | _rest(layer, clusters, coded)
 
 
 def _grouped(layer: LayerInput) -> torch.Tensor:
@@ -97,10 +99,15 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
     return grouped
 
 
-def _rest(layer: LayerInput, clusters: dict[str, torch.Tensor]) -> FittedRest:
+def _rest(
+    layer: LayerInput, clusters: dict[str, torch.Tensor], coded: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """rest_bias and rest_values, for what the codes choose."""
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
-    return fit_rest(layer.keys, layer.values, some, clusters, labels, layer.facts)
+    turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 
+    def by_codes(queries: torch.Tensor) -> torch.Tensor:
+        return attention_logits(queries.float() @ turn, named, layer.facts.softmax_scale, layer.facts.softcap)
 
-def _tensors(rest: FittedRest) -> dict[str, torch.Tensor]:
+    rest = fit_rest(layer.keys, layer.values, some, by_codes, clusters, labels, layer.facts)
     return {"rest_bias": rest.bias, "rest_values": rest.values}

@@ -13,9 +13,8 @@ from support.small_index import small_plan
 from support.small_tables import layer_input
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN, fit_rest
+from sparsekv.indexing.indexers.fitted_rest import PRIOR, TAKEN, attended
 from sparsekv.indexing.indexers.interface import LayerInput
-from sparsekv.indexing.indexers.online_blocks import finest_labels
 from sparsekv.indexing.indexers.query_turn import key_turn, query_turn
 from sparsekv.indexing.indexers.registry import choose_indexers
 from sparsekv.indexing.methods import codes
@@ -88,12 +87,11 @@ def test_codes_lose_less_of_the_keys_that_the_queries_attend_to(monkeypatch: pyt
 
 def test_what_a_token_is_attended_is_the_mean_of_roots_over_the_queries() -> None:
     layer = layer_input(middle=90, positions=20)
-    built = SMALL.build_layer(layer)
     assert layer.queries is not None
     grouped = layer.queries.unflatten(0, (2, 2))
-    found = fit_rest(layer.keys, layer.values, grouped, built, finest_labels(built), layer.facts)
+    found = attended(layer.keys, grouped, layer.facts)
     logits = torch.einsum("hgpd,hmd->hgpm", grouped.double(), layer.keys.double()) * layer.facts.softmax_scale
-    assert_close(found.attended, logits.softmax(-1).mean(1).sqrt().mean(1), 1e-5)
+    assert_close(found, logits.softmax(-1).mean(1).sqrt().mean(1), 1e-5)
 
 
 def test_queries_that_are_all_zero_turn_nothing_away() -> None:
@@ -103,7 +101,7 @@ def test_queries_that_are_all_zero_turn_nothing_away() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_masses_and_values_are_those_of_what_the_queries_leave(softcap: float | None) -> None:
+def test_masses_and_values_are_those_of_what_the_codes_leave_of_each_query(softcap: float | None) -> None:
     """By definition, in float64, a query and a token after the other."""
     layer = layer_input(middle=90, positions=20)
     layer = replace(layer, facts=layer.facts.model_copy(update={"softcap": softcap}))
@@ -115,6 +113,7 @@ def test_masses_and_values_are_those_of_what_the_queries_leave(softcap: float | 
         found = queries.double() @ keys.double().T * scale
         return found if softcap is None else softcap * torch.tanh(found / softcap)
 
+    named = _decoded(built)
     for head, (keys, values) in enumerate(zip(layer.keys, layer.values, strict=True)):
         ends = built["token_offsets"][head].tolist()
         order = (built["token_order"][head] - layer.split.sinks).long().tolist()
@@ -125,7 +124,8 @@ def test_masses_and_values_are_those_of_what_the_queries_leave(softcap: float | 
         for position in range(0, 20, FIT_EVERY):
             shares = logits(group[:, position], keys).softmax(-1)
             totals = logits(group[:, position], keys).logsumexp(-1, keepdim=True)
-            best = set(shares.mean(0).topk(taken).indices.tolist())
+            estimated = logits(group[:, position].double() @ built["query_turn"][head].double(), named[head])
+            best = set((estimated - totals).exp().mean(0).topk(taken).indices.tolist())
             means = (logits(group[:, position], built["level0.centroids"][head]) - totals).exp().sum(0)
             for cluster, tokens in enumerate(members):
                 left = [token for token in tokens if token not in best]
