@@ -39,8 +39,9 @@ from sparsekv.kernels.common.tiles_triton import (
 @dataclass(frozen=True)
 class Form:
     """How a head's rows are shared out: programs on an SM, warps of each, and the tile that it takes at a time, in as
-    many pipeline stages; and the cost of a centroid, plain or listed, in fifths of a chosen row's. A program with
-    less than two tiles to do takes short ones: it would wait for a second one that is nearly empty."""
+    many pipeline stages; and the cost of a centroid, plain, weighed in the kernel (in short tiles, and in others), or
+    listed, in fifths of a chosen row's. A program with less than two tiles to do takes short ones: it would wait for a
+    second one that is nearly empty."""
 
     tile_bytes: int
     short_tile_bytes: int
@@ -48,6 +49,7 @@ class Form:
     programs: int
     warps: int
     plain_fifths: int
+    weighed_fifths: tuple[int, int]
     listed_fifths: int
 
     @property
@@ -57,10 +59,12 @@ class Form:
 
 
 # Costs are measured: of a centroid no key is read, and plain ones lie one after another.
-IN_HALF_PRECISION = Form(16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, listed_fifths=5)
+IN_HALF_PRECISION = Form(
+    16_384, 8192, stages=2, programs=4, warps=4, plain_fifths=2, weighed_fifths=(3, 4), listed_fifths=5
+)
 # A row of half as many bytes. Its tile, whose index has to be there first, is asked for two turns ahead only with five
 # stages; a program of one warp never waits for another.
-IN_8_BITS = Form(4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, listed_fifths=8)
+IN_8_BITS = Form(4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8)
 # Pipeline stages: a third one helps for plain centroids, but not for rows, whose index has to be read first.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
@@ -245,11 +249,12 @@ def decode_attention_triton(
     assert stand_scales is None or runs.scales is not None  # values are added up in the unit of rows in 8 bits
     clusters = None if plain is None else plain.clusters
     of_counts, of_taken = (query, query) if clusters is None else (clusters.counts, clusters.taken)
-    units = (C * form.plain_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
+    short_fifths, stand_fifths = form.weighed_fifths if clusters else (form.plain_fifths, form.plain_fifths)
+    units = (C * stand_fifths + S * form.listed_fifths) // 5 + E + runs.capacity
     programs = num_splits(H, units, form.programs * count_sms(query.device), grain=10)
     tile = tile_rows(D, runs.keys.dtype, form.tile_bytes)
     if units < 2 * tile * programs:
-        tile = tile_rows(D, runs.keys.dtype, form.short_tile_bytes)
+        tile, stand_fifths = tile_rows(D, runs.keys.dtype, form.short_tile_bytes), short_fifths
     queue = runs.queue if runs.capacity >= LEAST_TILES * tile * programs else None
     rows, used_rows = runs.starts, runs.used
     if runs.ends is not None:
@@ -279,7 +284,7 @@ def decode_attention_triton(
         softmax_scale, softcap or 0.0, CAPPED=softcap is not None,
         G=G, GROUP=group_rows(G), D=D, BLOCK_D=block_of(runs), TILE=tile,
         STAND_STAGES=STAND_STAGES, EXACT_STAGES=EXACT_STAGES, ROW_STAGES=form.stages,
-        STAND_FIFTHS=form.plain_fifths, LISTED_FIFTHS=form.listed_fifths,
+        STAND_FIFTHS=stand_fifths, LISTED_FIFTHS=form.listed_fifths,
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,

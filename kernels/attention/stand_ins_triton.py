@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.common.tiles_triton import LOG2_E, log2_of_normal
 
 
 @triton.jit
@@ -22,8 +22,9 @@ def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_grou
     """Logits of some of a head's centroids with what these weigh, in units of log 2."""
     if LEFT:
         number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)
-        log_left = tl.log(tl.maximum(number, 1).to(tl.float32)) + tl.load(log_counts + c, mask=there, other=0.0)
+        log_left = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
+        log_left += tl.load(log_counts + c, mask=there, other=0.0) * LOG2_E
         log_left = tl.where(number > 0, log_left, -float("inf"))
     else:
-        log_left = tl.load(log_counts + c, mask=inside, other=-float("inf"))
-    return (tl.load(logits + c, mask=of_group[:, None] & inside, other=0.0) + log_left) * LOG2_E
+        log_left = tl.load(log_counts + c, mask=inside, other=-float("inf")) * LOG2_E
+    return tl.load(logits + c, mask=of_group[:, None] & inside, other=0.0) * LOG2_E + log_left

@@ -4,15 +4,23 @@ import math
 
 import torch
 
-from sparsekv.kernels.codes.types import LEVELS, PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, padded_clusters
+from sparsekv.kernels.codes.types import (
+    LEVELS,
+    PER_OCTAVE,
+    CodeRanks,
+    KeyCodes,
+    LaidOutCodes,
+    WeighedClusters,
+    padded_clusters,
+)
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
-from sparsekv.kernels.tables.list_ranks import exact_logsumexp, ranks_of
+from sparsekv.kernels.tables.list_ranks import exact_logsumexp, few_ranks_of
 from sparsekv.kernels.tables.types import ExactKeys
 
 
 def rank_codes(
     query: torch.Tensor,
-    codes: KeyCodes,
+    codes: LaidOutCodes,
     clusters: WeighedClusters,
     exact: ExactKeys,
     wanted: int,
@@ -45,7 +53,7 @@ def rank_codes(
 
 def rank_codes_reference(
     query: torch.Tensor,
-    codes: KeyCodes,
+    codes: LaidOutCodes,
     clusters: WeighedClusters,
     exact: ExactKeys,
     wanted: int,
@@ -54,12 +62,12 @@ def rank_codes_reference(
 ) -> CodeRanks:
     """`rank_codes` in plain torch."""
     each = len(query) // len(codes.words)
-    codes, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
+    repeated, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
     logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]
     logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
-    ranks = ranks_of(code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
+    ranks = few_ranks_of(code_logits(query, repeated, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
 
 

@@ -26,8 +26,8 @@ def rank_jointly(
     On a GPU two kernels and few operations of torch, no synchronisation.
 
     Args:
-        codes: as they are stored, of which none are copied, or laid out; on a GPU with parts and channels of each that
-            are powers of two.
+        codes: as they are stored, of which none are copied; on a GPU with parts and channels of each that are powers
+            of two.
         query: [H, R, D], all query heads of a group and all their tokens.
         totals: [H, R] float32, the log-sum-exps that probabilities are relative to.
         wanted: number of keys that will be chosen.

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.code_ranks_triton import store_ranks
 from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, KeyCodes
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, power_of_two, wait_for_previous_kernel
@@ -14,6 +13,16 @@ from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, RANKS, TokenRanks
 
 WIDE = 128  # channels, from which on tiles are halved: shared memory of an older GPU has room for no more
 SLOTS, MOST_ROWS, WARPS, STAGES = 128, 64, 4, 2  # keys of a program, and queries that it multiplies with them at once
+
+
+@triton.jit
+def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
+    """Write the ranks of some keys of a tile, from key `first` of it on, in the layout of `TokenRanks`."""
+    SLOTS: tl.constexpr = rank.shape[0]
+    i, w = tl.arange(0, SLOTS), tl.arange(0, SLOTS // 4)
+    by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])
+    words = tl.reshape(tl.sum(by_byte, 1), [SLOTS // 4])
+    tl.store(ranks + first // 8 + w % 2 * (TILE // 8) + w // 2, words)
 
 
 @triton.jit
@@ -62,7 +71,7 @@ def _joint_kernel(
     score = tl.where(first + i < keys, score / rows, 0.0)
     rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
     rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
-    store_ranks(rank, ranks + head * (padded // 4) + first // TILE * (TILE // 4), first % TILE, TILE)
+    _store_ranks(rank, ranks + head * (padded // 4) + first // TILE * (TILE // 4), first % TILE, TILE)
 
 
 @triton.jit

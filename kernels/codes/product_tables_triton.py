@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, KeyCodes, WeighedClusters
+from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, LaidOutCodes, WeighedClusters
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
@@ -14,6 +14,7 @@ from sparsekv.kernels.common.tiles_triton import (
     capped,
     dot,
     group_rows,
+    log2_of_normal,
     power_of_two,
     prefetch,
     share,
@@ -22,7 +23,7 @@ from sparsekv.kernels.common.tiles_triton import (
 )
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS
 from sparsekv.kernels.tables.list_look_up_triton import EXACT_PROGRAMS, add_exact
-from sparsekv.kernels.tables.types import BINS, ExactKeys
+from sparsekv.kernels.tables.types import FEW_RANKS, ExactKeys
 
 HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
@@ -106,7 +107,7 @@ def _weigh_clusters(
         some = capped(dot(q, tl.trans(k)) * softmax_scale, softcap, CAPPED)
         some = tl.where(number > 0, some, -float("inf"))
         tl.store(logits + g[:, None] * stride + c, some, mask=(g < G)[:, None] & inside)
-        some = (some + factor) * LOG2_E + tl.log2(tl.maximum(number, 1).to(tl.float32))
+        some = some * LOG2_E + (factor * LOG2_E + log2_of_normal(tl.maximum(number, 1).to(tl.float32)))
         highest = tl.maximum(peak, tl.max(some, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
@@ -157,7 +158,7 @@ def _tables_kernel(
 
 def make_tables(
     query: torch.Tensor,
-    codes: KeyCodes,
+    codes: LaidOutCodes,
     clusters: WeighedClusters,
     exact: ExactKeys,
     softmax_scale: float,
@@ -176,14 +177,14 @@ def make_tables(
         totals=torch.empty(H, G, sums, device=device),
         logits=torch.empty(H, G, stride, device=device),
         taken=torch.empty(H, C, dtype=torch.int32, device=device),
-        coarse=torch.empty(H, codes.words.shape[2] // TILE_TOKENS, BINS, dtype=torch.int32, device=device),
+        coarse=torch.empty(H, codes.words.shape[2] // TILE_TOKENS, FEW_RANKS // 2, dtype=torch.int32, device=device),
     )
     centroids, counts, bias = clusters.keys.to(query.dtype), clusters.counts, clusters.bias
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
         query, codes.turn, codes.books, centroids, counts, bias, exact.keys,
         found.taken if exact.count is None else exact.count,
         found.peaks if exact.sinks is None else exact.sinks.contiguous(), found.tables, found.tops, found.coarse,
-        found.logits, found.taken, found.peaks, found.totals, found.coarse.shape[1] * BINS, shares, sums, C, stride,
+        found.logits, found.taken, found.peaks, found.totals, found.coarse[0].numel(), shares, sums, C, stride,
         centroids.stride(0), counts.stride(0), bias.stride(0), exact.keys.shape[1], exact.keys.stride(0),
         H // documents, softmax_scale, softcap or 0.0, SHARED=documents < H, CAPPED=softcap is not None,
         COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, G=G,

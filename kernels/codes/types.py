@@ -1,6 +1,6 @@
 """Product codes of keys as a scan reads them, and the clusters that stand for the tokens that are not chosen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -24,7 +24,7 @@ class KeyCodes:
 
     turn [H, D, D], by which queries are multiplied; books [H, m, 256, D / m], the centroids of m parts of the turned
     channels; both contiguous. words [H, m / 4, keys or more] int32: byte b of a key's word p is its code in part
-    4 p + b. To look them up they are laid out for it, contiguous, in tiles of 4,096.
+    4 p + b.
     """
 
     turn: torch.Tensor
@@ -35,13 +35,28 @@ class KeyCodes:
     def repeated(self, each: int) -> "KeyCodes":
         """Those of each head so many times."""
         turn, books, words = (one.repeat_interleave(each, 0) for one in (self.turn, self.books, self.words))
-        return KeyCodes(turn, books, words, self.keys)
+        return replace(self, turn=turn, books=books, words=words)
+
+    def in_order(self) -> torch.Tensor:
+        """Words in the order of the keys."""
+        return self.words
 
     def unpacked(self) -> torch.Tensor:
         """Codes [H, M, m] int64."""
-        by_byte = (self.words[..., : self.keys, None] >> (8 * torch.arange(IN_WORD, device=self.words.device))) & 255
+        words = self.in_order()[..., : self.keys, None]
+        by_byte = (words >> (8 * torch.arange(IN_WORD, device=words.device))) & 255
         codes: torch.Tensor = by_byte.transpose(2, 3).flatten(1, 2).transpose(1, 2).long()
         return codes
+
+
+@dataclass(frozen=True)
+class LaidOutCodes(KeyCodes):
+    """`KeyCodes` to be looked up, contiguous, in tiles of 4,096 keys: of 32 keys the word of key 8 j + w is at 4 w + j,
+    so that those whose ranks are in one word of `TokenRanks` lie beside each other."""
+
+    def in_order(self) -> torch.Tensor:
+        words: torch.Tensor = self.words.unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2)
+        return words
 
 
 def as_stored(codes: torch.Tensor) -> torch.Tensor:
@@ -50,9 +65,10 @@ def as_stored(codes: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(codes: torch.Tensor) -> torch.Tensor:
-    """`KeyCodes.words` of codes [H, M, m] uint8, with m a multiple of four; zeros past the last key."""
+    """`LaidOutCodes.words` of codes [H, M, m] uint8, with m a multiple of four; zeros past the last key."""
     padded = pad(codes, (0, 0, 0, -codes.shape[1] % TILE_TOKENS))
-    words: torch.Tensor = padded.view(torch.int32).transpose(1, 2).contiguous()
+    of_32 = padded.view(torch.int32).transpose(1, 2).unflatten(2, (-1, 4, 8))
+    words: torch.Tensor = of_32.transpose(3, 4).flatten(2).contiguous()
     return words
 
 

@@ -49,8 +49,21 @@ def wait_for_previous_kernel(EARLY: tl.constexpr):
 
     Must come before a program reads what another kernel writes. What is read or fetched before it, nothing writes.
     """
+    only_wait(EARLY)
+    let_next_launch(EARLY)
+
+
+@triton.jit
+def only_wait(EARLY: tl.constexpr):
+    """The first half of `wait_for_previous_kernel`; `let_next_launch` must follow, in all programs."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_launch(EARLY: tl.constexpr):
+    """Let the next kernel be launched, once all programs of this one have come here."""
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -85,6 +98,15 @@ def exp2_flushed(exponents):
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [exponents], tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def log2_of_normal(numbers):
+    """Logarithms to base 2 of float32 that are neither zero nor subnormal: without looking for these it takes one
+    instruction, not ten."""
+    if WIDEN:
+        return tl.log2(numbers)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [numbers], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

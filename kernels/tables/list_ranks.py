@@ -1,22 +1,46 @@
 """Ranks all keys of a head for one query by posting lists laid out by token; `top_ranked` chooses by these ranks."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn.functional import pad
 
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.kernels.tables.list_codes import HIGHEST, TILE_TOKENS, ListCodes, unpacked
-from sparsekv.kernels.tables.types import BINS, FRACTION_BITS, LARGEST, RANKS, ExactKeys, TokenRanks, lowest_rank
+from sparsekv.kernels.tables.types import (
+    BINS,
+    FEW_RANKS,
+    FRACTION_BITS,
+    LARGEST,
+    RANKS,
+    ExactKeys,
+    TokenRanks,
+    fewer_ranks,
+    lowest_rank,
+)
 
 
 def laid_out(ranks: torch.Tensor, logsumexp: torch.Tensor) -> TokenRanks:
     """`TokenRanks` of ranks [H, keys] int32."""
     keys = ranks.shape[1]
     padded = pad(ranks, (0, -keys % TILE_TOKENS)).unflatten(1, (-1, TILE_TOKENS))
-    coarse = torch.zeros(*padded.shape[:2], BINS, dtype=torch.int32, device=ranks.device)
-    coarse.scatter_add_(-1, (padded // BINS).long(), torch.ones_like(padded))
+    coarse = _counts(padded // BINS, BINS)
     by_byte = padded.byte().unflatten(-1, (-1, 4, 4, 2)).permute(0, 1, 5, 2, 4, 3)
     words = by_byte.reshape(*padded.shape[:2], 2, TILE_TOKENS // 2).view(torch.int32)
     return TokenRanks(words, coarse, logsumexp, keys)
+
+
+def laid_out_counted(ranks: torch.Tensor, logsumexp: torch.Tensor) -> TokenRanks:
+    """`TokenRanks` of ranks [H, keys] int32 below `FEW_RANKS`, each counted."""
+    padded = pad(ranks, (0, -ranks.shape[1] % TILE_TOKENS)).unflatten(1, (-1, TILE_TOKENS))
+    even, odd = _counts(padded, FEW_RANKS).unflatten(-1, (-1, 2)).unbind(-1)
+    return replace(laid_out(ranks, logsumexp), coarse=even | (odd << 16))
+
+
+def _counts(numbers: torch.Tensor, bins: int) -> torch.Tensor:
+    """[..., bins] int32: how many of the last dimension each number is."""
+    counts = torch.zeros(*numbers.shape[:-1], bins, dtype=torch.int32, device=numbers.device)
+    return counts.scatter_add_(-1, numbers.long(), torch.ones_like(numbers))
 
 
 def rank_tokens(
@@ -74,9 +98,17 @@ def exact_logsumexp(
 
 def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:
     """Ranks from logits [H, G, M] and the log-sum-exps [H, G] that normalise them, in plain torch."""
+    return laid_out(_ranks(logits, logsumexp, wanted), logsumexp)
+
+
+def few_ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> TokenRanks:
+    """The same with `FEW_RANKS`, each counted."""
+    return laid_out_counted(fewer_ranks(_ranks(logits, logsumexp, wanted)), logsumexp)
+
+
+def _ranks(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int) -> torch.Tensor:
     scores = (logits - logsumexp[..., None]).exp().mean(1)
-    ranks = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)
-    return laid_out(ranks.clamp(0, RANKS - 1), logsumexp)
+    return ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
 
 
 def list_logits(

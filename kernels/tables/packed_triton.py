@@ -21,6 +21,14 @@ def two_numbers(word):
 
 
 @triton.jit
+def two_small_numbers(word):
+    """The two integers below 2048 in each word, as float32 times 2 ** -24: in float16 their bits are just that, which
+    is read at twice the speed of a conversion from integers."""
+    low, high = (word & 0xFFFF).to(tl.int16), ((word >> 16) & 0xFFFF).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def exp2(x):
     """2 ** x, with 0 instead of subnormal numbers: without handling these it takes half as many instructions."""
     if WIDEN:
@@ -122,6 +130,11 @@ def one_each(words, at: tl.constexpr):
 @triton.jit
 def sum_of_two(a, b, c, d):
     return a + c, b + d
+
+
+@triton.jit
+def sum_of_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit

@@ -7,13 +7,22 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import power_of_two, prefetch, wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
-from sparsekv.kernels.tables.packed_triton import one_each, set_bits, store_words, sum_of_two, sums_of_fours
-from sparsekv.kernels.tables.types import BINS, KeyGroups, TokenRanks
+from sparsekv.kernels.tables.packed_triton import (
+    one_each,
+    set_bits,
+    store_words,
+    sum_of_four,
+    sum_of_three,
+    sum_of_two,
+    sums_of_fours,
+)
+from sparsekv.kernels.tables.types import BINS, FEW_RANKS, KeyGroups, TokenRanks
 
 FEWEST_ROWS, MOST_ROWS = 32, 128  # of counts that a program adds up at a time: all wait for memory together
 # Many programs are bound by instructions: one warp runs once what is common to a program, four run it each. Where there
 # are most, two count faster than one: measured, one warp takes 50% longer there, four take 20% longer.
 WARPS_OF_FEW, WARPS_OF_MANY, COUNT_WARPS_OF_MOST = 4, 1, 2
+COUNTED_WARPS_OF_MANY = 2  # where each rank is counted: twice as many counts to add up
 MANY, MOST = 4, 16  # programs for each SM
 TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
@@ -32,6 +41,25 @@ def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
         of_all, of_these = tl.reduce((some, tl.where(rows < tile, some, 0)), 0, sum_of_two)
         every, before = every + of_all, before + of_these
     return every, before
+
+
+@triton.jit
+def _sums_of_pairs(counts, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
+    """The same where each rank is counted by itself, two counts in a word: [FEW_RANKS] each."""
+    PAIRS: tl.constexpr = FEW_RANKS // 2
+    row, column = tl.arange(0, ROWS), tl.arange(0, PAIRS)
+    even, odd, even_before, odd_before = (
+        tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32),
+        tl.zeros([PAIRS], tl.int32),
+    )  # fmt: skip
+    for at in range(0, tiles, ROWS):
+        rows = (at + row)[:, None]
+        words = tl.load(counts + rows * PAIRS + column, mask=rows < tiles, other=0)
+        before = tl.where(rows < tile, words, 0)
+        some = tl.reduce((words & 0xFFFF, words >> 16, before & 0xFFFF, before >> 16), 0, sum_of_four)
+        even, odd = even + some[0], odd + some[1]
+        even_before, odd_before = even_before + some[2], odd_before + some[3]
+    return tl.interleave(even, odd), tl.interleave(even_before, odd_before)
 
 
 @triton.jit
@@ -56,6 +84,20 @@ def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.cons
     equal_before = tl.sum(tl.where(column == last_fine, fine_before, 0), 0)
     first += tl.minimum(equal_before, room)
     return last_coarse * BINS + last_fine, first, tl.maximum(room - equal_before, 0)
+
+
+@triton.jit
+def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
+    """The same where each rank is counted by itself."""
+    every, before = _sums_of_pairs(counts, tile, tiles, FEW_RANKS, ROWS)
+    column = tl.arange(0, FEW_RANKS)
+    last = tl.max(tl.where(tl.cumsum(every, 0, reverse=True) >= wanted, column, 0), 0)
+    above, first, equal_before = tl.reduce(
+        (tl.where(column > last, every, 0), tl.where(column > last, before, 0), tl.where(column == last, before, 0)),
+        0, sum_of_three,
+    )  # fmt: skip
+    room = wanted - above
+    return last, first + tl.minimum(equal_before, room), tl.maximum(room - equal_before, 0)
 
 
 @triton.jit(do_not_specialize=["wanted"])
@@ -137,8 +179,8 @@ def _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NA
 @triton.jit(do_not_specialize=["wanted", "keys"])
 def _place_kernel(
     ranks, coarse, fine, names, labels, taken_of, chosen, wanted, keys, labels_stride, groups, NAMED: tl.constexpr,
-    GROUPED: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, FEW_RANKS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen keys of a tile, after those of the tiles before it."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -158,8 +200,13 @@ def _place_kernel(
         named = tl.load(names + key, mask=key < keys, other=0)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    of_head = head * tiles * BINS
-    last, first, room = _bounds(coarse + of_head, fine + of_head, wanted, tile, tiles, BINS, ROWS)
+    if FEW_RANKS:
+        last, first, room = _bounds_of_few(
+            coarse + head * tiles * (FEW_RANKS // 2), wanted, tile, tiles, FEW_RANKS, ROWS
+        )
+    else:
+        of_head = head * tiles * BINS
+        last, first, room = _bounds(coarse + of_head, fine + of_head, wanted, tile, tiles, BINS, ROWS)
     taken = _marks(words, next_words, last + 1, QUADS)
     equal = _marks(words, next_words, last, QUADS) ^ taken
     equals = set_bits(equal)
@@ -178,20 +225,22 @@ def _place_kernel(
 def top_ranked_triton(
     ranked: TokenRanks, wanted: int, names: torch.Tensor | None = None, groups: KeyGroups | None = None
 ) -> torch.Tensor:
-    """`top_ranked` on a GPU; reads the ranks twice."""
+    """`top_ranked` on a GPU; reads the ranks twice, or once where each is counted."""
     (H, tiles, _), ranks, early = ranked.coarse.shape, ranked.ranks, dependent_launch(ranked.ranks.device)
-    fine = torch.empty(H, tiles, BINS, dtype=torch.int32, device=ranks.device)
     chosen = torch.empty(H, wanted, dtype=torch.int32, device=ranks.device)
-    sizes = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": min(max(power_of_two(tiles), FEWEST_ROWS), MOST_ROWS)}
-    of_each = tiles * H / count_sms(ranks.device)
-    many = of_each >= MANY
-    warps = WARPS_OF_MANY if many else WARPS_OF_FEW
-    count_warps = COUNT_WARPS_OF_MOST if of_each >= MOST else warps
-    _count_kernel[(tiles, H)](ranks, ranked.coarse, fine, wanted, num_warps=count_warps, **sizes, **early)
+    of_each, few = tiles * H / count_sms(ranks.device), ranked.each_counted()
+    many, most = of_each >= MANY, MOST_ROWS // 2 if few else MOST_ROWS
+    warps = (COUNTED_WARPS_OF_MANY if few else WARPS_OF_MANY) if many else WARPS_OF_FEW
+    sizes = {"WORDS": TILE_WORDS, "BINS": BINS, "ROWS": min(max(power_of_two(tiles), FEWEST_ROWS), most)}
+    fine = ranked.coarse
+    if not few:
+        fine = torch.empty_like(ranked.coarse)
+        count_warps = COUNT_WARPS_OF_MOST if of_each >= MOST else warps
+        _count_kernel[(tiles, H)](ranks, ranked.coarse, fine, wanted, num_warps=count_warps, **sizes, **early)
     labels, taken = (chosen, chosen) if groups is None else (groups.labels, groups.taken)
     _place_kernel[(tiles, H)](
         ranks, ranked.coarse, fine, chosen if names is None else names, labels, taken, chosen, wanted, ranked.keys,
         labels.stride(0), taken.shape[1], NAMED=names is not None, GROUPED=groups is not None, AT_ONCE=not many,
-        num_warps=warps, **sizes, **early,
+        FEW_RANKS=FEW_RANKS if few else 0, num_warps=warps, **sizes, **early,
     )  # fmt: skip
     return chosen

@@ -12,6 +12,7 @@ from sparsekv.kernels.codes.types import (
     IN_WORD,
     JoinedKeys,
     KeyCodes,
+    LaidOutCodes,
     WeighedClusters,
     as_stored,
     lay_out,
@@ -37,7 +38,7 @@ class CodeScan:
     def __init__(self, tensors: dict[str, torch.Tensor], clusters: ResidualClusters, facts: LayerFacts):
         codes, self.facts = tensors["codes"], facts
         turn, books = tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous()
-        self.codes = KeyCodes(turn, books, lay_out(codes), codes.shape[1])
+        self.codes = LaidOutCodes(turn, books, lay_out(codes), codes.shape[1])
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
         # Read for all keys in each step.

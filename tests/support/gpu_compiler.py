@@ -20,7 +20,7 @@ from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton
 from sparsekv.kernels.codes import code_ranks_triton, joined_triton, joint_ranks_triton, product_tables_triton
-from sparsekv.kernels.codes.types import KeyCodes, WeighedClusters
+from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
@@ -113,7 +113,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     exact = ExactKeys(keys, torch.zeros(1, dtype=torch.int32), torch.zeros(H, G, dtype=dtype))
     about = (exact if more else ExactKeys(keys)), 0.1, (3.0 if more else None)
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
-    codes = KeyCodes(torch.zeros(H, D, D).half(), books, words, 4096)
+    codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     made = product_tables_triton.make_tables(query, codes, clusters, *about)
     code_ranks_triton._scan(made, codes, 100, about[2])

@@ -13,23 +13,23 @@ from support.reference import assert_close
 
 from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, KeyCodes, WeighedClusters, lay_out
-from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
+from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out
+from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, TokenRanks, fewer_ranks, lowest_rank
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3
-Held = TypeVar("Held", KeyCodes, WeighedClusters, ExactKeys)
+Held = TypeVar("Held", LaidOutCodes, WeighedClusters, ExactKeys)
 
 
 def small_codes(
     seed: int, m: int = 4, size: int = 4, keys: int = 4500, heads: int = 2
-) -> tuple[KeyCodes, torch.Tensor]:
+) -> tuple[LaidOutCodes, torch.Tensor]:
     """Random codes, and what they stand for: keys [H, M, D] float64."""
     codes = torch.randint(0, 256, (heads, keys, m), generator=torch.Generator().manual_seed(seed))
     D = m * size
     turn, books = normal(seed, heads, D, D).half() / D**0.5, normal(seed + 1, heads, m, 256, size).half()
     named = books.double()[torch.arange(heads)[:, None, None], torch.arange(m), codes].flatten(2)
-    return KeyCodes(turn, books, lay_out(codes.byte()), keys), named @ turn.double().transpose(1, 2)
+    return LaidOutCodes(turn, books, lay_out(codes.byte()), keys), named @ turn.double().transpose(1, 2)
 
 
 def small_clusters(seed: int, keys: int, D: int, clusters: int = 70, heads: int = 2) -> WeighedClusters:
@@ -48,7 +48,7 @@ def moved(held: Held) -> Held:
 
 def rank(
     query: torch.Tensor,
-    codes: KeyCodes,
+    codes: LaidOutCodes,
     clusters: WeighedClusters,
     exact: ExactKeys,
     wanted: int,
@@ -69,8 +69,8 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, precision: float = 
 
 
 def assert_same_ranks(found: TokenRanks, expected: TokenRanks) -> None:
-    """A product that is rounded the other way moves a logit by a tenth of an octave, which has 16 ranks."""
-    assert_ranks(found, expected, most=3, usual=0.1)
+    """A product that is rounded the other way moves a logit by a tenth of an octave, which has 8 ranks at most."""
+    assert_ranks(found, expected, most=2, usual=0.1)
 
 
 def assert_same(found: CodeRanks, expected: CodeRanks, precision: float = 1e-5) -> None:
@@ -98,8 +98,9 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     found = rank(query, codes, clusters, ExactKeys(keys), wanted, softcap)
     assert_close(found.ranks.logsumexp, total, 1e-5)
     scores = (logits - total[..., None]).exp().mean(1).float()
-    expected = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
-    most = math.ceil(rounding / math.log(2) * 2**FRACTION_BITS) + 1
+    ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
+    expected = fewer_ranks(ranks)
+    most = math.ceil(rounding / math.log(2) * 2**FRACTION_BITS / 2) + 1
     assert int((found.ranks.in_order() - expected).abs().max()) <= most
 
 
@@ -174,5 +175,5 @@ def test_products_far_below_the_best_do_not_carry() -> None:
     exact = ExactKeys(others - (others * middle).sum(-1, keepdim=True) * middle)
     arguments = query, codes, clusters, exact, 100
     found, expected = rank(*arguments), rank_codes_reference(*arguments, SCALE)
-    assert len(expected.ranks.in_order().unique()) > 50
+    assert len(expected.ranks.in_order().unique()) > 25
     assert_same_ranks(found.ranks, expected.ranks)

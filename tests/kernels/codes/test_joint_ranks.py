@@ -10,7 +10,7 @@ from support.ranks import assert_ranks, on_cpu
 
 from sparsekv.kernels.codes.joint_ranks import rank_jointly_reference
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
-from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored, lay_out
+from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
 from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
@@ -24,8 +24,7 @@ def small_codes(seed: int, m: int = 4, size: int = 4, keys: int = 4500) -> tuple
     turn, books = normal(seed, 2, D, D).half() / D**0.5, normal(seed + 1, 2, m, 256, size).half()
     named = books.double()[torch.arange(2)[:, None, None], torch.arange(m), codes].flatten(2)
     # As they are stored, but for every other seed laid out for look-ups, in another order and with room.
-    words = lay_out(codes.byte()) if seed % 2 else as_stored(codes.byte())
-    return KeyCodes(turn, books, words, keys), named @ turn.double().transpose(1, 2)
+    return KeyCodes(turn, books, as_stored(codes.byte()), keys), named @ turn.double().transpose(1, 2)
 
 
 def rank(

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS
-from sparsekv.kernels.tables.list_ranks import laid_out
+from sparsekv.kernels.tables.list_ranks import laid_out, laid_out_counted
 from sparsekv.kernels.tables.top_ranks import top_ranked_reference
 from sparsekv.kernels.tables.top_ranks_triton import top_ranked_triton
-from sparsekv.kernels.tables.types import RANKS, KeyGroups, TokenRanks
+from sparsekv.kernels.tables.types import FEW_RANKS, RANKS, KeyGroups, TokenRanks
 
 pytestmark = compiled_or_interpreted
 
 
-def ranked(seed: int, heads: int, keys: int, different: int) -> TokenRanks:
-    """Random ranks with `different` values, each of about the same number of keys."""
+def ranked(seed: int, heads: int, keys: int, different: int, *, few: bool = False) -> TokenRanks:
+    """Random ranks with `different` values, each of about the same number of keys; few: each is counted."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, RANKS, (different,), generator=generator)
+    values = torch.randint(0, FEW_RANKS if few else RANKS, (different,), generator=generator)
     ranks = values[torch.randint(0, different, (heads, keys), generator=generator)]
-    placed = laid_out(ranks.int(), torch.zeros(heads, 1))
+    placed = (laid_out_counted if few else laid_out)(ranks.int(), torch.zeros(heads, 1))
     return replace(placed, ranks=placed.ranks.to(DEVICE), coarse=placed.coarse.to(DEVICE))
 
 
@@ -32,34 +32,41 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.MANY", 0 if "many" in request.param else 1000)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 2 * TILE_TOKENS), st.sampled_from([1, 3, 500]), st.floats(0, 1))
-@settings(max_examples=12, deadline=None)
-def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: float) -> None:
-    ranks, wanted = ranked(seed, 2, keys, different), round(share * keys)
+@given(
+    st.integers(0, 10**6), st.integers(1, 2 * TILE_TOKENS), st.sampled_from([1, 3, 500]), st.floats(0, 1), st.booleans()
+)
+@settings(max_examples=16, deadline=None)
+def test_the_same_as_by_a_sort(seed: int, keys: int, different: int, share: float, few: bool) -> None:
+    ranks, wanted = ranked(seed, 2, keys, different, few=few), round(share * keys)
     with poisoned_memory():
         chosen = top_ranked_triton(ranks, wanted)
     assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("wanted", [1, 5000, 3 * TILE_TOKENS - 5])
-def test_counts_of_more_tiles_than_are_added_up_at_a_time(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.MOST_ROWS", 2)
-    ranks = ranked(7, 2, 3 * TILE_TOKENS - 5, 40)
+def test_counts_of_more_tiles_than_are_added_up_at_a_time(
+    wanted: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.tables.top_ranks_triton.MOST_ROWS", 4 if few else 2)
+    ranks = ranked(7, 2, 3 * TILE_TOKENS - 5, 40, few=few)
     assert torch.equal(top_ranked_triton(ranks, wanted), top_ranked_reference(ranks, wanted))
 
 
 @pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("different", [1, 3, 500])
-def test_the_same_however_many_programs_there_are(different: int) -> None:
-    ranks = ranked(11, 2, TILE_TOKENS + 77, different)
+def test_the_same_however_many_programs_there_are(different: int, few: bool) -> None:
+    ranks = ranked(11, 2, TILE_TOKENS + 77, different, few=few)
     for wanted in (0, 1, 901, TILE_TOKENS + 77):
         with poisoned_memory():
             chosen = top_ranked_triton(ranks, wanted)
         assert torch.equal(chosen, top_ranked_reference(ranks, wanted))
 
 
-def test_of_equal_ranks_the_first_keys_are_taken() -> None:
-    ranks = ranked(0, 1, 60, 1)
+@pytest.mark.parametrize("few", [False, True])
+def test_of_equal_ranks_the_first_keys_are_taken(few: bool) -> None:
+    ranks = ranked(0, 1, 60, 1, few=few)
     assert top_ranked_triton(ranks, 9).tolist() == [list(range(9))]
 
 
@@ -78,7 +85,7 @@ def test_names_in_the_place_of_numbers() -> None:
 @pytest.mark.parametrize("labels_of", [torch.int16, torch.int32])
 def test_what_is_chosen_of_each_group(named: bool, labels_of: torch.dtype) -> None:
     """Counted by name, where names are a third of the keys."""
-    ranks, groups = ranked(5, 2, 3000, 40), 37
+    ranks, groups = ranked(5, 2, 3000, 40, few=not named), 37
     generator = torch.Generator().manual_seed(1)
     names = torch.arange(0, 9000, 3).expand(2, -1).int().to(DEVICE) if named else None
     labels = torch.randint(0, groups, (2, 9000), generator=generator).to(DEVICE, labels_of)
