@@ -36,6 +36,8 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
     """[Hk, M] float32: the mean over the queries of the root of each token's share of the attention. The root, because
     a question asks for some tokens that few of the document's queries ask for.
 
+    Allocates three times the logits of `AT_ONCE` positions on all tokens, with a soft cap four times.
+
     Args: as `fit_rest`'s.
     """
     roots = torch.zeros(keys.shape[:2], device=keys.device)
@@ -56,7 +58,7 @@ def fit_rest(
 ) -> FittedRest:
     """Fit masses and values of clusters to queries; see the module.
 
-    Allocates four times the logits of `AT_ONCE` positions on all tokens.
+    Allocates four times the logits of `AT_ONCE` positions on all tokens, with a soft cap five times.
 
     Args:
         keys, values: [Hk, M, D].
@@ -69,10 +71,11 @@ def fit_rest(
     weights = torch.zeros(keys.shape[:2], device=keys.device)  # of each token, over all queries that do not take it
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
-        logits = attention_logits(some, keys, facts.softmax_scale, facts.softcap)
-        shares, total = softmax_with_logsumexp(logits)
-        by_codes = (estimated(some) - total[..., None]).exp().mean(1)
-        best = best_tokens(by_codes, max(1, round(TAKEN * keys.shape[1])))
+        shares, total = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
+        by_codes, as_they_say = softmax_with_logsumexp(estimated(some))
+        # Estimates can be above what is exact by so much that there is no such number.
+        of_tokens = by_codes.mul_((as_they_say - total).clamp(max=60).exp()[..., None]).mean(1)
+        best = best_tokens(of_tokens, max(1, round(TAKEN * keys.shape[1])))
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
         of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
         left = counts[:, None].repeat(1, some.shape[2], 1)

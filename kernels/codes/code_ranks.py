@@ -8,8 +8,8 @@ from sparsekv.kernels.codes.types import (
     LEVELS,
     PER_OCTAVE,
     CodeRanks,
-    KeyCodes,
     LaidOutCodes,
+    ProductCodes,
     WeighedClusters,
     padded_clusters,
 )
@@ -62,17 +62,17 @@ def rank_codes_reference(
 ) -> CodeRanks:
     """`rank_codes` in plain torch."""
     each = len(query) // len(codes.words)
-    repeated, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
+    codes, clusters, exact = codes.repeated(each), clusters.repeated(each), exact.repeated(each)
     logits = attention_logits(query[:, :, None], clusters.keys, softmax_scale, softcap)[:, :, 0]
     logits = logits.masked_fill(clusters.counts[:, None] == 0, -torch.inf)
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
-    ranks = few_ranks_of(code_logits(query, repeated, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
+    ranks = few_ranks_of(code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside), wanted)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
 
 
 def code_logits(
-    query: torch.Tensor, codes: KeyCodes, softmax_scale: float, softcap: float | None = None
+    query: torch.Tensor, codes: ProductCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
     """Logits [H, G, M] float32 of queries [H, G, D] on what the codes of all keys stand for, with rounded products."""
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))

@@ -19,6 +19,7 @@ from sparsekv.kernels.common.tiles_triton import (
     only_wait,
     power_of_two,
     prefetch,
+    product,
 )
 from sparsekv.kernels.tables.list_codes import TILE_TOKENS, TILE_WORDS
 from sparsekv.kernels.tables.packed_triton import byte_of, exp2, second_and_fourth, sum_of_four, two_small_numbers
@@ -91,7 +92,7 @@ def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.conste
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
     """[FEW] in units of log 2, of each query head, from those of parts [FEW, SUMS]."""
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
-    total = tl.where(g < G, tl.sum(part_totals * tl.exp2(part_peaks - peak[:, None]), 1), 1.0)
+    total = tl.where(g < G, tl.sum(product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
     return peak + log2_of_normal(total)
 
 
@@ -137,7 +138,7 @@ def _scores(
 
 
 @triton.jit
-def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
+def _store_fours(rank, ranks, first, TILE: tl.constexpr):
     """Write ranks [keys / 4, 4] of a tile's keys from `first` on, in the order of `LaidOutCodes`, as `TokenRanks`."""
     w = tl.arange(0, rank.shape[0])
     words = tl.sum(rank << (8 * tl.arange(0, 4)), 1)
@@ -196,7 +197,7 @@ def _scan_kernel(
         rank = (score.to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
         rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
         rank = (rank + 3 * tl.minimum(tl.maximum(rank - FINE_FROM, 0), FINE) + 1) >> 3
-        _store_ranks(rank, ranks + (head * tiles + first // TILE) * (TILE // 4), first % TILE, TILE)
+        _store_fours(rank, ranks + (head * tiles + first // TILE) * (TILE // 4), first % TILE, TILE)
         counts += tl.histogram(tl.reshape(rank, [SLOTS]), FEW_RANKS)
     even, odd = tl.split(tl.reshape(counts, [FEW_RANKS // 2, 2]))
     of_tile = head * tiles + some * PIECES * SLOTS // TILE

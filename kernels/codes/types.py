@@ -1,6 +1,8 @@
 """Product codes of keys as a scan reads them, and the clusters that stand for the tokens that are not chosen."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch.nn.functional import pad
@@ -19,12 +21,12 @@ HEADROOM = 4  # octaves above what a key of `wanted` equal ones would have, with
 
 
 @dataclass(frozen=True)
-class KeyCodes:
+class ProductCodes(ABC):
     """Codes of `keys` keys of each of H heads.
 
     turn [H, D, D], by which queries are multiplied; books [H, m, 256, D / m], the centroids of m parts of the turned
-    channels; both contiguous. words [H, m / 4, keys or more] int32: byte b of a key's word p is its code in part
-    4 p + b.
+    channels; both contiguous. words [H, m / 4, keys or more] int32, in an order of each class's own: byte b of a key's
+    word p is its code in part 4 p + b.
     """
 
     turn: torch.Tensor
@@ -32,14 +34,14 @@ class KeyCodes:
     words: torch.Tensor
     keys: int
 
-    def repeated(self, each: int) -> "KeyCodes":
+    def repeated(self, each: int) -> Self:
         """Those of each head so many times."""
         turn, books, words = (one.repeat_interleave(each, 0) for one in (self.turn, self.books, self.words))
         return replace(self, turn=turn, books=books, words=words)
 
+    @abstractmethod
     def in_order(self) -> torch.Tensor:
         """Words in the order of the keys."""
-        return self.words
 
     def unpacked(self) -> torch.Tensor:
         """Codes [H, M, m] int64."""
@@ -50,9 +52,17 @@ class KeyCodes:
 
 
 @dataclass(frozen=True)
-class LaidOutCodes(KeyCodes):
-    """`KeyCodes` to be looked up, contiguous, in tiles of 4,096 keys: of 32 keys the word of key 8 j + w is at 4 w + j,
-    so that those whose ranks are in one word of `TokenRanks` lie beside each other."""
+class KeyCodes(ProductCodes):
+    """Words in the order of the keys, with any strides."""
+
+    def in_order(self) -> torch.Tensor:
+        return self.words
+
+
+@dataclass(frozen=True)
+class LaidOutCodes(ProductCodes):
+    """Words to be looked up, contiguous, in tiles of 4,096 keys: of 32 keys the word of key 8 j + w is at 4 w + j, so
+    that those whose ranks are in one word of `TokenRanks` lie beside each other."""
 
     def in_order(self) -> torch.Tensor:
         words: torch.Tensor = self.words.unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2)

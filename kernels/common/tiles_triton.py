@@ -106,7 +106,16 @@ def log2_of_normal(numbers):
     instruction, not ten."""
     if WIDEN:
         return tl.log2(numbers)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [numbers], tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [numbers], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b):
+    """a b in float32, never fused with a sum that follows. A sum over threads takes each one's own number and its
+    neighbours': fused with the own one it would be rounded otherwise at each, and one place be written twice."""
+    if WIDEN:
+        return a * b
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
-from sparsekv.kernels.tables import list_look_up_triton
+from sparsekv.kernels.tables import list_look_up_triton, top_ranks_triton
 from sparsekv.kernels.tables.list_codes import ListCodes
 from sparsekv.kernels.tables.types import ExactKeys, KeyGroups
 
@@ -116,7 +116,12 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     made = product_tables_triton.make_tables(query, codes, clusters, *about)
-    code_ranks_triton._scan(made, codes, 100, about[2])
+    groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
+    for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles of an SM; there is less than one
+        with patch.multiple(code_ranks_triton, MANY_TILES=few, MOST_TILES=many):
+            ranks = code_ranks_triton._scan(made, codes, 100, about[2])
+        with patch.object(top_ranks_triton, "MANY", few):
+            top_ranks_triton.top_ranked_triton(ranks, 100, groups=groups)
     channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
     centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
     found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
@@ -132,17 +137,17 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     )
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     exact = ExactKeys(torch.zeros(H, 0, D, dtype=dtype), sinks=torch.zeros(H * B, G))
-    made = product_tables_triton.make_tables(
-        torch.zeros(H * B, G, D, dtype=dtype), codes, clusters, exact, 0.1, softcap
-    )
-    code_ranks_triton._scan(made, codes, 9, softcap)
+    laid_out = LaidOutCodes(codes.turn, books, words, 4096)
+    query = torch.zeros(H * B, G, D, dtype=dtype)
+    made = product_tables_triton.make_tables(query, laid_out, clusters, exact, 0.1, softcap)
+    code_ranks_triton._scan(made, laid_out, 9, softcap)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
     joined_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
 
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, scan, look_up, logits, summing, joint, coarse, flag, count, lists = (
+    partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists = (
         kernels
     ) = [
         Compiler(decode_attention_triton._partial_kernel),
@@ -151,6 +156,7 @@ def main() -> None:
         Compiler(running_softmax_triton._merge_kernel),
         Compiler(product_tables_triton._tables_kernel),
         Compiler(code_ranks_triton._scan_kernel),
+        Compiler(top_ranks_triton._place_kernel),
         Compiler(list_look_up_triton._look_up_kernel),
         Compiler(cluster_choice_triton._logits_kernel),
         Compiler(sum_triton._sum_kernel),
@@ -167,6 +173,7 @@ def main() -> None:
         patch.object(running_softmax_triton, "_merge_kernel", merging),
         patch.object(product_tables_triton, "_tables_kernel", tables),
         patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
+        patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),
         patch.object(list_look_up_triton, "_look_up_kernel", look_up),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),

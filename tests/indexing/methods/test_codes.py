@@ -103,7 +103,7 @@ def test_queries_that_are_all_zero_turn_nothing_away() -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_masses_and_values_are_those_of_what_the_codes_leave_of_each_query(softcap: float | None) -> None:
     """By definition, in float64, a query and a token after the other."""
-    layer = layer_input(middle=90, positions=20)
+    layer = layer_input(middle=90, positions=120)
     layer = replace(layer, facts=layer.facts.model_copy(update={"softcap": softcap}))
     built = SMALL.build_layer(layer)
     assert layer.queries is not None
@@ -121,7 +121,7 @@ def test_masses_and_values_are_those_of_what_the_codes_leave_of_each_query(softc
         group = layer.queries.unflatten(0, (2, 2))[head]
         masses, expected = torch.zeros(len(members)).double(), torch.zeros(len(members)).double()
         outputs = torch.zeros(len(members), 16).double()
-        for position in range(0, 20, FIT_EVERY):
+        for position in range(0, 120, FIT_EVERY):
             shares = logits(group[:, position], keys).softmax(-1)
             totals = logits(group[:, position], keys).logsumexp(-1, keepdim=True)
             estimated = logits(group[:, position].double() @ built["query_turn"][head].double(), named[head])
@@ -157,7 +157,8 @@ def test_new_keys_are_encoded_by_the_old_turn_and_codebooks(seed: int, more: int
     assert torch.equal(appended["codes"][:, :256], built["codes"])
     assert appended["codes"].shape == (2, 256 + more, 4)
     assert int(appended["level0.counts"].sum()) == 2 * (256 + more)
-    assert bool(appended["rest_bias"].isfinite().all())
+    again = codes._rest(grown, appended, appended)
+    assert all(torch.equal(appended[name], again[name]) for name in ("rest_bias", "rest_values"))
 
 
 def test_codebooks_of_a_few_keys_are_made_again() -> None:

@@ -14,7 +14,17 @@ from support.reference import assert_close
 from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes_reference
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
 from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out
-from sparsekv.kernels.tables.types import FRACTION_BITS, RANKS, ExactKeys, TokenRanks, fewer_ranks, lowest_rank
+from sparsekv.kernels.tables.types import (
+    FEW_RANKS,
+    FINE,
+    FINE_FROM,
+    FRACTION_BITS,
+    RANKS,
+    ExactKeys,
+    TokenRanks,
+    fewer_ranks,
+    lowest_rank,
+)
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3
@@ -70,7 +80,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, precision: float = 
 
 def assert_same_ranks(found: TokenRanks, expected: TokenRanks) -> None:
     """A product that is rounded the other way moves a logit by a tenth of an octave, which has 8 ranks at most."""
-    assert_ranks(found, expected, most=2, usual=0.1)
+    assert_ranks(found, expected, most=2, usual=0.01)
 
 
 def assert_same(found: CodeRanks, expected: CodeRanks, precision: float = 1e-5) -> None:
@@ -131,6 +141,30 @@ def test_several_queries_of_a_head_are_ranked_as_if_each_had_its_own(
     assert torch.equal(found.logits, expected.logits)
     assert found.taken.shape == (2 * T, 70)
     assert_same(found, rank_codes_reference(query, codes, clusters, ExactKeys(keys, sinks=sinks), 150, SCALE))
+
+
+@pytest.mark.parametrize("form", ["FEW", "MANY", "MOST"])
+@pytest.mark.parametrize(("G", "m", "softcap"), [(4, 8, None), (5, 16, 2.0), (1, 4, None)])
+def test_the_same_however_many_tiles_there_are(
+    form: str, G: int, m: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs take one piece of a tile, or several, and let the next kernel come early or late."""
+    few, many = {"FEW": (1e9, 1e9), "MANY": (0, 1e9), "MOST": (0, 0)}[form]
+    monkeypatch.setattr("sparsekv.kernels.codes.code_ranks_triton.MANY_TILES", few)
+    monkeypatch.setattr("sparsekv.kernels.codes.code_ranks_triton.MOST_TILES", many)
+    (codes, _), clusters = small_codes(2, m, 8, keys=5000), small_clusters(3, 5000, 8 * m)
+    arguments = 2 * normal(1, 2, G, 8 * m), codes, clusters, ExactKeys(normal(2, 2, 9, 8 * m)), 150
+    assert_same(rank(*arguments, softcap), rank_codes_reference(*arguments, SCALE, softcap))
+
+
+def test_fewer_ranks_are_half_an_octave_or_an_eighth() -> None:
+    """Of 16 ranks an octave; in the same order."""
+    fewer = fewer_ranks(torch.arange(RANKS))
+    widths = torch.bincount(fewer, minlength=FEW_RANKS)
+    assert torch.equal(fewer, fewer.sort().values)
+    assert fewer[[0, -1]].tolist() == [0, FEW_RANKS - 1]
+    assert 1 <= int(widths.min()) <= int(widths.max()) <= 8
+    assert int(widths[fewer[FINE_FROM + 2] : fewer[FINE_FROM + FINE - 2]].max()) == 2
 
 
 @pytest.mark.parametrize("keys", [256, 4095, 4096, 4097])

@@ -23,8 +23,10 @@ def small_codes(seed: int, m: int = 4, size: int = 4, keys: int = 4500) -> tuple
     D = m * size
     turn, books = normal(seed, 2, D, D).half() / D**0.5, normal(seed + 1, 2, m, 256, size).half()
     named = books.double()[torch.arange(2)[:, None, None], torch.arange(m), codes].flatten(2)
-    # As they are stored, but for every other seed laid out for look-ups, in another order and with room.
-    return KeyCodes(turn, books, as_stored(codes.byte()), keys), named @ turn.double().transpose(1, 2)
+    words = as_stored(codes.byte())
+    if seed % 2:  # in another order in memory, and with room
+        words = torch.nn.functional.pad(words, (0, 77), value=-1).contiguous()
+    return KeyCodes(turn, books, words, keys), named @ turn.double().transpose(1, 2)
 
 
 def rank(
