@@ -10,7 +10,7 @@ def top_ranked(
 ) -> torch.Tensor:
     """Indices of the `wanted` keys of highest rank in each head; of equal ranks the first keys.
 
-    On a GPU two kernels, no synchronisation, and the same result in every run.
+    On a GPU two kernels, or one where each rank is counted, no synchronisation, and the same result in every run.
 
     Args:
         wanted: K, at most the number of keys.

@@ -89,9 +89,13 @@ class _Asking:
                 while key not in self.answers.known:
                     self._keep(*next(answered), way)
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
-        if self.opened is not None and not self.comparison.keep:
-            self.opened = None
-            shutil.rmtree(self._folder())
+        if self.opened is not None:
+            self.opened, kept = None, self._folder().with_suffix(".kept")
+            # What one run was told to keep, no other removes.
+            if self.comparison.keep:
+                kept.touch()
+            elif not kept.exists():
+                shutil.rmtree(self._folder())
 
     def key(self, way: Way, budget: Budget | None, question: Question) -> str:
         """Under which an answer is known."""

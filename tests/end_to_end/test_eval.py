@@ -128,7 +128,10 @@ def test_what_is_asked_beside_it_leaves_the_rest_as_it_was(place: Path, straight
     assert before.items() <= more.items()
     assert len(more) == len(before) + 2 * (4 + 2)
     assert [row for row in rows if row["budget"] != 7] == _rows(straight[1])
-    assert len(list((straight[0] / "indices").glob("*.skv"))) == 4
+    kept = set((straight[0] / "indices").glob("*.skv"))
+    assert len(kept) == 4
+    _run(*_small(place, straight[0], "--json", "--budget", "9"))
+    assert set((straight[0] / "indices").glob("*.skv")) == kept
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(place: Path, straight: tuple[Path, str]) -> None:
