@@ -201,15 +201,17 @@ class CodesSelector(Selector):
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
-        """The tokens [Hk, 1, K] that the compiled step chooses for one query; None where it is not there for that."""
+        """The tokens [Hk, Q, K] that the compiled step chooses for each query; None where it is not there for that. It
+        takes one query after another, each with all cores: torch's look-ups for several take many times as long."""
         Hk, _, Q, _ = queries.query.shape
-        if Q > 1 or queries.query.dtype != torch.float32 or queries.query.is_cuda or Hk != len(self.codes):
+        if (queries.joint and Q > 1) or queries.query.dtype != torch.float32 or queries.query.is_cuda:
             return None
-        if self.step_codes.compiled is None:
+        if Hk != len(self.codes) or self.step_codes.compiled is None:
             return None
-        exact = queries.exact_logsumexp()[..., 0]
-        chosen = choose_by_codes(queries.query[:, :, 0], self.step_codes, exact, tokens)
-        return None if chosen is None else chosen[:, None].long()
+        pairs = zip(queries.query.unbind(2), queries.exact_logsumexp().unbind(2), strict=True)
+        chosen = [choose_by_codes(query, self.step_codes, beside, tokens) for query, beside in pairs]
+        found = [one for one in chosen if one is not None]
+        return torch.stack(found, 1).long() if len(found) == Q else None
 
     def _selection(
         self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
