@@ -47,6 +47,15 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
     return roots / queries.shape[2]
 
 
+def _chosen(estimates: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The tokens [Hk, P, K] that each position takes by estimated logits [Hk, G, P, M], which are probabilities over
+    exact log-sum-exps [Hk, G, P]."""
+    weights, estimated_total = softmax_with_logsumexp(estimates)
+    # Estimates can be above what is exact by so much that there is no such number.
+    weights.mul_((estimated_total - total).clamp(max=60).exp()[..., None])
+    return best_tokens(weights.mean(1), max(1, round(TAKEN * estimates.shape[-1])))
+
+
 def fit_rest(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -72,10 +81,7 @@ def fit_rest(
     expected = torch.zeros_like(counts)
     for some in queries.split(AT_ONCE, 2):
         shares, total = softmax_with_logsumexp(attention_logits(some, keys, facts.softmax_scale, facts.softcap))
-        by_codes, as_they_say = softmax_with_logsumexp(estimated(some))
-        # Estimates can be above what is exact by so much that there is no such number.
-        of_tokens = by_codes.mul_((as_they_say - total).clamp(max=60).exp()[..., None]).mean(1)
-        best = best_tokens(of_tokens, max(1, round(TAKEN * keys.shape[1])))
+        best = _chosen(estimated(some), total)
         weights += shares.scatter_(-1, best[:, None].expand(-1, some.shape[1], -1, -1), 0).sum((1, 2))
         of_means = attention_logits(some, centroids, facts.softmax_scale, facts.softcap)
         left = counts[:, None].repeat(1, some.shape[2], 1)

@@ -7,15 +7,8 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import count_sms, dependent_launch
 from sparsekv.kernels.common.tiles_triton import power_of_two, prefetch, wait_for_previous_kernel
 from sparsekv.kernels.tables.list_codes import TILE_WORDS
-from sparsekv.kernels.tables.packed_triton import (
-    one_each,
-    set_bits,
-    store_words,
-    sum_of_four,
-    sum_of_three,
-    sum_of_two,
-    sums_of_fours,
-)
+from sparsekv.kernels.tables.packed_triton import one_each, set_bits, store_words, sums_of_fours
+from sparsekv.kernels.tables.rank_bounds_triton import bounds_of, last_bin, sums_of_bins
 from sparsekv.kernels.tables.types import BINS, FEW_RANKS, KeyGroups, TokenRanks
 
 FEWEST_ROWS, MOST_ROWS = 32, 128  # of counts that a program adds up at a time: all wait for memory together
@@ -28,78 +21,6 @@ TOP_BITS = tl.constexpr(-2139062144)  # 0x80808080: the top bit of each byte
 ONES = tl.constexpr(0x01010101)
 
 
-@triton.jit
-def _sums(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Sums of a head's counts [tiles, BINS] over all tiles, and over the tiles before one: [BINS] each."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, BINS)
-    every = tl.zeros([BINS], tl.int32)
-    before = every
-    for at in range(0, tiles, ROWS):
-        rows = (at + row)[:, None]
-        some = tl.load(counts + rows * BINS + column, mask=rows < tiles, other=0)
-        # One reduction, as each makes all threads of a program wait twice.
-        of_all, of_these = tl.reduce((some, tl.where(rows < tile, some, 0)), 0, sum_of_two)
-        every, before = every + of_all, before + of_these
-    return every, before
-
-
-@triton.jit
-def _sums_of_pairs(counts, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """The same where each rank is counted by itself, two counts in a word: [FEW_RANKS] each."""
-    PAIRS: tl.constexpr = FEW_RANKS // 2
-    row, column = tl.arange(0, ROWS), tl.arange(0, PAIRS)
-    even, odd, even_before, odd_before = (
-        tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32), tl.zeros([PAIRS], tl.int32),
-        tl.zeros([PAIRS], tl.int32),
-    )  # fmt: skip
-    for at in range(0, tiles, ROWS):
-        rows = (at + row)[:, None]
-        words = tl.load(counts + rows * PAIRS + column, mask=rows < tiles, other=0)
-        before = tl.where(rows < tile, words, 0)
-        some = tl.reduce((words & 0xFFFF, words >> 16, before & 0xFFFF, before >> 16), 0, sum_of_four)
-        even, odd = even + some[0], odd + some[1]
-        even_before, odd_before = even_before + some[2], odd_before + some[3]
-    return tl.interleave(even, odd), tl.interleave(even_before, odd_before)
-
-
-@triton.jit
-def _last(counts, wanted, BINS: tl.constexpr):
-    """The highest bin with `wanted` keys in it or above (0 if there are too few), and how many to take from it."""
-    column = tl.arange(0, BINS)
-    from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    last = tl.max(tl.where(from_here >= wanted, column, 0), 0)
-    return last, wanted - tl.sum(tl.where(column > last, counts, 0), 0)
-
-
-@triton.jit
-def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """The last rank that is chosen in a head, how many keys of the tiles before one are chosen, and how many of
-    the last rank are still to be taken from there on."""
-    every, before = _sums(coarse, tile, tiles, BINS, ROWS)
-    last_coarse, left = _last(every, wanted, BINS)
-    fine_every, fine_before = _sums(fine, tile, tiles, BINS, ROWS)
-    last_fine, room = _last(fine_every, left, BINS)
-    column = tl.arange(0, BINS)
-    first = tl.sum(tl.where(column > last_coarse, before, 0) + tl.where(column > last_fine, fine_before, 0), 0)
-    equal_before = tl.sum(tl.where(column == last_fine, fine_before, 0), 0)
-    first += tl.minimum(equal_before, room)
-    return last_coarse * BINS + last_fine, first, tl.maximum(room - equal_before, 0)
-
-
-@triton.jit
-def _bounds_of_few(counts, wanted, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """The same where each rank is counted by itself."""
-    every, before = _sums_of_pairs(counts, tile, tiles, FEW_RANKS, ROWS)
-    column = tl.arange(0, FEW_RANKS)
-    last = tl.max(tl.where(tl.cumsum(every, 0, reverse=True) >= wanted, column, 0), 0)
-    above, first, equal_before = tl.reduce(
-        (tl.where(column > last, every, 0), tl.where(column > last, before, 0), tl.where(column == last, before, 0)),
-        0, sum_of_three,
-    )  # fmt: skip
-    room = wanted - above
-    return last, first + tl.minimum(equal_before, room), tl.maximum(room - equal_before, 0)
-
-
 @triton.jit(do_not_specialize=["wanted"])
 def _count_kernel(
     ranks, coarse, fine, wanted, WORDS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
@@ -109,8 +30,8 @@ def _count_kernel(
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    every, _ = _sums(coarse + head * tiles * BINS, 0, tiles, BINS, ROWS)
-    last, _ = _last(every, wanted, BINS)
+    every, _ = sums_of_bins(coarse + head * tiles * BINS, 0, tiles, BINS, ROWS)
+    last, _ = last_bin(every, wanted, BINS)
     counts = tl.zeros([WORDS], tl.int64)
     for at in tl.static_range(0, 32, 8):
         counts += tl.where(((words >> at) & 0xF0) == 16 * last, one_each(words, at), 0)
@@ -200,13 +121,7 @@ def _place_kernel(
         named = tl.load(names + key, mask=key < keys, other=0)
     place = ranks + (head * tiles + tile) * (2 * WORDS) + tl.arange(0, WORDS)
     words, next_words = tl.load(place), tl.load(place + WORDS)
-    if FEW_RANKS:
-        last, first, room = _bounds_of_few(
-            coarse + head * tiles * (FEW_RANKS // 2), wanted, tile, tiles, FEW_RANKS, ROWS
-        )
-    else:
-        of_head = head * tiles * BINS
-        last, first, room = _bounds(coarse + of_head, fine + of_head, wanted, tile, tiles, BINS, ROWS)
+    last, first, room = bounds_of(coarse, fine, head, wanted, tile, tiles, FEW_RANKS, BINS, ROWS)
     taken = _marks(words, next_words, last + 1, QUADS)
     equal = _marks(words, next_words, last, QUADS) ^ taken
     equals = set_bits(equal)
