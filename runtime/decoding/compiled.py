@@ -55,7 +55,7 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
     Returns:
         a handle: after its `remove` whatever the last call of the model was decides.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    _name_caches()
     # Layers differ by their number alone, which the compiler would otherwise take for a constant of the code.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     _COMPILED.add(model)
@@ -69,6 +69,18 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
         torch.compiler.set_stance("default" if ids is not None and ids.shape[1] == tokens else "force_eager")
 
     return model.register_forward_pre_hook(choose, with_kwargs=True)
+
+
+def _name_caches() -> None:
+    """Say where the compiler keeps what it has compiled, and where Triton does, as long as nobody else has.
+
+    The compiler would name another folder for Triton in the middle of a process, where the kernels that an earlier
+    process has compiled are not found.
+    """
+    import triton  # here, because the options of `generate` are read from this file
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens: int = 1) -> float:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from support.reference import assert_close
 from support.small_index import build_small
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -79,3 +81,12 @@ def test_many_tokens_on_a_gpu_are_worth_compiling() -> None:
     assert not worth_compiling("auto", cpu, WORTH_IT)
     assert worth_compiling("on", cpu, 1)
     assert not worth_compiling("off", gpu, WORTH_IT)
+
+
+def test_compiling_leaves_kernels_where_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton keeps what it compiles in one folder, whether a process uses torch's compiler or not."""
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    before = triton.knobs.cache.dir
+    compile_layers(build_small(tmp_path / "small.skv").model, backend="aot_eager").remove()
+    assert triton_cache_dir(0) == triton.knobs.cache.dir == before
