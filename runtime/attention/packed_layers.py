@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.attention.attention import Segment, causal_mask
-from sparsekv.kernels.attention.shared_attention import OwnRows, own_logits, shared_attention
+from sparsekv.kernels.attention.exact_logsumexp import exact_logsumexp
+from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.executors import in_place_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.attention.step import How, Step
@@ -38,17 +38,23 @@ class PackedDense(PackedLayer):
         super().__init__(layer, slots)
         self.layer = layer
 
+    def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if call.window is not None or not call.query.is_cuda:
+            return super().attend(call, step)
+        # What all tokens see is the same, so that questions' and answers' read it together.
+        self.own.write(call.keys, call.values, step)
+        heads, (runs, exact) = len(call.keys), self.layer.shared()
+        grouped, own = call.query.unflatten(0, (heads, -1)), self.own.seen_by(step.everyone, step.longest)
+        return shared_decode(grouped, runs, exact, (), own, *_how(call, heads)).flatten(0, 1)
+
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         heads, mask = len(call.keys), None
         grouped = call.query.unflatten(0, (heads, -1))
-        own, how = self.own.of_tokens(step, step.single, call.window), _how(call, heads)
-        if call.window is None and call.query.is_cuda:
-            runs, exact = self.layer.shared()
-            return shared_decode(grouped, runs, exact, (), own, *how).flatten(0, 1)
+        own, how = self.own.seen_by(step.answering, step.longest, call.window), _how(call, heads)
         keys, values = self.layer.stored_rows()
         if call.window is not None:
             places = torch.arange(self.layer.out_of_sight, self.layer.stored, device=keys.device)
-            mask = self.layer.stored + step.rows[step.single][:, None] - places < call.window
+            mask = self.layer.stored + step.answering.rows[:, None] - places < call.window
         return shared_attention(grouped, [Segment(keys, values, mask)], own, *how).flatten(0, 1)
 
     def ask(self, call: AttentionCall, piece: Piece, number: int) -> torch.Tensor:
@@ -69,7 +75,7 @@ class PackedSparse(PackedLayer):
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         plan, keys = self.plan, self.exact[0]
-        own, how = self.own.of_tokens(step, step.single), _how(call, len(keys))
+        own, how = self.own.seen_by(step.answering, step.longest), _how(call, len(keys))
         grouped = call.query.unflatten(0, (len(keys), -1))
         queries, middle = self._queries(grouped, own, how).to(plan.gather.search_device), plan.middle.used
         if self.in_place and (rows := plan.middle.in_place()) is not None:
@@ -108,8 +114,8 @@ class PackedSparse(PackedLayer):
         return output
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: How) -> Queries:
-        positions, beside = self.tokens + own.used - 1, partial(_exact_logsumexp, grouped, self.exact[0], own, how)
-        return Queries(grouped, lambda: positions, beside, joint=False)
+        beside = partial(exact_logsumexp, grouped, self.exact[0], own, *how)
+        return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
 
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:
         """What any of the queries chooses for itself, by the selector's kernels or else in torch."""
@@ -124,7 +130,7 @@ class PackedSparse(PackedLayer):
         """The choice of each query for itself; by selectors that observed its question, where there are any."""
         if not _observes(self.plan.selector):
             return self.plan.selector.select(queries, self.plan.budget)
-        slots, places = step.slots[step.single].tolist(), step.rows[step.single].tolist()
+        slots, places = step.answering.slots.tolist(), step.answering.rows.tolist()
         for slot, place in zip(slots, places, strict=True):
             if place == 0:  # a question of one token, of which nothing is observed
                 self.asked.pop(slot, None)
@@ -142,7 +148,7 @@ class PackedInPlace(PackedSparse):
         assert isinstance(selector, ChoosesTogether)
         assert rows is not None
         grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
-        own, answers = self.own.of_tokens(step), len(step.single) > 0
+        own, answers = self.own.seen_by(step.everyone, step.longest), len(step.single) > 0
         counter = plan.read.by_kernels if answers else None
         chosen = selector.choose_together(self._queries(grouped, own, how), step.ends, plan.budget, counter)
         if answers:
@@ -179,10 +185,3 @@ def _unasked(selector: Selector) -> Selector:
     if isinstance(selector, ObservesQuestion):
         selector.forget_question()
     return copy(selector) if _observes(selector) else selector
-
-
-def _exact_logsumexp(query: torch.Tensor, keys: torch.Tensor, own: OwnRows, how: How) -> torch.Tensor:
-    """[Hk, G, B]: of each query's logits on shared exact keys and on its own rows, and of learned sinks."""
-    shared, sinks = attention_logits(query, keys, *how[:2]), how[2]
-    total = torch.cat([shared, own_logits(query, own, *how[:2])], -1).logsumexp(-1)
-    return total if sinks is None else torch.logaddexp(total, sinks[..., None].float())

@@ -26,6 +26,8 @@ class PackedLayer(ABC):
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         """Store the step's rows, then attend with each token; query and output are [Hq, T, D]."""
         self.own.write(call.keys, call.values, step)
+        if not step.pieces:
+            return self.answer(call, step)
         output = call.query.new_empty(*call.query.shape[:2], call.values.shape[2])
         if len(step.single):
             output[:, step.single] = self.answer(replace(call, query=call.query[:, step.single]), step)

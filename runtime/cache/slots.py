@@ -1,10 +1,12 @@
 """Rows of several sequences' own tokens, beside a document that they share."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from sparsekv.kernels.attention.shared_attention import OwnRows
+from sparsekv.kernels.common.slot_rows import store_in_slots
 from sparsekv.runtime.cache.kv_store import Pair
 
 FIRST_ROWS = 64
@@ -24,6 +26,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class StepTokens:
+    """Some of a step's tokens, slots and rows [T'] int64 as the step has them; each sees its sequence's first rows, up
+    to `used` [T'], from `first` [T'] on, which is zero."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    first: torch.Tensor
+    used: torch.Tensor
+
+
+def _tokens(slots: torch.Tensor, rows: torch.Tensor) -> StepTokens:
+    return StepTokens(slots, rows, torch.zeros_like(rows), rows + 1)
+
+
+@dataclass(frozen=True)
 class PackedStep:
     """The tokens of one forward pass, of all sequences one after another.
 
@@ -38,6 +55,16 @@ class PackedStep:
     single: torch.Tensor
     pieces: tuple[Piece, ...]
     longest: int
+
+    @cached_property
+    def everyone(self) -> StepTokens:
+        """All tokens: what all layers need of them, computed once."""
+        return _tokens(self.slots, self.rows)
+
+    @cached_property
+    def answering(self) -> StepTokens:
+        """Those of `single`."""
+        return _tokens(self.slots[self.single], self.rows[self.single]) if self.pieces else self.everyone
 
 
 class SlotRows:
@@ -63,17 +90,14 @@ class SlotRows:
     def write(self, keys: torch.Tensor, values: torch.Tensor, step: PackedStep) -> None:
         """Store the step's rows [Hk, T, D]."""
         self.reserve(step.longest)
-        self.keys[step.slots, :, step.rows] = keys.transpose(0, 1)
-        self.values[step.slots, :, step.rows] = values.transpose(0, 1)
+        store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
-    def of_tokens(self, step: PackedStep, tokens: torch.Tensor | None = None, window: int | None = None) -> OwnRows:
-        """What a step's tokens see of their sequences' rows, with this step's: all tokens, or some [T'] int64, and
-        within a window if there is one."""
-        slots, rows = (step.slots, step.rows) if tokens is None else (step.slots[tokens], step.rows[tokens])
-        used = rows + 1
-        keys, values = (rows[:, :, : step.longest] for rows in (self.keys, self.values))
-        first = torch.zeros_like(used) if window is None else (used - window).clamp(min=0)
-        return OwnRows(keys, values, slots, first, used)
+    def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
+        """What tokens see of their sequences' rows, of which there are up to `longest`, within a window if there is
+        one."""
+        keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
+        first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
+        return OwnRows(keys, values, tokens.slots, first, tokens.used)
 
     def of_piece(self, piece: Piece) -> Pair:
         """Keys and values [Hk, tokens, D] of a question."""

@@ -1,6 +1,6 @@
-"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention, those
-that weigh what is always attended before tokens are ranked, the scan of codes, those for several queries over codes,
-logits of centroids in 8 bits, and the sum over ranks.
+"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention and of
+rows that sequences have for themselves, those that weigh what is always attended before tokens are ranked, the scan of
+codes, those for several queries over codes, logits of centroids in 8 bits, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -15,12 +15,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
+from sparsekv.kernels.attention import (
+    decode_attention_triton,
+    exact_logsumexp_triton,
+    running_softmax_triton,
+    shared_decode_triton,
+)
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton
 from sparsekv.kernels.codes import code_ranks_triton, joined_triton, joint_ranks_triton, product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
+from sparsekv.kernels.common import slot_rows_triton
 from sparsekv.kernels.common.eight_bits import RowScales, RowsOf8Bits
 from sparsekv.kernels.ranks import sum_triton
 from sparsekv.kernels.ranks.shared_memory import bytes_shared
@@ -98,6 +104,8 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
     own, together = OwnRows(kept, kept, numbers, numbers, numbers), torch.zeros(H, G, B, D, dtype=dtype)
     centroids = [Centroids(exact, exact, torch.zeros(H, 70))] if more else []
     shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
+    exact_logsumexp_triton.exact_logsumexp_triton(together, exact, own, 0.1, cap, sinks)
+    slot_rows_triton.store_in_slots_triton((kept, kept), (exact[:, :B], exact[:, :B]), numbers, numbers)
 
 
 def score(D: int, dtype: torch.dtype) -> None:
@@ -147,9 +155,10 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
 
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
-    partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists = (
-        kernels
-    ) = [
+    (
+        partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
+        total, store,
+    ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
         Compiler(shared_decode_triton._own_kernel),
@@ -165,12 +174,16 @@ def main() -> None:
         Compiler(joined_triton._flag_kernel),
         Compiler(joined_triton._count_flags_kernel),
         Compiler(joined_triton._list_flags_kernel),
-    ]
+        Compiler(exact_logsumexp_triton._logsumexp_kernel),
+        Compiler(slot_rows_triton._store_kernel),
+    ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
         patch.multiple(decode_attention_triton, _partial_kernel=partial, **multiprocessors),
         patch.multiple(shared_decode_triton, _shared_kernel=shared, _own_kernel=own, **multiprocessors),
         patch.object(running_softmax_triton, "_merge_kernel", merging),
+        patch.object(exact_logsumexp_triton, "_logsumexp_kernel", total),
+        patch.object(slot_rows_triton, "_store_kernel", store),
         patch.object(product_tables_triton, "_tables_kernel", tables),
         patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
         patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),

@@ -1,0 +1,35 @@
+"""New rows of several sequences in their places, by a kernel and in plain torch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.kernel_runs import DEVICE, compiled_or_interpreted
+from support.random_tensors import normal
+
+from sparsekv.kernels.common.slot_rows import store_in_slots_reference
+from sparsekv.kernels.common.slot_rows_triton import store_in_slots_triton
+
+pytestmark = compiled_or_interpreted
+S, ROOM = 5, 9
+
+
+@pytest.mark.parametrize("store", [store_in_slots_triton, store_in_slots_reference], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("strides", ["heads first", "tokens first", "channels apart"])
+def test_each_row_is_in_its_place_and_no_other_is_touched(
+    store: Callable[..., None], dtype: torch.dtype, D: int, strides: str
+) -> None:
+    before = [normal(seed, S, 2, ROOM, D).to(dtype).to(DEVICE) for seed in (0, 1)]
+    new = [normal(seed, 2, 4, D).to(dtype).to(DEVICE) for seed in (2, 3)]
+    if strides == "tokens first":
+        new = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in new]
+    if strides == "channels apart":
+        new = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in new]
+    slots, rows = torch.tensor([[4, 0, 4, 1], [0, ROOM - 1, 3, -1]], device=DEVICE)
+    after = [one.clone() for one in before]
+    store(tuple(after), tuple(new), slots, rows)
+    for was, now, given in zip(before, after, new, strict=True):
+        was[4, :, 0], was[0, :, ROOM - 1], was[4, :, 3] = given[:, 0], given[:, 1], given[:, 2]
+        assert torch.equal(now, was)
