@@ -30,6 +30,13 @@ class OwnRows:
         return (rows >= self.first[:, None]) & (rows < self.used[:, None])
 
 
+def of_last(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> OwnRows:
+    """One sequence's keys and values [Hk, T, D], and its last tokens, each of which sees itself and all before it."""
+    used = torch.arange(keys.shape[1] - tokens, keys.shape[1], device=keys.device) + 1
+    nothing = torch.zeros_like(used)
+    return OwnRows(keys[None], values[None], nothing, nothing, used)
+
+
 def own_logits(query: torch.Tensor, own: OwnRows, softmax_scale: float, softcap: float | None) -> torch.Tensor:
     """Logits [Hk, G, B, T] float32 of each token's query [Hk, G, B, D] on its own rows; -inf for the others.
 

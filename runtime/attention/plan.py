@@ -25,6 +25,7 @@ from sparsekv.runtime.attention.policies import (
 )
 from sparsekv.runtime.attention.prefetch import Prefetcher
 from sparsekv.runtime.attention.question import QuestionSearch
+from sparsekv.runtime.attention.question_executor import QuestionExecutor
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.read_rows import ReadRows
 from sparsekv.runtime.selection.budget import Budget
@@ -121,7 +122,7 @@ def plan_layer(
         budget=budget,
         decode=_decode(shared, device),
         captured=_captured(shared),
-        prefill=_prefill(shared),
+        prefill=_prefill(shared, device),
         gather=gather,
         appender=appender,
         prefetcher=prefetcher,
@@ -171,12 +172,14 @@ def _captured(shared: _Shared) -> Policy:
     return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
 
 
-def _prefill(shared: _Shared) -> Policy:
+def _prefill(shared: _Shared, device: torch.device) -> Policy:
     """The policy of a question's tokens."""
-    if shared.options.question is not None:
-        return ChunkedPrefill(shared.options.question, shared.gather, shared.middle, shared.read)
-    meter = shared.options.meter
-    policy = shared.direct(shared.gather) if meter is None else shared.measured(meter)
+    meter, options, gather = shared.options.meter, shared.options, shared.gather
+    if device.type == "cuda" and meter is None and options.gather_maker is None and shared.middle.reachable:
+        gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device, options.mapped)
+    if options.question is not None:
+        return ChunkedPrefill(options.question, gather, shared.middle, shared.read)
+    policy = shared.direct(gather) if meter is None else shared.measured(meter)
     if isinstance(shared.selector, SharesByToken):
         return PiecewisePrefill(policy, shared.selector.question_piece)
     return policy

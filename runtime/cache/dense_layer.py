@@ -6,6 +6,8 @@ import torch
 
 from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask
 from sparsekv.kernels.attention.decode_attention import decode_attention
+from sparsekv.kernels.attention.shared_attention import of_last
+from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
@@ -58,9 +60,15 @@ class DenseLayer(StoredLayer):
 
     def attend_before(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
-        queries' own."""
+        queries' own. On a GPU, without a window, copies no rows; elsewhere allocates the logits twice."""
         keys, values = new
         queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        grouped = call.query.unflatten(0, (Hk, -1))
+        if call.window is None and keys.is_cuda:
+            runs, exact = self.shared()
+            own, how = of_last(keys, values, queries), (call.softmax_scale, call.softcap, sinks)
+            return shared_decode(grouped, runs, exact, (), own, *how).flatten(0, 1)
         mask = causal_mask(queries, tokens, call.window, keys.device)
         first = 0 if call.window is None else min(max(0, tokens - queries - call.window + 1), self.stored)
         in_sight = slice(first - self.out_of_sight, None)
@@ -69,8 +77,6 @@ class DenseLayer(StoredLayer):
             Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        grouped = call.query.unflatten(0, (Hk, -1))
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
 
     def _attend_once(self, call: AttentionCall) -> torch.Tensor:

@@ -15,8 +15,7 @@ from sparsekv.runtime.cache.stored_layer import StepRow
 
 
 class DenseLayerIn8Bits(DenseLayer):
-    """Attends to the whole stored context: in decode steps to the numbers where they lie; a question's tokens, of which
-    many are attended for at a time, to rows that are restored for them and freed.
+    """Attends to the whole stored context, to the numbers where they lie.
 
     Args:
         stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.

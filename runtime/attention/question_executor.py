@@ -1,0 +1,41 @@
+"""The executor of a question's tokens on a GPU: they attend to what they choose together where it lies."""
+
+import torch
+
+from sparsekv.kernels.attention.shared_attention import of_last
+from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.runtime.attention.executors import Attended, GatherExecutor, in_place_runs
+from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.cache.kv_store import PlacedRows
+from sparsekv.runtime.selection.interface import Selector
+from sparsekv.runtime.selection.selection import RowSet, Selection
+
+
+class QuestionExecutor(GatherExecutor):
+    """Attends by kernels that read rows in place, once for all tokens; copies them only where rows were sampled, or
+    centroids of several levels stand for the rest."""
+
+    def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
+        rows, parts = self.middle.in_place(), selection.attended_segments()
+        plain = selection.rows.log_weights is None and selection.rows.starts.shape[1] == 1
+        if rows is None or not plain or len(parts) > 1 or any(part.log_counts.shape[1] > 1 for part in parts):
+            return super().attend_to(step, selection, selector)
+        # Exact rows before the first of these tokens are seen by all of them.
+        before, tokens = step.first - step.unstored, step.query.shape[2]
+        seen_by_all = step.keys[:, :before], step.values[:, :before]
+        new = slice(before, before + tokens)
+        own = of_last(step.keys[:, new], step.values[:, new], tokens)
+        centroids = [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in parts]
+        runs = _single_rows(rows, selection.rows)
+        output = shared_decode(step.query, runs, seen_by_all, centroids, own, *step.how)
+        return Attended(output, selection.rows_read())
+
+
+def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:
+    """Chosen rows as references into keys and values in place, row by row."""
+    if chosen.indices is not None or chosen.run_lengths is None:
+        return in_place_runs(rows, chosen)
+    places, valid = chosen.expand()
+    used = None if valid is None else valid[:, 0].sum(-1, dtype=torch.int32)
+    return RunRows(rows.keys, rows.values, places[:, 0], None, chosen.capacity, used, scales=rows.scales)
