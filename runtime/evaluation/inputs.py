@@ -12,7 +12,7 @@ from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.schema import MANIFEST
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.evaluation.published import read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
 
 DEFAULT_TASKS, DEFAULT_LENGTH = ["niah-facts"], 4096
 Pairs = tuple[tuple[str, tuple[str, ...]], ...]
@@ -129,8 +129,30 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """With no more questions than asked for, its middle cut out where it would not fit the model."""
+    """With no more questions than asked for, its middle cut out where it would not fit the model.
+
+    Raises:
+        UsageError: the cut would take out what a question asks for, which no method could find.
+    """
     context = replace(context, questions=context.questions[: inputs.questions])
     room = comparison.room(context)
     limit = min([*inputs.lengths, *([] if room is None else [room])], default=None)
-    return context if limit is None else replace(context, text=shorten(context.text, comparison.count, limit))
+    if limit is None:
+        return context
+    short = replace(context, text=shorten(context.text, comparison.count, limit))
+    if any(_is_cut_out(question, context, short) for question in context.questions):
+        needed = comparison.count(context.text)
+        raise UsageError(
+            f"--data, {context.name}: what its question asks for would be cut out of its {needed:,} tokens, of which "
+            f"{limit:,} are kept; give --length {needed}, with a model that has room for so many"
+        )
+    return short
+
+
+def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
+    """Whether the one place where the answer stands is in the middle that a shorter context lacks."""
+    if question.depth is None or short.text == context.text:
+        return False
+    first, half = round(question.depth * len(context.text)), len(short.text) // 2
+    last = first + max(map(len, question.answers))
+    return last > half and first < len(context.text) - half

@@ -264,3 +264,22 @@ def test_published_data_is_cut_to_what_the_model_can_take(place: Path, tmp_path:
     )
     rows = _rows(_run(*command, "--method", "quest", "--budget", "5%", "--max-new-tokens", "4", "--json", "-q"))
     assert [(row["task"], row["metric"], row["questions"]) for row in rows] == [("prefixqa", "f1", 2)] * 2
+
+
+def test_a_needle_is_not_cut_out(place: Path, tmp_path: Path) -> None:
+    """No method could find it, and a figure would say that all of them had lost it."""
+    needle = {"needle": "Eat a sandwich.", "retrieval_question": "What to eat?"}
+    records = [needle | {"context": DOCUMENT[:at] + " Eat a sandwich. " + DOCUMENT[at:40_000]} for at in (100, 195)]
+    commands = []
+    for number, record in enumerate(records):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(record), encoding="utf-8")
+        given = ("--data", path, "--format", "niah", "--model", place / "model", "--work", tmp_path / f"w{number}")
+        commands.append(
+            ("eval", *given, "--method", "quest", "--length", "400", "--max-new-tokens", "4", "--json", "-q")
+        )
+    assert {row["questions"] for row in _rows(_run(*commands[0]))} == {1}
+    refused = run_here(*commands[1])
+    assert refused.code == 2
+    assert "line 1: what its question asks for would be cut out of its" in refused.stderr
+    assert "give --length" in refused.stderr
