@@ -174,7 +174,7 @@ def bench(
     sparsekv bench
     sparsekv bench --end-to-end --config qwen3-8b --context 128K --batch 16 --method multipole --budget 5%
     sparsekv bench --method multipole --context 128K --batch 1 --batch 16 --budget 5% --plot steps.png
-    sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method multipole --budget 5% --budget 1%
+    sparsekv bench --shared --batch 1 --batch 16 --index manual.skv --method codes --budget 5% --budget 1%
     sparsekv bench --method squeezed --variants --index manual.skv --layer 12 --json > steps.json
     """
     if shared and not batch:

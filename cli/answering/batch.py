@@ -22,7 +22,8 @@ def questions_asked(prompt: str | None, prompt_file: str | None, batch_file: str
     if batch_file is None:
         return [read_question(prompt, prompt_file)]
     if prompt is not None or prompt_file is not None:
-        raise UsageError("give --batch-file alone, or one question")
+        one = "a question" if prompt_file is None else "--prompt-file"
+        raise UsageError(f"--batch-file and {one} exclude each other: give one of them")
     return read_lines(batch_file, "--batch-file")
 
 

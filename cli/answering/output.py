@@ -68,7 +68,8 @@ class Output:
         self.blank += answer is NO_ANSWER
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
-            print_stats(answer)
+            before = 0 if self.resumed is None else len(self.resumed.lines)
+            print_stats(answer, before + self.answers if self.settings else None)
 
     def _record(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer as a JSON object, with the same keys for every question of a call."""

@@ -103,7 +103,12 @@ class AnswersFile:
             raise UsageError(
                 f"--resume {self.file}: line {number} is no answer as --json prints them; name another file"
             ) from None
-        if number > len(questions) or question != questions[number - 1]:
+        if number > len(questions):
+            raise UsageError(
+                f"--resume {self.file}: it has more answers than there are questions, {len(questions)}; give all that "
+                "it answers, or name another file"
+            )
+        if question != questions[number - 1]:
             raise UsageError(f"--resume {self.file}: line {number} answers another question; name another file")
         held = record.get("settings")
         found = record | (held if isinstance(held, dict) else {})
@@ -111,7 +116,8 @@ class AnswersFile:
             if found.get(name) != value:
                 told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
                 other = "over another index" if name == "index" else told
-                raise UsageError(f"--resume {self.file}: line {number} was answered {other}; name another file")
+                remedy = "ask as it was asked, or name another file"
+                raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def begin(self) -> list[str]:
         """Make the file end with its last whole line, and keep it from other runs until this process ends; returns its
@@ -130,7 +136,8 @@ class AnswersFile:
         except BlockingIOError:
             raise UsageError(f"--resume {self.file}: another run adds answers to it; wait for it or stop it") from None
         except OSError as error:
-            raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}") from None
+            remedy = "make its folder, or permission there, or name another file"
+            raise UsageError(f"--resume {self.file} cannot be written: {error.strerror}; {remedy}") from None
         return self.lines
 
     def add(self, line: str) -> None:

@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # they import transformers, which a report does not need
 MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
 
 
-def print_stats(answer: "Answer") -> None:
-    """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass."""
-    note(_summary(answer), quiet=False)
+def print_stats(answer: "Answer", question: int | None = None) -> None:
+    """Print times and rows read to stderr, and a table of layers if the method can estimate its missed mass; of one of
+    several questions its number too."""
+    named = "" if question is None else f"question {question}: "
+    note(f"{named}{_summary(answer)}", quiet=False)
     if seconds := compiling_took():
         told = f"{seconds:.1f} s of that compiled kernels for this CPU; the next command reads them from disk"
         note(told, quiet=False)

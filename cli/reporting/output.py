@@ -63,7 +63,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, sto
     rows, best = report.by(*groups), report.best_within(within)
     show(_table(report, rows, groups))
     say("\n".join(legend(rows)))
-    say(best_line(best, within))
+    say(best_line(best, within, shared=any(row.together > 1 for row in rows)))
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         say(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
@@ -101,13 +101,14 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
         return []
 
 
-def best_line(best: RecallRow | None, within: float) -> str:
-    """The row of lowest error that reads at most `within`, as a sentence."""
+def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
+    """The row of lowest error that reads at most `within`, as a sentence; `shared`: among rows of queries together."""
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (
         f"Lowest error at a kv fraction up to {within:g}: {best.method} {best.variant}".rstrip()
-        + f" at {Budget(best.budget)}, error {best.output_error:.4f}, recall {best.recall:.3f}."
+        + f" at {Budget(best.budget)}{f', {best.together} together' if shared else ''}, error {best.output_error:.4f}, "
+        f"recall {best.recall:.3f}."
     )
 
 

@@ -1,6 +1,6 @@
 """Runs the user's own questions through the model, for their queries to be measured on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,14 +20,25 @@ def question_queries(
         UsageError: a question is longer than the model has positions for.
 
     Args:
-        last: of each question the last query alone, without the rows of its own tokens: queries that are all in one
-            block and can share what they select.
+        last: of each question the query alone of the last token that the others do not end with too, as with a chat
+            template's end, without the rows of its own tokens: queries that are all in one block and can share what
+            they select.
     """
-    recorder = _QuestionRecorder(index, last)
-    for question in questions:
-        recorder.record(question_ids(index, question, special_tokens=special_tokens))
+    asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]
+    recorder = _QuestionRecorder(index, _same_end(asked) if last else None)
+    for question in asked:
+        recorder.record(question)
     blocks = {layer: [_joined(each)] if last else each for layer, each in recorder.blocks.items()}
     return MeasuredQueries(index.artifact, blocks or None)
+
+
+def _same_end(questions: Sequence[torch.Tensor]) -> int:
+    """With how many tokens all of several questions end alike, at most all but one of the shortest's."""
+    shortest = min((len(one) for one in questions), default=1)
+    if len(questions) < 2:
+        return 0
+    ends = torch.stack([one[len(one) - shortest :] for one in questions]).flip(1)
+    return min(int((ends == ends[0]).all(0).cumprod(0).sum()), shortest - 1)
 
 
 def _joined(each: list[QueryBlock]) -> QueryBlock:
@@ -37,11 +48,11 @@ def _joined(each: list[QueryBlock]) -> QueryBlock:
 
 @dataclass
 class _QuestionRecorder:
-    """Runs questions with dense attention and records each layer's queries and new keys and values; or of each question
-    its last query alone."""
+    """Runs questions with dense attention and records each layer's queries and new keys and values; with `but` one
+    query of each question alone, that of its last token but so many."""
 
     index: OpenIndex
-    last: bool = False
+    but: int | None = None
     blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
 
     def record(self, question: torch.Tensor) -> None:
@@ -52,10 +63,11 @@ class _QuestionRecorder:
             visible = self.index.split.tail + torch.arange(len(question)) + 1
             sinks = None if call.sink_logits is None else call.sink_logits.detach().cpu()
             block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
-            if self.last:
+            if self.but is not None:
+                at = len(question) - 1 - self.but
                 nothing = block.keys[:, :0], block.values[:, :0]
                 # As many as it would see, for its position, though the rows of its own are left out.
-                block = QueryBlock(block.queries[:, -1:], *nothing, visible[-1:], sinks)
+                block = QueryBlock(block.queries[:, at : at + 1], *nothing, visible[at : at + 1], sinks)
             self.blocks.setdefault(call.layer, []).append(block)
             return cache.attend(call)
 

@@ -112,6 +112,26 @@ def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
     assert Path("answers.jsonl").read_text() == f"{line}\n"
 
 
+def test_answers_to_more_questions_than_there_are_stay() -> None:
+    whole = run_here(*ASK, "--json", "--resume", "answers.jsonl").stdout
+    Path("answers.jsonl").write_text(whole + whole.splitlines(keepends=True)[0])
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert refused.code == 2
+    assert f"it has more answers than there are questions, {len(QUESTIONS)}; give all that it answers" in refused.stderr
+    assert Path("answers.jsonl").read_text().startswith(whole)
+
+
+def test_answers_cannot_be_added_where_there_is_no_folder() -> None:
+    refused = run_here(*ASK, "--json", "--resume", "nowhere/answers.jsonl")
+    assert refused.code == 2
+    assert "cannot be written: No such file or directory; make its folder" in refused.stderr
+
+
+def test_times_say_which_question_they_are_of() -> None:
+    told = run_here(*ASK, "--stats").stderr
+    assert [f"question {number}: " in told for number in (0, 1, len(QUESTIONS))] == [False, True, True]
+
+
 @pytest.mark.parametrize("content", ['{"my": "precious"}', "What is 3 times 3?", '{"question": "What else', "\r\n\r"])
 def test_only_the_beginning_of_an_answer_is_cut_off(content: str) -> None:
     Path("notes.json").write_bytes(content.encode())

@@ -45,6 +45,22 @@ def test_questions_attend_as_the_model_does_when_it_is_asked(family_index: OpenI
     assert len(queries) == sum(len(question_ids(family_index, question)) for question in QUESTIONS)
 
 
+def test_of_questions_that_end_alike_the_last_tokens_that_differ_are_measured(index: OpenIndex) -> None:
+    """Else all would be measured on the same token, with which a chat template ends, and seem to choose alike."""
+    questions = ["What is an atom of it?", "Which statements are simple of it?"]
+    ids = [question_ids(index, question) for question in questions]
+    backwards = zip(*(reversed(one.tolist()) for one in ids), strict=False)
+    same = next(number for number, (one, other) in enumerate(backwards) if one != other)
+    at = [len(one) - 1 - same for one in ids]
+    assert same >= len(" of it?")
+    all_of_them = question_queries(index, questions).blocks(0)
+    (measured,) = question_queries(index, questions, last=True).blocks(0)
+    expected = [block.queries[:, place] for block, place in zip(all_of_them, at, strict=True)]
+    assert torch.equal(measured.queries, torch.stack(expected, 1))
+    (alone,) = question_queries(index, questions[:1], last=True).blocks(0)
+    assert torch.equal(alone.queries[:, 0], next(iter(all_of_them)).queries[:, -1])
+
+
 def test_the_tails_second_half_attends_as_the_model_does(family_index: OpenIndex) -> None:
     outputs = attention_outputs(family_index.model, family_index.input_ids)
     half = family_index.split.tail - family_index.split.tail // 2
