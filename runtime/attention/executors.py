@@ -117,12 +117,13 @@ class GatherExecutor(Executor):
 
     def fetch(self, selection: Selection, device: torch.device) -> Fetched:
         """Copy a selection's rows and centroids to a device."""
-        rows, valid = selection.rows.expand()
         weights, rest = selection.rows.log_weights, selection.rest
+        keys, values, valid = self._rows(selection.rows)
         attended = rest is not None and rest.attended
         segments = () if rest is None or not (attended or self.fetch_rest) else rest.segments()
         found = Fetched(
-            *self.middle.gather(rows.flatten(1)),
+            keys,
+            values,
             None if valid is None else valid.to(device),
             None if weights is None else weights.to(device),
             tuple(part.to(device) for part in segments),
@@ -132,6 +133,13 @@ class GatherExecutor(Executor):
         for tensor in self.mapped:
             release_pages(tensor)
         return found
+
+    def _rows(self, chosen: RowSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Chosen keys and values, and which of them count; all rows as they are stored, mostly without a copy."""
+        if chosen.has_all(self.middle.used):
+            return *self.middle.from_row(0), None
+        rows, valid = chosen.expand()
+        return *self.middle.gather(rows.flatten(1)), valid
 
 
 class GatherMaker(Protocol):
@@ -191,6 +199,12 @@ class FusedExecutor(Executor):
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
             return Attended(output.unsqueeze(2), fetched.rows_read)
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
+
+
+def all_rows(rows: PlacedRows, used: int) -> RunRows:
+    """The first `used` rows, one by one, as references into keys and values in place; allocates their numbers."""
+    every = torch.arange(used, dtype=torch.int32, device=rows.keys.device).expand(len(rows.keys), -1)
+    return RunRows(rows.keys, rows.values, every, None, used, scales=rows.scales)
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:

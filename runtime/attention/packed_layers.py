@@ -11,12 +11,12 @@ from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attentio
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.executors import in_place_runs
+from sparsekv.runtime.attention.executors import all_rows, in_place_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.attention.step import How, Step
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.packed_cache import PackedLayer
-from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.cache.slots import PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.selection.capabilities import ChoosesForEach, ChoosesTogether, ObservesQuestion
 from sparsekv.runtime.selection.interface import Selector
@@ -113,6 +113,15 @@ class PackedSparse(PackedLayer):
             self.asked[piece.slot] = copy(selector)
         return output
 
+    def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
+        rows, plan = self.plan.middle.in_place(), self.plan
+        if rows is None or not self.in_place or not plan.prefills_densely or _observes(plan.selector):
+            return super().ask_all(call, step, output)
+        grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
+        runs, own = all_rows(rows, plan.middle.used), self.own.seen_by(step.asking, step.longest)
+        attended = shared_decode(grouped, runs, self.exact, (), own, *_how(call, len(rows.keys)))
+        output[:, step.places] = attended.flatten(0, 1)
+
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: How) -> Queries:
         beside = partial(exact_logsumexp, grouped, self.exact[0], own, *how)
         return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
@@ -140,17 +149,26 @@ class PackedSparse(PackedLayer):
 
 
 class PackedInPlace(PackedSparse):
-    """All tokens of a step, of questions and of answers, attend to what any of the sequences chooses, in place."""
+    """All tokens of a step attend to what any of the sequences chooses, in place; those of questions too, unless they
+    attend to everything."""
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if not step.pieces or self.plan.prefills_densely:
+            return super().attend(call, step)
         self.own.write(call.keys, call.values, step)
+        return self._together(call, step.everyone, step, answers=len(step.single) > 0)
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        return self._together(call, step.answering, step, answers=True)
+
+    def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
+        """Attention [Hq, T, D] of some of a step's tokens, some of which may be those of `answers`."""
         plan, selector, rows = self.plan, self.plan.selector, self.plan.middle.in_place()
         assert isinstance(selector, ChoosesTogether)
         assert rows is not None
         grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
-        own, answers = self.own.seen_by(step.everyone, step.longest), len(step.single) > 0
-        counter = plan.read.by_kernels if answers else None
-        chosen = selector.choose_together(self._queries(grouped, own, how), step.ends, plan.budget, counter)
+        own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
+        chosen = selector.choose_together(self._queries(grouped, own, how), tokens.ends, plan.budget, counter)
         if answers:
             plan.read.per_count = chosen.cost.per_count
             plan.read.add(chosen.rows_read(), plan.middle.used)
@@ -162,7 +180,8 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
     """A layer of several sequences over what another has stored."""
     if isinstance(layer, SparseLayer):
         plan, selector = layer.plan, layer.plan.selector
-        in_place = layer.exact[0].is_cuda and plan.middle.reachable and plan.own_prefill
+        together = plan.own_prefill or (plan.prefills_densely and not _observes(selector))
+        in_place = layer.exact[0].is_cuda and plan.middle.reachable and together
         if in_place and isinstance(selector, ChoosesTogether) and selector.chooses_together(plan.budget):
             return PackedInPlace(layer, slots)
         return PackedSparse(layer, slots)

@@ -79,6 +79,11 @@ class LayerPlan:
     graph: GraphState | None
 
     @property
+    def prefills_densely(self) -> bool:
+        """Whether a question's tokens attend to everything."""
+        return isinstance(self.prefill, ChunkedPrefill) and self.prefill.search.selector is None
+
+    @property
     def shareable(self) -> bool:
         """Whether several sequences can share a step's choice: steps are alike, and keep nothing of a sequence."""
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None

@@ -52,7 +52,7 @@ class QuestionSearch:
         """One selection for all queries [Hk, G, Q, D] of a chunk."""
         if self.selector is None:
             starts = torch.zeros(len(queries.query), 1, 1, dtype=torch.int64, device=queries.query.device)
-            return Selection(RowSet(starts, torch.full_like(starts, self.middle), self.middle), Cost(0.0))
+            return Selection(RowSet(starts, torch.full_like(starts, self.middle), self.middle, self.middle), Cost(0.0))
         chosen = self.selector.select(queries.to(self.device), self.budget)
         rows, valid = chosen.rows.expand()
         for order in (self.selector.layout, self.rows_of):

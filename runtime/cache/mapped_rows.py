@@ -12,8 +12,8 @@ from sparsekv.runtime.cache.kv_store import EVERY, MemoryRows, MiddleRows, Pair,
 class MappedRows(MiddleRows):
     """Rows that are gathered from the mapping, one by one, by whatever asks for some of them.
 
-    The first call that wants them in place or changes them copies them once, in the layout; nothing is allocated before
-    that, so an index opens without it, and a method whose steps gather never copies.
+    The first call that wants them in place or changes them, or many of them in a layout, copies them once; nothing is
+    allocated before that, so an index opens without it, and a method whose steps gather never copies.
 
     Args:
         stored: keys and values [Hk, N, D] on the CPU, in order of position; in 8 bits, they are restored as they are
@@ -45,7 +45,10 @@ class MappedRows(MiddleRows):
         return self._in_memory().in_place()
 
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
-        return self._in_memory().from_row(start, heads)
+        if self._laid_out is not None or self.order is not None:
+            return self._in_memory().from_row(start, heads)
+        keys, values = self.stored.part(slice(self.middle.start + start, self.middle.stop))
+        return keys[heads].to(self.dtype), values[heads].to(self.dtype)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         self._in_memory().rewrite(start, new, order)

@@ -31,9 +31,13 @@ class PackedLayer(ABC):
         output = call.query.new_empty(*call.query.shape[:2], call.values.shape[2])
         if len(step.single):
             output[:, step.single] = self.answer(replace(call, query=call.query[:, step.single]), step)
+        self.ask_all(call, step, output)
+        return output
+
+    def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
+        """Write the attention of all questions' tokens into their places of output [Hq, T, D]."""
         for number, piece in enumerate(step.pieces):
             output[:, piece.where] = self.ask(replace(call, query=call.query[:, piece.where]), piece, number)
-        return output
 
     @abstractmethod
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:

@@ -28,16 +28,17 @@ class Piece:
 @dataclass(frozen=True)
 class StepTokens:
     """Some of a step's tokens, slots and rows [T'] int64 as the step has them; each sees its sequence's first rows, up
-    to `used` [T'], from `first` [T'] on, which is zero."""
+    to `used` [T'], from `first` [T'] on, which is zero. ends [B] int32: after which of them each sequence's end."""
 
     slots: torch.Tensor
     rows: torch.Tensor
+    ends: torch.Tensor
     first: torch.Tensor
     used: torch.Tensor
 
 
-def _tokens(slots: torch.Tensor, rows: torch.Tensor) -> StepTokens:
-    return StepTokens(slots, rows, torch.zeros_like(rows), rows + 1)
+def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> StepTokens:
+    return StepTokens(slots, rows, ends, torch.zeros_like(rows), rows + 1)
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,27 @@ class PackedStep:
     @cached_property
     def everyone(self) -> StepTokens:
         """All tokens: what all layers need of them, computed once."""
-        return _tokens(self.slots, self.rows)
+        return _tokens(self.slots, self.rows, self.ends)
 
     @cached_property
     def answering(self) -> StepTokens:
         """Those of `single`."""
-        return _tokens(self.slots[self.single], self.rows[self.single]) if self.pieces else self.everyone
+        if not self.pieces:
+            return self.everyone
+        ends = torch.arange(1, len(self.single) + 1, dtype=torch.int32, device=self.rows.device)
+        return _tokens(self.slots[self.single], self.rows[self.single], ends)
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """[T'] int64: which tokens are those of `pieces`."""
+        of_each = [torch.arange(piece.first, piece.first + piece.tokens) for piece in self.pieces]
+        return torch.cat(of_each).to(self.rows.device)
+
+    @cached_property
+    def asking(self) -> StepTokens:
+        """Those of `pieces`."""
+        ends = torch.tensor([piece.tokens for piece in self.pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return _tokens(self.slots[self.places], self.rows[self.places], ends.to(self.rows.device))
 
 
 class SlotRows:

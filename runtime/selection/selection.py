@@ -38,6 +38,10 @@ class RowSet:
     indices: RowIndices | None = None
     log_weights: torch.Tensor | None = None
 
+    def has_all(self, used: int) -> bool:
+        """Whether it is one run of all `used` rows, for one query or several that share them."""
+        return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
+
     @property
     def lengths(self) -> torch.Tensor:
         """[Hk, Q or 1, R]."""
