@@ -194,7 +194,8 @@ class Table:
         asking += ["--max-new-tokens", str(ANSWER_TOKENS), "--compile", mode]
         first, again = (run(*SPARSEKV, *asking, *self.with_index(name, budget)) for _ in range(2))
         before, speed = (one.told(r"([\d.,]+) a second in all") for one in (first, again))
-        what = f"`generate`, {QUESTIONS} questions, {ANSWER_TOKENS} tokens each, {name} {budget}"
+        what = f"`generate`, {QUESTIONS} questions, {ANSWER_TOKENS} tokens each, {name}"
+        what += "" if name == "dense" else f" {budget}"
         what += f", --batch-size {size} --compile {mode}"
         beside = (
             f"{again.seconds:.2f} s in all; first tokens {again.told(r'first token after ([0-9.]+) s'):.2f} s after"

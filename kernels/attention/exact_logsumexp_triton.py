@@ -4,13 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.attention.running_softmax_triton import tile_logits
+from sparsekv.kernels.attention.running_softmax_triton import tile_logits, tile_weights
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import (
     LOG2_E,
     dot,
-    exp2_flushed,
     group_rows,
     power_of_two,
     tile_rows,
@@ -31,9 +30,8 @@ def _add_keys(
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
         bias = tl.where(inside, 0.0, -float("inf"))
         logits = tile_logits(dot(q, tl.trans(k)), bias, scale, softmax_scale, softcap, CAPPED)
-        highest = tl.maximum(peak, tl.max(logits, 1))
-        total = total * exp2_flushed(peak - highest) + tl.sum(exp2_flushed(logits - highest[:, None]), 1)
-        peak = highest
+        peak, weights, shrink = tile_weights(peak, logits)
+        total = total * shrink + tl.sum(weights, 1)
     return peak, total
 
 

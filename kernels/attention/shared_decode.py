@@ -54,6 +54,7 @@ def shared_decode_reference(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`shared_decode` in plain torch: gathers the rows."""
+    assert len(stand_ins) <= 1
     rows = runs.starts[:, : runs.capacity].long()
     used = rows.new_full(rows.shape[:1], runs.capacity) if runs.used is None else runs.used
     valid = torch.arange(rows.shape[1], device=rows.device) < used[:, None]

@@ -174,6 +174,12 @@ def _adjacent(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows[0].is_contiguous() else rows.contiguous()
 
 
+def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values lie as far apart as keys, along all axes that have more than one of them."""
+    strides = zip(keys.stride(), values.stride(), keys.shape, strict=True)
+    return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
+
+
 def shared_decode_triton(
     query: torch.Tensor,
     runs: RunRows,
@@ -187,8 +193,7 @@ def shared_decode_triton(
     """`shared_decode` on a GPU. Allocates float32 outputs [Hk, parts, B G, D]: two tiles of queries an SM where there
     are fewer queries, otherwise up to nine times as many as there are."""
     assert len(stand_ins) <= 1
-    for keys, values in ((runs.keys, runs.values), exact, (own.keys, own.values)):
-        assert keys.stride() == values.stride() or len(keys) == 1
+    assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query = query if query.stride(3) == 1 else query.contiguous()
     R, E, BLOCK_D = B * G, exact[0].shape[1], block_of(runs)

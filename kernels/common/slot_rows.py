@@ -33,5 +33,7 @@ def store_in_slots_reference(
 ) -> None:
     """`store_in_slots` in plain torch; syncs."""
     placed = rows >= 0
+    if not placed.all():
+        slots, rows, new = slots[placed], rows[placed], (new[0][:, placed], new[1][:, placed])
     for into, of_tokens in zip(stored, new, strict=True):
-        into[slots[placed], :, rows[placed]] = of_tokens.transpose(0, 1)[placed]
+        into[slots, :, rows] = of_tokens.transpose(0, 1)

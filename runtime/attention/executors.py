@@ -208,7 +208,7 @@ def all_rows(rows: PlacedRows, used: int) -> RunRows:
 
 
 def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """One query's chosen rows, as references into keys and values in place."""
+    """Rows that one query chose, or several share, as references into keys and values in place."""
     keys, values = rows.keys, rows.values
     if chosen.indices is not None:
         # None where every slot is used: kernels then need not read the count.

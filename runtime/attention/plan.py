@@ -181,7 +181,7 @@ def _prefill(shared: _Shared, device: torch.device) -> Policy:
     """The policy of a question's tokens."""
     meter, options, gather = shared.options.meter, shared.options, shared.gather
     if device.type == "cuda" and meter is None and options.gather_maker is None and shared.middle.reachable:
-        gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device, options.mapped)
+        gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device)
     if options.question is not None:
         return ChunkedPrefill(options.question, gather, shared.middle, shared.read)
     policy = shared.direct(gather) if meter is None else shared.measured(meter)

@@ -164,7 +164,7 @@ class ChunkedPrefill(Policy):
     """Attends to a question's tokens chunk by chunk, with a search of its own; the decoding selector may observe them.
 
     Args:
-        gather: fetches rows by the decoding selector's layout.
+        gather: attends to rows by the decoding selector's layout, to a copy of them or in place.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

@@ -5,7 +5,7 @@ import torch
 from sparsekv.kernels.attention.shared_attention import of_last
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids, RunRows
-from sparsekv.runtime.attention.executors import Attended, GatherExecutor, all_rows, in_place_runs
+from sparsekv.runtime.attention.executors import Attended, GatherExecutor, all_rows
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.kv_store import PlacedRows
 from sparsekv.runtime.selection.interface import Selector
@@ -14,7 +14,7 @@ from sparsekv.runtime.selection.selection import RowSet, Selection
 
 class QuestionExecutor(GatherExecutor):
     """Attends by kernels that read rows in place, once for all tokens; copies them only where rows were sampled, or
-    centroids of several levels stand for the rest."""
+    centroids of several levels, or others for each token, stand for the rest."""
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
         rows, parts = self.middle.in_place(), selection.attended_segments()
@@ -35,8 +35,6 @@ class QuestionExecutor(GatherExecutor):
 
 def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:
     """Chosen rows as references into keys and values in place, row by row."""
-    if chosen.indices is not None or chosen.run_lengths is None:
-        return in_place_runs(rows, chosen)
     places, valid = chosen.expand()
     used = None if valid is None else valid[:, 0].sum(-1, dtype=torch.int32)
     return RunRows(rows.keys, rows.values, places[:, 0], None, chosen.capacity, used, scales=rows.scales)

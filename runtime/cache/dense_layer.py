@@ -62,13 +62,9 @@ class DenseLayer(StoredLayer):
         """Causal attention [Hq, Q, D] to the stored rows and to new ones [Hk, T, D], the last of which are the
         queries' own. On a GPU, without a window, copies no rows; elsewhere allocates the logits twice."""
         keys, values = new
-        queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
-        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
-        grouped = call.query.unflatten(0, (Hk, -1))
         if call.window is None and keys.is_cuda:
-            runs, exact = self.shared()
-            own, how = of_last(keys, values, queries), (call.softmax_scale, call.softcap, sinks)
-            return shared_decode(grouped, runs, exact, (), own, *how).flatten(0, 1)
+            return self.attend_in_place(call, new)
+        queries, Hk, tokens = call.query.shape[1], keys.shape[0], self.stored + keys.shape[1]
         mask = causal_mask(queries, tokens, call.window, keys.device)
         first = 0 if call.window is None else min(max(0, tokens - queries - call.window + 1), self.stored)
         in_sight = slice(first - self.out_of_sight, None)
@@ -77,7 +73,16 @@ class DenseLayer(StoredLayer):
             Segment(stored_keys[:, in_sight], stored_values[:, in_sight], mask[:, first : self.stored]),
             Segment(keys, values, mask[:, self.stored :]),
         ]
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        grouped = call.query.unflatten(0, (Hk, -1))
         return attend(grouped, segments, call.softmax_scale, call.softcap, sinks).flatten(0, 1)
+
+    def attend_in_place(self, call: AttentionCall, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """`attend_before` without a window, by a kernel that reads all rows where they lie."""
+        Hk, (runs, exact), own = len(new[0]), self.shared(), of_last(*new, call.query.shape[1])
+        sinks = None if call.sink_logits is None else call.sink_logits.view(Hk, -1)
+        how = call.softmax_scale, call.softcap, sinks
+        return shared_decode(call.query.unflatten(0, (Hk, -1)), runs, exact, (), own, *how).flatten(0, 1)
 
     def _attend_once(self, call: AttentionCall) -> torch.Tensor:
         """One query's attention on a CPU: it sees the last rows or all, so that none are masked."""

@@ -5,7 +5,6 @@ from functools import cached_property
 
 import torch
 
-from sparsekv.formats.context_rows import context_rows
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.dense_layer import DenseLayer, attend_to
@@ -15,7 +14,7 @@ from sparsekv.runtime.cache.stored_layer import StepRow
 
 
 class DenseLayerIn8Bits(DenseLayer):
-    """Attends to the whole stored context, to the numbers where they lie.
+    """Attends to the whole stored context, to the numbers where they lie, on any device; without a window.
 
     Args:
         stored: gives the tensors of a context's file in 8 bits, on the model's device; called once, at the first use.
@@ -38,11 +37,14 @@ class DenseLayerIn8Bits(DenseLayer):
         every = every.expand(len(self._nothing), -1)
         return RunRows(rows.keys, rows.values, every, None, self.stored, scales=rows.scales)
 
-    def stored_rows(self) -> Pair:
-        return context_rows(self._tensors, self._nothing.dtype).part(slice(None))
-
     def shared(self) -> tuple[RunRows, Pair]:
         return self._runs, (self._nothing, self._nothing)
+
+    def attend_before(self, call: AttentionCall, new: Pair) -> torch.Tensor:
+        return self.attend_in_place(call, new)
+
+    def _attend_once(self, call: AttentionCall) -> torch.Tensor:
+        return self._decode(call)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
         return attend_to(call, self._runs, self.exact_rows())

@@ -27,6 +27,7 @@ def test_each_row_is_in_its_place_and_no_other_is_touched(
         new = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in new]
     if strides == "channels apart":
         new = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in new]
+    new[1] = new[1] if strides == "heads first" else new[1].contiguous()  # strides are each one's own
     slots, rows = torch.tensor([[4, 0, 4, 1], [0, ROOM - 1, 3, -1]], device=DEVICE)
     after = [one.clone() for one in before]
     store(tuple(after), tuple(new), slots, rows)

@@ -16,6 +16,7 @@ from sparsekv.runtime.cache.kv_store import MemoryRows, Pair
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
+from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
@@ -25,9 +26,14 @@ IN_PLACE: dict[str, Method] = {
     "multipole": Multipole(),
     "without replacement": Multipole(replace=False),
     "down levels": Squeezed("hierarchical"),
+    "by threshold": Squeezed(selection="threshold"),
     "oracle": Oracle(),
 }
-COPIED: dict[str, Method] = {"several levels": Multipole("hierarchical"), "sampled": MagicPIG()}
+COPIED: dict[str, Method] = {
+    "several levels": Multipole("hierarchical"),
+    "sampled": MagicPIG(),
+    "a mean for each token": SparQ(mean_value=True),
+}
 METHODS = IN_PLACE | COPIED
 
 

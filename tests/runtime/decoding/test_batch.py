@@ -61,6 +61,7 @@ METHODS: dict[str, Method] = {
     "codes": Codes(),
 }
 GREEDY = Sampling(max_new_tokens=8)
+DENSE = QuestionPrefill("dense", None, Budget(1.0))
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +145,13 @@ def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
+@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
 def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
-    full_index: OpenIndex, name: str, residual: bool
+    full_index: OpenIndex, name: str, residual: bool, prefill: QuestionPrefill | None
 ) -> None:
     """As a GPU's kernels read them; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.2), residual=residual)
+    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.2), residual=residual, question=prefill)
     copied, in_place = (Batch(full_index, cache, GREEDY, 4) for _ in range(2))
     for layer in in_place.packed.packed:
         assert isinstance(layer, PackedSparse)
@@ -170,12 +172,17 @@ def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     ],
     ids=["squeezed", "by threshold", "multipole", "without replacement"],
 )
-def test_questions_that_choose_together(full_index: OpenIndex, name: str, method: Method) -> None:
+@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
+def test_questions_that_choose_together(
+    full_index: OpenIndex, name: str, method: Method, prefill: QuestionPrefill | None
+) -> None:
     """As kernels on a GPU choose and attend; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, method, Budget(1.0))
+    cache = full_index.sparse_cache(name, method, Budget(1.0), question=prefill)
     batch = Batch(full_index, cache, GREEDY, 3)
     batch.packed.packed = [PackedInPlace(layer, 3) for layer in sparse_layers(cache)]
+    for layer in batch.packed.packed:
+        layer.in_place = True
     found, expected = dict(batch.answers(asked)), together(full_index, cache, asked, 3)
     assert [found[number].ids for number in range(len(asked))] == ids(expected)
     read = [found[number].kv_fraction for number in range(len(asked))]
@@ -213,7 +220,7 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
 
 def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    question = QuestionPrefill("dense", None, Budget(1.0), chunk_size=5)
+    question = replace(DENSE, chunk_size=5)
     cache = full_index.sparse_cache("snapkv", SnapKV(window_queries=4), Budget(0.2), question=question)
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
 

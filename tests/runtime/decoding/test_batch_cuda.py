@@ -7,6 +7,7 @@ import torch
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
@@ -28,6 +29,7 @@ from sparsekv.runtime.selection.selection import Selection
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement raises an exception, and when?", "Why?", "And how?", "No.")
 GREEDY = Sampling(max_new_tokens=20)
+DENSE = QuestionPrefill("dense", None, Budget(1.0))
 CAPTURED: dict[str, Method] = {
     "squeezed": Squeezed(),
     "multipole": Multipole(),
@@ -53,10 +55,17 @@ def _together(index: OpenIndex, batch: Batch, asked: list[torch.Tensor]) -> list
     return [found[number].ids for number in range(len(asked))]
 
 
-@pytest.mark.parametrize("name", [*CAPTURED, *LAUNCHED])
-def test_everything_attended_gives_each_its_own_answer(on_gpu: OpenIndex, name: str) -> None:
+@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
+@pytest.mark.parametrize("name", [*CAPTURED, *LAUNCHED, "dense"])
+def test_everything_attended_gives_each_its_own_answer(
+    on_gpu: OpenIndex, name: str, prefill: QuestionPrefill | None
+) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
-    cache = on_gpu.sparse_cache(name, (CAPTURED | LAUNCHED)[name], Budget(1.0))
+    cache = (
+        on_gpu.dense_cache()
+        if name == "dense"
+        else on_gpu.sparse_cache(name, (CAPTURED | LAUNCHED)[name], Budget(1.0), question=prefill)
+    )
     expected = [generate(on_gpu, cache, one, GREEDY).ids for one in asked]
     for slots in (1, 3, 8):
         assert _together(on_gpu, Batch(on_gpu, cache, GREEDY, slots), asked) == expected

@@ -107,10 +107,10 @@ def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
     assert torch.equal(labels, kmeans(points, 20, 60, seed=0))
 
 
-@pytest.mark.parametrize("name", ["squeezed", "multipole", "csattention"])
+@pytest.mark.parametrize("name", ["squeezed", "multipole", "csattention", "dense"])
 def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
     tokens = random_ids(40)
-    cache = on_gpu.sparse_cache(name, METHODS[name][0], Budget(1.0))
+    cache = on_gpu.dense_cache() if name == "dense" else on_gpu.sparse_cache(name, METHODS[name][0], Budget(1.0))
     logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
     plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
