@@ -114,7 +114,7 @@ def evaluate_methods(
         typer.Option(
             metavar="NAME",
             help="What the question's tokens attend to: everything (dense), or what a method selects. Default: what "
-            "the answer's method selects, which with codes is everything.",
+            "the answer's method selects.",
             autocompletion=names_of(methods, DENSE),
         ),
     ] = None,

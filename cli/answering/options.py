@@ -79,7 +79,7 @@ PrefillOption = Annotated[
     typer.Option(
         metavar="dense|METHOD",
         help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what --method "
-        "selects, which with codes is everything, unless keys and values are not in the device's memory (--placement).",
+        "selects.",
         rich_help_panel=ATTENDED,
         autocompletion=names_of(methods, DENSE),
     ),

@@ -24,7 +24,7 @@ from sparsekv.runtime.attention.policies import (
     Prefetching,
 )
 from sparsekv.runtime.attention.prefetch import Prefetcher
-from sparsekv.runtime.attention.question import EVERYTHING, QuestionSearch
+from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.question_executor import QuestionExecutor
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.read_rows import ReadRows
@@ -182,12 +182,8 @@ def _prefill(shared: _Shared, device: torch.device) -> Policy:
     meter, options, gather = shared.options.meter, shared.options, shared.gather
     if device.type == "cuda" and meter is None and options.gather_maker is None and shared.middle.reachable:
         gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device)
-    question = options.question
-    if question is None and meter is None and isinstance(shared.selector, SharesByToken) and shared.middle.reachable:
-        # Some thirty tokens may read a third of the document or more: to choose that costs more than to read the rest.
-        question = QuestionSearch(EVERYTHING, None, gather.search_device, None, shared.middle.used)
-    if question is not None:
-        return ChunkedPrefill(question, gather, shared.middle, shared.read)
+    if options.question is not None:
+        return ChunkedPrefill(options.question, gather, shared.middle, shared.read)
     policy = shared.direct(gather) if meter is None else shared.measured(meter)
     if isinstance(shared.selector, SharesByToken):
         return PiecewisePrefill(policy, shared.selector.question_piece)

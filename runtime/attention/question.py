@@ -27,9 +27,6 @@ class QuestionPrefill:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
 
 
-EVERYTHING = QuestionPrefill("dense", None, Budget(1.0))
-
-
 class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 

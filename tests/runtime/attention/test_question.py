@@ -98,18 +98,13 @@ def test_a_chunk_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("budget", [0.02, 0.04])
 def test_a_question_reads_together_what_its_tokens_would_one_by_one(tmp_path: Path, budget: float) -> None:
-    """Of rows on a disk: a piece of 32 tokens at 4% has everything, and what is left of 40 tokens has not; nor has
-    either at 2%. Of rows in memory: everything, which takes less than to choose so many."""
+    """A piece of 32 tokens at 4% has everything, and what is left of 40 tokens has not; nor has either at 2%."""
     index, tokens = build_small(tmp_path / "small.skv", methods={"codes": INDEXERS["codes"]}), random_ids(42)
     plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-42:]
-    exact = {}
-    for placement in ("disk", "device"):
-        cache = index.sparse_cache("codes", Codes(), Budget(budget), placement=placement)
-        logits = stepped_logits(index, cache, tokens, question=40)
-        exact[placement] = torch.isclose(logits, plain, rtol=1e-3, atol=1e-3).all(-1)
-    assert bool(exact["disk"][:32].all()) == (budget == 0.04)
-    assert not bool(exact["disk"][32:].any())
-    assert [bool(exact["device"][part].all()) for part in (slice(40), slice(40, None))] == [True, False]
+    logits = stepped_logits(index, index.sparse_cache("codes", Codes(), Budget(budget)), tokens, question=40)
+    exact = torch.isclose(logits, plain, rtol=1e-3, atol=1e-3).all(-1)
+    assert bool(exact[:32].all()) == (budget == 0.04)
+    assert not bool(exact[32:].any())
 
 
 def test_a_prefill_of_its_own_budget_is_the_chunks() -> None:
