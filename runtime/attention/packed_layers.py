@@ -114,8 +114,10 @@ class PackedSparse(PackedLayer):
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
-        rows, plan = self.plan.middle.in_place(), self.plan
-        if rows is None or not self.in_place or not plan.prefills_densely or _observes(plan.selector):
+        plan = self.plan
+        whole = self.in_place and plan.prefills_densely and not _observes(plan.selector)
+        # Asked for last: elsewhere than on a GPU it may copy them.
+        if not whole or (rows := plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
         grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
         runs, own = all_rows(rows, plan.middle.used), self.own.seen_by(step.asking, step.longest)

@@ -15,8 +15,12 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.mapped_rows import MappedRows
+from sparsekv.runtime.decoding.batch import Batch
+from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.quoka import Quoka
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -89,6 +93,21 @@ def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex
         stepped_logits(index, own, tokens, question=10)
     # The first layer's question is the same either way, so what it keeps is too.
     assert told_choices[0][0].tokens == own_choices[0][1].tokens
+
+
+@pytest.mark.parametrize("question", [None, DENSE], ids=["its own", "dense"])
+def test_questions_together_do_not_lay_out_rows_that_are_gathered(
+    index: OpenIndex, question: QuestionPrefill | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they stay where the files are mapped."""
+
+    def refuse(rows: MappedRows) -> None:
+        raise AssertionError("rows were laid out in memory")
+
+    monkeypatch.setattr(MappedRows, "_in_memory", refuse)
+    batch = Batch(index, _cache(index, Quest(page_size=4), question, 0.2), Sampling(max_new_tokens=4), 3)
+    asked = [question_ids(index, text) for text in ("What is an expression?", "Why?")]
+    assert all(answer.generated_tokens for _, answer in batch.answers(asked))
 
 
 def test_a_chunk_of_nothing_is_refused() -> None:
