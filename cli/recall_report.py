@@ -93,8 +93,8 @@ def recall_report(
         typer.Option(
             metavar="N,N,...",
             help="Measure also with so many queries that attend to what any of them selects, as --batch-size of "
-            "`generate` has them; such as 1,4,16,64. With --queries on one token of each question, the last that is "
-            "not the same in all.",
+            "`generate` has them; such as 1,4,16,64. With --queries this measures each "
+            "question's last token before what all of them end with.",
         ),
     ] = "1",
     by: Annotated[str | None, typer.Option(metavar="layer,head", help="Rows per layer, per KV head, or both.")] = None,

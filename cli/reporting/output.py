@@ -102,7 +102,7 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
 
 
 def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
-    """The row of lowest error that reads at most `within`, as a sentence; `shared`: among rows of queries together."""
+    """The row of lowest error that reads at most `within`, as a sentence. `shared`: rows are of several queries."""
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (

@@ -1,4 +1,4 @@
-"""What several sequences' queries are told of the rows that they attend to always, shared ones and each one's own."""
+"""The log-sum-exp of several sequences' logits on the rows that they always attend to, shared ones and their own."""
 
 import torch
 

@@ -13,9 +13,9 @@ def store_in_slots(
 
     Args:
         stored: keys and values [S, Hk, capacity, D], contiguous.
-        new: theirs of the tokens, [Hk, T, D].
-        slots, rows: [T] int64: each token's sequence, and its place there, below the capacity; one below zero is not
-            stored.
+        new: keys and values [Hk, T, D] of the tokens.
+        slots, rows: [T] int64: each token's sequence, and its place there, below the capacity. A token whose place is
+            below zero is not stored.
     """
     if slots.is_cuda:
         from sparsekv.kernels.common.slot_rows_triton import store_in_slots_triton

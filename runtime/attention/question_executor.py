@@ -13,8 +13,10 @@ from sparsekv.runtime.selection.selection import RowSet, Selection
 
 
 class QuestionExecutor(GatherExecutor):
-    """Attends by kernels that read rows in place, once for all tokens; copies them only where rows were sampled, or
-    centroids of several levels, or others for each token, stand for the rest."""
+    """Attends by kernels that read rows in place, once for all tokens.
+
+    It copies rows, as its base class does, where they carry weights of a sample, and where what stands for the rest has
+    several levels or differs from token to token."""
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
         rows, parts = self.middle.in_place(), selection.attended_segments()

@@ -20,9 +20,9 @@ def question_queries(
         UsageError: a question is longer than the model has positions for.
 
     Args:
-        last: of each question the query alone of the last token that the others do not end with too, as with a chat
-            template's end, without the rows of its own tokens: queries that are all in one block and can share what
-            they select.
+        last: measure one query of each question: that of its last token before what all of them end with, such as a
+            chat template's end. All are in one block, so that they can share what they select; the rows of the
+            questions' own tokens are left out.
     """
     asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]
     recorder = _QuestionRecorder(index, _same_end(asked) if last else None)
@@ -33,7 +33,7 @@ def question_queries(
 
 
 def _same_end(questions: Sequence[torch.Tensor]) -> int:
-    """With how many tokens all of several questions end alike, at most all but one of the shortest's."""
+    """How many last tokens all questions have in common; at least one of each question is not among them."""
     shortest = min((len(one) for one in questions), default=1)
     if len(questions) < 2:
         return 0
