@@ -29,8 +29,9 @@ from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.union import can_unite
 
-QUESTION_TOKENS = 512
-"""Questions that begin in one step have at most so many tokens together, or else one of them begins alone."""
+QUESTION_TOKENS = 2048
+"""Questions that begin in one step have at most so many tokens together, or else one of them begins alone. With 512 of
+them a GPU waits for the host, which asks for as many operations whatever their number."""
 
 
 def why_alone(index: OpenIndex, method: Method | None, cache: IndexCache) -> str:
