@@ -32,6 +32,7 @@ from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
+from sparsekv.runtime.decoding.choose_prefill import OWN
 from sparsekv.runtime.decoding.choose_prefill import question_prefill as how_prefilled
 from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
@@ -110,14 +111,13 @@ def evaluate_methods(
         typer.Option(metavar="|".join(prefills()), help="How contexts are prefilled; repeatable. Default: dense."),
     ] = None,
     question_prefill: Annotated[
-        str | None,
+        str,
         typer.Option(
-            metavar="NAME",
-            help="What the question's tokens attend to: everything (dense), or what a method selects. Default: what "
-            "the answer's method selects.",
-            autocompletion=names_of(methods, DENSE),
+            metavar="dense|own|METHOD",
+            help="What questions attend to: everything, what the answer's method selects (own), or what METHOD does.",
+            autocompletion=names_of(methods, DENSE, OWN),
         ),
-    ] = None,
+    ] = DENSE,
     question_budget: Annotated[
         str | None,
         typer.Option(

@@ -75,8 +75,8 @@ class Index:
             method: by name, or `dense`; by default what `sparsekv tune` found for the index, or its first method.
             budget: tokens of the document that a step attends to, as on the command line: "5%", 0.05 or 512.
             residual: centroids represent the tokens that the method does not choose.
-            prefill: what a question's tokens attend to: `dense` for everything, or what this method selects; by default
-                what the answer's method does.
+            prefill: what a question's tokens attend to: `dense` for everything, as by default, `own` for what the
+                answer's method selects, or what this method does.
             prefill_budget: tokens of the document that each chunk of a question attends to, with a method as `prefill`.
             parameters: of the method, named as its options: `rerank=4`.
         """

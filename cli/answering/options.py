@@ -8,6 +8,7 @@ import typer
 from sparsekv.cli.common.options import names_of
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.decoding.choose_prefill import OWN
 from sparsekv.runtime.decoding.compiled import WORTH_IT
 from sparsekv.runtime.selection.registry import DENSE, methods
 
@@ -77,11 +78,11 @@ ResidualOption = Annotated[
 PrefillOption = Annotated[
     str | None,
     typer.Option(
-        metavar="dense|METHOD",
-        help="What the question's tokens attend to: everything (dense), or what METHOD selects. Default: what --method "
-        "selects.",
+        metavar="dense|own|METHOD",
+        help="What the question's tokens attend to: everything (dense), what --method selects (own), or what METHOD "
+        "does. Default: dense, which reads the document once a question.",
         rich_help_panel=ATTENDED,
-        autocompletion=names_of(methods, DENSE),
+        autocompletion=names_of(methods, DENSE, OWN),
     ),
 ]
 PrefillBudgetOption = Annotated[

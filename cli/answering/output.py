@@ -13,6 +13,7 @@ from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.stats import print_stats
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.decoding.choose_prefill import OWN
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
 from sparsekv.runtime.decoding.setting import Setting
 
@@ -98,9 +99,7 @@ def settings_of(
     setting: Setting, sampling: Sampling, artifact: Artifact, asking: QuestionPrefill | None, **more: Any
 ) -> dict[str, Any]:
     """What else decides an answer, as a file to resume holds it; `more` are options by name."""
-    parameters, asked = ({} if one is None else asdict(one) for one in (setting.method, asking and asking.method))
-    options = "".join(f", {name} {value}" for name, value in asked.items())
-    prefill = asking and f"{asking.name}, {asking.budget} of {asking.chunk_size}{options}"
+    parameters = {} if setting.method is None else asdict(setting.method)
     layers = setting.layer_budgets
     return {
         "index": artifact.manifest.uuid,
@@ -108,9 +107,17 @@ def settings_of(
         **asdict(sampling),
         "parameters": {name: _as_json(value) for name, value in parameters.items()},
         "layer_budgets": layers and {str(layer): budget.value for layer, budget in layers.items()},
-        "prefill": prefill,
+        "prefill": OWN if asking is None else _in_words(asking),
         **more,
     }
+
+
+def _in_words(asking: QuestionPrefill) -> str:
+    """What a question's tokens attend to; with a method its budget, the tokens that share a choice, its parameters."""
+    if asking.method is None:
+        return asking.name
+    options = "".join(f", {name} {value}" for name, value in asdict(asking.method).items())
+    return f"{asking.name}, {asking.budget} of {asking.chunk_size}{options}"
 
 
 def _as_json(value: Any) -> bool | int | float | str:

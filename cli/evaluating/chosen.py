@@ -3,6 +3,7 @@
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.runtime.decoding.choose_prefill import OWN
 from sparsekv.runtime.decoding.choose_setting import BESIDE_METHODS
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.registry import choose_methods, methods
@@ -19,11 +20,11 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
     return {name: methods()[name] for name in chosen}
 
 
-def asking_method(name: str | None) -> dict[str, type[Method]]:
-    """The method that `--question-prefill` names, by its name; none without one or for `dense`."""
+def asking_method(name: str) -> dict[str, type[Method]]:
+    """The method that `--question-prefill` names, by its name; none for `dense` and `own`."""
     if name == "all":
-        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense")
-    return chosen_methods([name]) if name else {}
+        raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
+    return {} if name == OWN else chosen_methods([name])
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:

@@ -136,9 +136,9 @@ def test_threads_that_ask_one_model_wait_for_each_other(index: api.Index) -> Non
 
 
 def test_a_question_is_prefilled_as_asked(index: api.Index) -> None:
-    """By everything, by what another method selects, or by what the answer's method does, as with `--prefill`."""
-    prefilled = [index.asker("window", prefill=how) for how in (None, "dense", "quest")]
-    assert [one.cache.layers[0].plan.own_prefill for one in prefilled] == [True, False, False]
+    """By everything, as by default, by what the answer's method selects, or by what another does: `--prefill`."""
+    prefilled = [index.asker("window", prefill=how) for how in (None, "dense", "own", "quest")]
+    assert [one.cache.layers[0].plan.own_prefill for one in prefilled] == [False, False, True, False]
     assert all(one.ask(QUESTION, SHORT).ids for one in prefilled)
     with pytest.raises(UsageError, match="prefill_budget 64: give it with prefill and a method that chooses"):
         index.asker("quest", prefill_budget="64")

@@ -133,4 +133,4 @@ def test_where_stdout_goes_elsewhere_it_gets_the_answers_alone(place: Path) -> N
             one.send(f"{entry}\r")
         one.until("/quit .*> ")
         one.press("d")
-    assert (place / "answers").read_text() == run_here("generate", "Why?", *ask).stdout
+    assert (place / "answers").read_bytes().decode() == run_here("generate", "Why?", *ask).stdout

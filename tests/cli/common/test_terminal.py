@@ -85,6 +85,7 @@ def test_an_answer_is_printable_on_a_terminal_and_as_it_is_in_a_pipe(place: Path
     ask = ("generate", "Why?", "--temperature", "5", "--max-new-tokens", "120", "-q")
     said = json.loads(run_here(*ask, "--json").stdout)["text"]
     assert printable(said) != said
-    piped = sparsekv(*ask, cwd=place).stdout
-    assert piped == f"{said}\n"
+    piped = sparsekv(*ask, cwd=place)
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == f"{said}\n"
     assert on_terminal(*ask, cwd=place) == (0, printable(piped))
