@@ -11,6 +11,8 @@ from sparsekv.kernels.common.tiles_triton import (
     aligned,
     capped,
     dot,
+    exp2_flushed,
+    log2_of_normal,
     power_of_two,
     share,
     tile_rows,
@@ -22,11 +24,36 @@ TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
 
 
 @triton.jit
+def _tokens_and_heads(ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """The token and the query head of each row of a tile, GROUP rows a token.
+
+    A thread has a row of a product and the eighth after it, so that two heads of a token lie eight rows apart: what is
+    summed over heads is first summed without another thread. The others lie side by side."""
+    r = tl.arange(0, ROWS)
+    if GROUP == 1 or GROUP > 16:
+        token, g = r // GROUP, r % GROUP
+    else:
+        token, g = r // 16 * (16 // GROUP) + r % 8 // (GROUP // 2), r % (GROUP // 2) * 2 + r // 8 % 2
+    return token, g
+
+
+@triton.jit
+def _over_heads(each, ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """[ROWS // GROUP, TILE]: what a tile's rows [ROWS, TILE] have together for each token."""
+    if GROUP == 1 or GROUP > 16:
+        together = tl.sum(tl.reshape(each, [ROWS // GROUP, GROUP, TILE]), 1)
+    else:
+        eights = tl.sum(tl.reshape(each, [ROWS // 16, 2, 8, TILE]), 1)
+        together = tl.sum(tl.reshape(eights, [ROWS // GROUP, GROUP // 2, TILE]), 1)
+    return together
+
+
+@triton.jit
 def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.constexpr, BLOCK_D: tl.constexpr,
                 G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Query rows [ROWS, BLOCK_D] of tokens from `first` on, GROUP rows a token; zeros for missing ones."""
-    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    token, g = first + r // GROUP, r % GROUP
+    token, g = _tokens_and_heads(ROWS, GROUP)
+    token, d = first + token, tl.arange(0, BLOCK_D)
     place = query + head * q_head + g[:, None] * q_group + token[:, None] * q_token
     return tl.load(place + d, mask=((token < tokens) & (g < G))[:, None] & (d < D), other=0.0)
 
@@ -34,16 +61,16 @@ def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.cons
 @triton.jit
 def _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED: tl.constexpr, D: tl.constexpr,
                  BLOCK_D: tl.constexpr):  # fmt: skip
-    """Logits [ROWS, TILE] and, for each cluster, the logarithm of how many tokens it has; both in units of log 2."""
+    """Logits [ROWS, TILE] in units of log 2, and how many tokens each cluster has."""
     d, known = tl.arange(0, BLOCK_D), c < stop
     k = tl.load(centroids + c[:, None] * D + d, mask=known[:, None] & (d < D), other=0.0)
-    number = tl.load(counts + c, mask=known, other=0).to(tl.float32)
+    number = tl.load(counts + c, mask=known, other=0)
     products = dot(q, tl.trans(k))
     if CAPPED:
         logits = capped(products * softmax_scale, softcap, CAPPED) * LOG2_E
     else:
         logits = products * (softmax_scale * LOG2_E)
-    return logits, tl.where(number > 0, tl.log2(tl.maximum(number, 1.0)), -float("inf"))
+    return logits, number
 
 
 @triton.jit
@@ -73,14 +100,16 @@ def _sums_kernel(
     first, stop = _whole_sixteens(part, parts, C)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + tl.arange(0, TILE)
-        logits, log_number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
         if tl.program_id(2) == 0:
             tl.store(zeros + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
-        logits += log_number
+        logits = tl.where(number > 0, logits, -float("inf"))
         highest = tl.maximum(peak, tl.max(logits, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+        # Numbers of tokens are factors, for their logarithms would be computed anew in each program.
+        weights = number.to(tl.float32) * exp2_flushed(logits - safe[:, None])
+        total = total * exp2_flushed(peak - safe) + tl.sum(weights, 1)
         peak = highest
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
     tl.store(peaks + place, peak)
@@ -96,7 +125,7 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
     part_sums = tl.load(sums + place, mask=part < parts, other=0.0)
     peak = tl.max(part_peaks, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    return peak + tl.log2(tl.maximum(tl.sum(part_sums * tl.exp2(part_peaks - peak[None, :]), 0), 1e-30))
+    return peak + log2_of_normal(tl.maximum(tl.sum(part_sums * exp2_flushed(part_peaks - peak[None, :]), 0), 1e-30))
 
 
 @triton.jit(do_not_specialize=["tokens", "C"])
@@ -120,14 +149,14 @@ def _scores_kernel(
     wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
     # Rows that pad a token's group count for nothing.
-    total = tl.where(tl.arange(0, ROWS) % GROUP < G, total, float("inf"))
+    _, g = _tokens_and_heads(ROWS, GROUP)
+    total = tl.where(g < G, total, float("inf"))
     first, stop = _whole_sixteens(part, parts, C)
     for at in tl.range(first, stop, TILE, num_stages=STAGES):
         c = at + tl.arange(0, TILE)
-        logits, log_number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
-        each = tl.exp2(logits - total[:, None])
-        of_token = tl.sum(tl.reshape(each, [held, GROUP, TILE]), 1)
-        of_token = tl.where(log_number > -float("inf"), of_token, 0.0)
+        logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
+        each = exp2_flushed(logits - total[:, None])
+        of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
         tl.store(place + c, of_token, mask=(token < tokens)[:, None] & (c < stop))
 
 
