@@ -13,7 +13,7 @@ from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
 from sparsekv.runtime.attention.step import Step
-from sparsekv.runtime.cache.kv_store import MiddleRows, PlacedRows
+from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import FusedAttention
 from sparsekv.runtime.selection.interface import Selector
@@ -201,8 +201,17 @@ class FusedExecutor(Executor):
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
 
-def all_rows(rows: PlacedRows, used: int) -> RunRows:
-    """The first `used` rows, one by one, as references into keys and values in place; allocates their numbers."""
+def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
+    """The first `used` rows and the exact ones, as the runs and exact rows that `shared_decode` takes. Those of which
+    there are more are read as exact ones, of which no place is looked up, but for numbers in 8 bits. Allocates the
+    numbers of the others."""
+    if rows.scales is not None:
+        return _each(rows, used), exact
+    return _each(PlacedRows(*exact), exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
+
+
+def _each(rows: PlacedRows, used: int) -> RunRows:
+    """The first `used` rows, one by one."""
     every = torch.arange(used, dtype=torch.int32, device=rows.keys.device).expand(len(rows.keys), -1)
     return RunRows(rows.keys, rows.values, every, None, used, scales=rows.scales)
 

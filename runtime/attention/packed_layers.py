@@ -11,7 +11,7 @@ from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attentio
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.executors import all_rows, in_place_runs
+from sparsekv.runtime.attention.executors import everything, in_place_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.attention.step import How, Step
 from sparsekv.runtime.cache.dense_layer import DenseLayer
@@ -120,8 +120,9 @@ class PackedSparse(PackedLayer):
         if not whole or (rows := plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
         grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
-        runs, own = all_rows(rows, plan.middle.used), self.own.seen_by(step.asking, step.longest)
-        attended = shared_decode(grouped, runs, self.exact, (), own, *_how(call, len(rows.keys)))
+        runs, exact = everything(rows, plan.middle.used, self.exact)
+        own = self.own.seen_by(step.asking, step.longest)
+        attended = shared_decode(grouped, runs, exact, (), own, *_how(call, len(rows.keys)))
         output[:, step.places] = attended.flatten(0, 1)
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: How) -> Queries:

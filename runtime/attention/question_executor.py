@@ -5,7 +5,7 @@ import torch
 from sparsekv.kernels.attention.shared_attention import of_last
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids, RunRows
-from sparsekv.runtime.attention.executors import Attended, GatherExecutor, all_rows
+from sparsekv.runtime.attention.executors import Attended, GatherExecutor, everything
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.kv_store import PlacedRows
 from sparsekv.runtime.selection.interface import Selector
@@ -29,8 +29,10 @@ class QuestionExecutor(GatherExecutor):
         new = slice(before, before + tokens)
         own = of_last(step.keys[:, new], step.values[:, new], tokens)
         centroids = [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in parts]
-        everything = selection.rows.has_all(self.middle.used)
-        runs = all_rows(rows, self.middle.used) if everything else _single_rows(rows, selection.rows)
+        if selection.rows.has_all(self.middle.used):
+            runs, seen_by_all = everything(rows, self.middle.used, seen_by_all)
+        else:
+            runs = _single_rows(rows, selection.rows)
         output = shared_decode(step.query, runs, seen_by_all, centroids, own, *step.how)
         return Attended(output, selection.rows_read())
 
