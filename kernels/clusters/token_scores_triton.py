@@ -14,6 +14,7 @@ from sparsekv.kernels.common.tiles_triton import (
     exp2_flushed,
     log2_of_normal,
     power_of_two,
+    product,
     share,
     tile_rows,
     wait_for_previous_kernel,
@@ -108,7 +109,7 @@ def _sums_kernel(
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
         # Numbers of tokens are factors, for their logarithms would be computed anew in each program.
-        weights = number.to(tl.float32) * exp2_flushed(logits - safe[:, None])
+        weights = product(number.to(tl.float32), exp2_flushed(logits - safe[:, None]))
         total = total * exp2_flushed(peak - safe) + tl.sum(weights, 1)
         peak = highest
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
@@ -125,7 +126,8 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
     part_sums = tl.load(sums + place, mask=part < parts, other=0.0)
     peak = tl.max(part_peaks, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    return peak + log2_of_normal(tl.maximum(tl.sum(part_sums * exp2_flushed(part_peaks - peak[None, :]), 0), 1e-30))
+    total = tl.sum(product(part_sums, exp2_flushed(part_peaks - peak[None, :])), 0)
+    return peak + log2_of_normal(tl.maximum(total, 1e-30))
 
 
 @triton.jit(do_not_specialize=["tokens", "C"])
