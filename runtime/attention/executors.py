@@ -136,8 +136,8 @@ class GatherExecutor(Executor):
 
     def _rows(self, chosen: RowSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Chosen keys and values, and which of them count; all rows as they are stored, mostly without a copy."""
-        if chosen.has_all(self.middle.used):
-            return *self.middle.from_row(0), None
+        if chosen.has_all(self.middle.used) and chosen.log_weights is None:
+            return *self.middle.in_any_order(), None
         rows, valid = chosen.expand()
         return *self.middle.gather(rows.flatten(1)), valid
 

@@ -51,6 +51,10 @@ class MiddleRows(ABC):
         """Keys and values of all rows from `start` on, [Hk, used - start, D], on the model's device; of some heads, by
         their numbers [n]."""
 
+    def in_any_order(self) -> Pair:
+        """Keys and values of all rows [Hk, used, D] on the model's device, in the order that takes least to read."""
+        return self.from_row(0)
+
     @abstractmethod
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         """Append new rows and put all rows from `start` on into another order.
@@ -159,6 +163,12 @@ class DiskRows(MiddleRows):
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
         keys, values = self.gather(torch.arange(start, self.used).expand(self.heads, -1))
         return keys[heads], values[heads]
+
+    def in_any_order(self) -> Pair:
+        middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
+        stored = self.artifact.context_rows(self.layer).part(middle)
+        (keys, values), (new_keys, new_values) = (rows.to(self.nothing) for rows in stored), self.new
+        return torch.cat([keys, new_keys.rows], 1), torch.cat([values, new_values.rows], 1)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         before = self.used

@@ -47,8 +47,16 @@ class MappedRows(MiddleRows):
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
         if self._laid_out is not None or self.order is not None:
             return self._in_memory().from_row(start, heads)
+        keys, values = self._from_token(start)
+        return keys[heads], values[heads]
+
+    def in_any_order(self) -> Pair:
+        return self._from_token(0) if self._laid_out is None else self._laid_out.from_row(0)
+
+    def _from_token(self, start: int) -> Pair:
+        """Keys and values of the middle's tokens from `start` on."""
         keys, values = self.stored.part(slice(self.middle.start + start, self.middle.stop))
-        return keys[heads].to(self.dtype), values[heads].to(self.dtype)
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
         self._in_memory().rewrite(start, new, order)

@@ -43,8 +43,16 @@ def _agree(places: list[MiddleRows], expected: tuple[torch.Tensor, torch.Tensor]
         assert place.used == used
         for got, all_rows in zip(place.gather(rows), expected, strict=True):
             assert torch.equal(got, all_rows.gather(1, rows[..., None].expand(-1, -1, D)))
+        assert all(
+            torch.equal(*pair) for pair in zip(_in_order(place.in_any_order()), _in_order(expected), strict=True)
+        )
         for got, all_rows in zip(place.from_row(used // 2), expected, strict=True):
             assert torch.equal(got, all_rows[:, used // 2 :])
+
+
+def _in_order(rows: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """For each head [N, 2 D]: keys beside their values, ordered."""
+    return [head.unique(dim=0) for head in torch.cat(rows, 2)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), max_size=4), st.integers(0, 99))
@@ -86,3 +94,12 @@ def test_rows_in_order_of_position_are_added_to(artifact: Artifact, steps: list[
     for place in places:
         place.rewrite(M, None, torch.empty(Hk, 0, dtype=torch.int64))
     _agree(places, stored, seed)
+
+
+def test_rows_in_any_order_are_not_laid_out(artifact: Artifact) -> None:
+    """So that a question that reads everything leaves nothing in memory."""
+    Hk, M, _ = _stored(artifact)[0].shape
+    split, order = artifact.manifest.split, _shuffled(1, Hk, M)
+    rows = MappedRows(artifact.context_rows(1), slice(split.sinks, split.sinks + M), order, torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(rows.in_any_order(), _stored(artifact), strict=True))
+    assert rows._laid_out is None
