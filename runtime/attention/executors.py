@@ -1,6 +1,7 @@
 """Executors: a layer attends to its selection through gathered rows, rows read in place, or one fused CPU kernel."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -9,16 +10,20 @@ import torch
 from sparsekv.formats.pages import release_pages
 from sparsekv.kernels.attention.attention import Segment, attend, attend_once
 from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
+from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.kernels.tables.types import ExactKeys
+from sparsekv.runtime.attention.in_place import in_place_runs
 from sparsekv.runtime.attention.step import Step
-from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows
+from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import FusedAttention
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import InPlace, Queries
-from sparsekv.runtime.selection.selection import CentroidSegment, RowSet, Selection
+from sparsekv.runtime.selection.selection import CentroidSegment, Cost, RowSet, Selection
+
+MOST_LOGITS = 2**26
+"""Of queries that attend to everything: float32, for a piece of them at a time."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,12 @@ class GatherExecutor(Executor):
         fetched = self.fetch(selection, step.query.device)
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
+    def attend_to_everything(self, step: Step) -> torch.Tensor:
+        """[Hk, G, Q, D] of queries that attend to all rows, which are read once for them, in whatever order."""
+        all_rows = Fetched(*self.middle.in_any_order(), None, None, (), rest_attended=False, rows_read=0.0)
+        some = (attend(one.query, all_rows.segments(one), *one.how) for one in pieces_of_all(step, self.middle.used))
+        return torch.cat([*some], 2)
+
     def find(self, queries: Queries, budget: Budget) -> Fetched:
         """Select rows and copy them to the queries' device."""
         return self.fetch(self.select(queries, budget), queries.query.device)
@@ -136,10 +147,24 @@ class GatherExecutor(Executor):
 
     def _rows(self, chosen: RowSet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Chosen keys and values, and which of them count; all rows as they are stored, mostly without a copy."""
-        if chosen.has_all(self.middle.used) and chosen.log_weights is None:
-            return *self.middle.in_any_order(), None
+        if chosen.has_all(self.middle.used):
+            return *self.middle.from_row(0), None
         rows, valid = chosen.expand()
         return *self.middle.gather(rows.flatten(1)), valid
+
+
+def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
+    """The step cut into pieces whose logits on so many rows are at most `MOST_LOGITS`, but for single queries."""
+    return step.pieces(max(1, MOST_LOGITS // (step.query.shape[0] * step.query.shape[1] * max(1, rows))))
+
+
+def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
+    """As `attend_to_everything`, to a selection of all rows: for executors that must know which token each row is of."""
+    used = executor.middle.used
+    starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)
+    chosen = Selection(RowSet(starts, torch.full_like(starts, used), used, used), Cost(0.0))
+    some = (executor.attend_to(one, chosen, executor.selector).output for one in pieces_of_all(step, used))
+    return torch.cat([*some], 2)
 
 
 class GatherMaker(Protocol):
@@ -199,34 +224,6 @@ class FusedExecutor(Executor):
             output = attend_once(query, ((fetched.keys, fetched.values), exact), scored, *step.how)
             return Attended(output.unsqueeze(2), fetched.rows_read)
         return Attended(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
-
-
-def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]:
-    """The first `used` rows and the exact ones, as the runs and exact rows that `shared_decode` takes. Those of which
-    there are more are read as exact ones, of which no place is looked up, but for numbers in 8 bits. Allocates the
-    numbers of the others."""
-    if rows.scales is not None:
-        return _each(rows, used), exact
-    return _each(PlacedRows(*exact), exact[0].shape[1]), (rows.keys[:, :used], rows.values[:, :used])
-
-
-def _each(rows: PlacedRows, used: int) -> RunRows:
-    """The first `used` rows, one by one."""
-    every = torch.arange(used, dtype=torch.int32, device=rows.keys.device).expand(len(rows.keys), -1)
-    return RunRows(rows.keys, rows.values, every, None, used, scales=rows.scales)
-
-
-def in_place_runs(rows: PlacedRows, chosen: RowSet) -> RunRows:
-    """Rows that one query chose, or several share, as references into keys and values in place."""
-    keys, values = rows.keys, rows.values
-    if chosen.indices is not None:
-        # None where every slot is used: kernels then need not read the count.
-        used = None if chosen.total == chosen.capacity else chosen.indices.used
-        rest = chosen.capacity, used, chosen.indices.queue
-        return RunRows(keys, values, chosen.indices.rows, None, *rest, scales=rows.scales)
-    lengths = chosen.run_lengths
-    ends = None if lengths is None else lengths.cumsum(-1, dtype=torch.int32)[:, 0]
-    return RunRows(keys, values, chosen.starts[:, 0], ends, chosen.capacity, scales=rows.scales)
 
 
 def _scored(selection: Selection, step: Step) -> tuple[ScoredCentroids, ...]:

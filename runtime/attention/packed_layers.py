@@ -11,7 +11,7 @@ from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attentio
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.executors import everything, in_place_runs
+from sparsekv.runtime.attention.in_place import everything, in_place_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.attention.step import How, Step
 from sparsekv.runtime.cache.dense_layer import DenseLayer

@@ -17,6 +17,7 @@ from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.attention.policies import (
     Budgeted,
     ChunkedPrefill,
+    DensePrefill,
     Direct,
     Measured,
     PiecewisePrefill,
@@ -43,6 +44,7 @@ class LayerOptions:
         search_device: the selector's; None: the model's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
         question: selects for a question's tokens in place of the layer's selector.
+        dense_question: a question's tokens attend to everything; then nothing selects for them.
         gather_maker: makes the executor of all steps, which gathers rows, in place of those that attend without a copy.
     """
 
@@ -51,6 +53,7 @@ class LayerOptions:
     search_device: torch.device | None = None
     mapped: tuple[torch.Tensor, ...] = ()
     question: QuestionSearch | None = None
+    dense_question: bool = False
     gather_maker: GatherMaker | None = None
 
 
@@ -81,7 +84,7 @@ class LayerPlan:
     @property
     def prefills_densely(self) -> bool:
         """Whether a question's tokens attend to everything."""
-        return isinstance(self.prefill, ChunkedPrefill) and self.prefill.search.selector is None
+        return isinstance(self.prefill, DensePrefill)
 
     @property
     def shareable(self) -> bool:
@@ -132,7 +135,7 @@ def plan_layer(
         appender=appender,
         prefetcher=prefetcher,
         meter=options.meter,
-        own_prefill=options.question is None,
+        own_prefill=options.question is None and not options.dense_question,
         steps_alike=plain and middle.reachable and appender is None,
         graph=selector if isinstance(selector, GraphState) else None,
     )
@@ -182,6 +185,8 @@ def _prefill(shared: _Shared, device: torch.device) -> Policy:
     meter, options, gather = shared.options.meter, shared.options, shared.gather
     if device.type == "cuda" and meter is None and options.gather_maker is None and shared.middle.reachable:
         gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device)
+    if options.dense_question:
+        return DensePrefill(gather, shared.middle, shared.read)
     if options.question is not None:
         return ChunkedPrefill(options.question, gather, shared.middle, shared.read)
     policy = shared.direct(gather) if meter is None else shared.measured(meter)

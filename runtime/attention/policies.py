@@ -160,23 +160,45 @@ class Measured(Budgeted):
         return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
 
 
-class ChunkedPrefill(Policy):
-    """Attends to a question's tokens chunk by chunk, with a search of its own; the decoding selector may observe them.
+class ObservedPrefill(Policy):
+    """Attends to a question's tokens without the decoding selector, which may observe them."""
+
+    def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.gather = gather
+        self.observer = gather.selector if isinstance(gather.selector, ObservesQuestion) else None
+
+    def attend(self, step: Step) -> torch.Tensor:
+        if self.observer is not None:
+            self.observer.observe(step.queries.to(self.gather.search_device))
+        return self.attend_observed(step)
+
+    @abstractmethod
+    def attend_observed(self, step: Step) -> torch.Tensor:
+        """[Hk, G, Q, D]."""
+
+
+class DensePrefill(ObservedPrefill):
+    """A question's tokens attend to everything."""
+
+    def attend_observed(self, step: Step) -> torch.Tensor:
+        return self.gather.attend_to_everything(step)
+
+
+class ChunkedPrefill(ObservedPrefill):
+    """Attends to a question's tokens chunk by chunk, with a search of its own.
 
     Args:
         gather: attends to rows by the decoding selector's layout, to a copy of them or in place.
     """
 
     def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
-        super().__init__(middle, read)
-        self.search, self.gather = search, gather
-        self.observer = gather.selector if isinstance(gather.selector, ObservesQuestion) else None
+        super().__init__(gather, middle, read)
+        self.search = search
 
-    def attend(self, step: Step) -> torch.Tensor:
-        if self.observer is not None:
-            self.observer.observe(step.queries.to(self.gather.search_device))
+    def attend_observed(self, step: Step) -> torch.Tensor:
         parts = []
         for piece in step.pieces(self.search.chunk_size):
-            found, selector = self.search.select(piece.queries), self.search.selector or self.gather.selector
-            parts.append(self.gather.attend_to(piece, found, selector).output)
+            found = self.search.select(piece.queries)
+            parts.append(self.gather.attend_to(piece, found, self.search.selector).output)
         return torch.cat(parts, 2)

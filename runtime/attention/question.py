@@ -8,7 +8,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.queries import Queries
-from sparsekv.runtime.selection.selection import Cost, RowSet, Selection
+from sparsekv.runtime.selection.selection import RowSet, Selection
 
 QUESTION_BUDGET = "1024"
 
@@ -31,28 +31,22 @@ class QuestionSearch:
     """Selects one layer's rows for a chunk of a question, as row indices in the decoding method's layout.
 
     Args:
-        selector: None for all rows.
         device: the selector's.
         layout: [Hk, M] int64, the middle position of each stored row; None for order of position.
-        middle: M.
     """
 
     def __init__(
         self,
         prefill: QuestionPrefill,
-        selector: Selector | None,
+        selector: Selector,
         device: torch.device,
         layout: torch.Tensor | None,
-        middle: int,
     ):
-        self.selector, self.budget, self.chunk_size, self.middle = selector, prefill.budget, prefill.chunk_size, middle
+        self.selector, self.budget, self.chunk_size = selector, prefill.budget, prefill.chunk_size
         self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
 
     def select(self, queries: Queries) -> Selection:
         """One selection for all queries [Hk, G, Q, D] of a chunk."""
-        if self.selector is None:
-            starts = torch.zeros(len(queries.query), 1, 1, dtype=torch.int64, device=queries.query.device)
-            return Selection(RowSet(starts, torch.full_like(starts, self.middle), self.middle, self.middle), Cost(0.0))
         chosen = self.selector.select(queries.to(self.device), self.budget)
         rows, valid = chosen.rows.expand()
         for order in (self.selector.layout, self.rows_of):

@@ -2,12 +2,13 @@
 
 import torch
 
-from sparsekv.kernels.attention.shared_attention import of_last
+from sparsekv.kernels.attention.shared_attention import OwnRows, of_last
 from sparsekv.kernels.attention.shared_decode import shared_decode
 from sparsekv.kernels.attention.types import Centroids, RunRows
-from sparsekv.runtime.attention.executors import Attended, GatherExecutor, everything
+from sparsekv.runtime.attention.executors import Attended, GatherExecutor
+from sparsekv.runtime.attention.in_place import everything
 from sparsekv.runtime.attention.step import Step
-from sparsekv.runtime.cache.kv_store import PlacedRows
+from sparsekv.runtime.cache.kv_store import Pair, PlacedRows
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.selection import RowSet, Selection
 
@@ -23,11 +24,7 @@ class QuestionExecutor(GatherExecutor):
         plain = selection.rows.log_weights is None and selection.rows.starts.shape[1] == 1
         if rows is None or not plain or len(parts) > 1 or any(part.log_counts.shape[1] > 1 for part in parts):
             return super().attend_to(step, selection, selector)
-        # Exact rows before the first of these tokens are seen by all of them.
-        before, tokens = step.first - step.unstored, step.query.shape[2]
-        seen_by_all = step.keys[:, :before], step.values[:, :before]
-        new = slice(before, before + tokens)
-        own = of_last(step.keys[:, new], step.values[:, new], tokens)
+        seen_by_all, own = _exact_and_own(step)
         centroids = [Centroids(part.keys, part.values, part.log_counts[:, 0]) for part in parts]
         if selection.rows.has_all(self.middle.used):
             runs, seen_by_all = everything(rows, self.middle.used, seen_by_all)
@@ -35,6 +32,20 @@ class QuestionExecutor(GatherExecutor):
             runs = _single_rows(rows, selection.rows)
         output = shared_decode(step.query, runs, seen_by_all, centroids, own, *step.how)
         return Attended(output, selection.rows_read())
+
+    def attend_to_everything(self, step: Step) -> torch.Tensor:
+        if (rows := self.middle.in_place()) is None:
+            return super().attend_to_everything(step)
+        seen_by_all, own = _exact_and_own(step)
+        runs, seen_by_all = everything(rows, self.middle.used, seen_by_all)
+        return shared_decode(step.query, runs, seen_by_all, (), own, *step.how)
+
+
+def _exact_and_own(step: Step) -> tuple[Pair, OwnRows]:
+    """Exact rows before the first of a step's tokens, which are seen by all of them, and what each sees of theirs."""
+    before, tokens = step.first - step.unstored, step.query.shape[2]
+    new = slice(before, before + tokens)
+    return (step.keys[:, :before], step.values[:, :before]), of_last(step.keys[:, new], step.values[:, new], tokens)
 
 
 def _single_rows(rows: PlacedRows, chosen: RowSet) -> RunRows:

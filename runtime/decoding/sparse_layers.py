@@ -66,6 +66,7 @@ class SparseLayers:
             search_device=self.prepared.device,
             mapped=mapped,
             question=self._question_search(rows, prepared.selector),
+            dense_question=self.question is not None and self.question.method is None,
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
         # The selector may keep the file mapped, with the pages that were read to get here.
@@ -78,13 +79,11 @@ class SparseLayers:
 
     def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
         question = self.question
-        if question is None:
+        if question is None or question.method is None:
             return None
-        selector, where = None, self.device
-        if question.method is not None:
-            where, shared = search_device(question.method, self.placement, self.device), self.question_shared
-            selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
-        return QuestionSearch(question, selector, where, decoding.layout, self.split.middle)
+        where, shared = search_device(question.method, self.placement, self.device), self.question_shared
+        selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
+        return QuestionSearch(question, selector, where, decoding.layout)
 
     def _exact(self, rows: LayerRows) -> Pair:
         """Keys and values [Hk, sinks + tail, D] of sinks and tail."""

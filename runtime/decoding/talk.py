@@ -140,9 +140,10 @@ class Talk:
         """The setting's cache over the document and all turns; made if there is none."""
         if self._asker is None:
             asker = Asker.open(self.index, self.setting, placement=self.placement, question=self.prefill)
-            if self.prefill is not None and appends(asker.cache.stored_layers):
+            prefill = self.prefill
+            if prefill is not None and prefill.method is not None and appends(asker.cache.stored_layers):
                 raise UsageError(
-                    f"--stream: tokens that it moves into the index would be lost to --prefill {self.prefill.name} of "
+                    f"--stream: tokens that it moves into the index would be lost to --prefill {prefill.name} of "
                     "the next question; leave one of them out"
                 )
             for turn in self.turns:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.attention.attention import Segment, attend
-from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor
+from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor, attend_in_layout
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.capabilities import NumbersCentroids
@@ -28,6 +28,9 @@ class HidingExecutor(GatherExecutor):
     def __init__(self, *layer: Any, hidden: torch.Tensor, sinks: int, **options: Any):
         super().__init__(*layer, **options)
         self.hidden, self.sinks = hidden, sinks
+
+    def attend_to_everything(self, step: Step) -> torch.Tensor:
+        return attend_in_layout(self, step)
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
         hidden = self.hidden.to(step.query.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.attention.attention import Weighed, attend_once_with_weights, attend_with_weights
-from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor
+from sparsekv.runtime.attention.executors import Attended, Fetched, GatherExecutor, attend_in_layout
 from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.reporting.queries import QueryBlock
@@ -31,6 +31,9 @@ class RecordingExecutor(GatherExecutor):
     def __init__(self, *layer: Any, record: Callable[[AttendedStep], None], **options: Any):
         super().__init__(*layer, **options)
         self.record = record
+
+    def attend_to_everything(self, step: Step) -> torch.Tensor:
+        return attend_in_layout(self, step)
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> Attended:
         if step.mask is not None and not step.mask[-1].all():

@@ -48,7 +48,7 @@ def test_the_answer_is_on_stdout_as_generate_gives_it(place: Path) -> None:
     assert len(document["records"]) == records
 
 
-@pytest.mark.parametrize("options", [(), ("--truth",), ("--method", "squeezed", "--residual"), ("--prefill", "dense")])
+@pytest.mark.parametrize("options", [(), ("--truth",), ("--method", "squeezed", "--residual"), ("--prefill", "own")])
 def test_json_is_what_the_schema_says(place: Path, options: tuple[str, ...]) -> None:
     document = _traced(*options)
     assert document["truth"] == ("--truth" in options)
@@ -58,8 +58,8 @@ def test_json_is_what_the_schema_says(place: Path, options: tuple[str, ...]) -> 
     assert "".join("".join(one["tokens"]) for one in document["passages"]).count("Line ") == 40
 
 
-def test_a_dense_prefill_chooses_everything_for_the_first_token(place: Path) -> None:
-    first = [one for one in _traced("--prefill", "dense", "--truth")["records"] if one["token"] == 0]
+def test_by_default_everything_is_chosen_for_the_first_token(place: Path) -> None:
+    first = [one for one in _traced("--truth")["records"] if one["token"] == 0]
     assert all((one["stood_for"], one["missed"]) == (0, 0) for one in first)
     assert all(one["exact"] + one["chosen"] == pytest.approx(1) for one in first)
 

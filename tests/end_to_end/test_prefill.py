@@ -39,8 +39,8 @@ def test_a_document_is_prefilled_sparsely_asked_and_reported_so(
 
 def test_a_dense_question_answers_as_a_dense_model_does(index: Artifact) -> None:
     question = ("generate", "--index", index.folder, "What is an assert statement?", "--max-new-tokens", "8")
-    whole = sparsekv(*question, "--budget", "100%", cwd=index.folder.parent)
-    dense = sparsekv(*question, "--budget", "100%", "--prefill", "dense", cwd=index.folder.parent)
+    whole = sparsekv(*question, "--budget", "100%", "--prefill", "own", cwd=index.folder.parent)
+    dense = sparsekv(*question, "--budget", "100%", cwd=index.folder.parent)
     assert whole.returncode == dense.returncode == 0, dense.stderr
     assert whole.stdout == dense.stdout
 

@@ -17,8 +17,8 @@ MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
 INDEX, SAVED = "mail/doc.skv", "saved.skv"
 METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "codes", "h2o")
-PREFILLS = ((), ("--prefill", "dense"))
-"""A dense prefill reads nothing of the method: then the decode step is the first that follows a wrong offset."""
+PREFILLS = (("--prefill", "own"), ())
+"""By default a question reads nothing of the method: then the decode step is the first that follows a wrong offset."""
 VICTIMS = {
     ".bashrc": b"alias ll='ls -l'\n",
     "notes.txt": b"remember the milk\n",

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
@@ -18,6 +19,7 @@ from sparsekv.runtime.tracing.recorder import RecordingExecutor
 from sparsekv.runtime.tracing.shares import AttendedStep, Shares
 
 SOME = Budget(0.1)
+DENSE = QuestionPrefill("dense", None, Budget(1.0))
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,16 @@ def every_form(index: OpenIndex) -> dict[str, Form]:
     return {form.title: form for form in found}
 
 
-def answered(index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3) -> Answered:
+def answered(
+    index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3, prefill: QuestionPrefill | None = None
+) -> Answered:
     """Answers a question of the index with a form of a method."""
     steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
     asker = Asker.open(
-        index, Setting(form, budget), gather_makers=lambda layer: partial(RecordingExecutor, record=steps[layer].append)
+        index,
+        Setting(form, budget),
+        question=prefill,
+        gather_makers=lambda layer: partial(RecordingExecutor, record=steps[layer].append),
     )
     question = question_ids(index, "What comes next?")
     return Answered(question, asker.ask(question, Sampling(tokens)), steps, asker.cache)

@@ -62,7 +62,7 @@ def test_each_chunk_of_a_question_chooses_for_itself() -> None:
     layer = small_layer(middle=60)
     selector = Quoka().prepare(layer.context)
     order = layer.context.tensors["token_order"]
-    search = QuestionSearch(QuestionPrefill("quoka", Quoka(), Budget(7)), selector, torch.device("cpu"), order, 60)
+    search = QuestionSearch(QuestionPrefill("quoka", Quoka(), Budget(7)), selector, torch.device("cpu"), order)
     for first in (0, 8):
         one = as_queries(layer.queries[:, :, first : first + 8], joint=True)
         rows = search.select(one).rows.starts
@@ -130,5 +130,5 @@ def test_a_prefill_of_its_own_budget_is_the_chunks() -> None:
     """Whatever the method's tokens would read one by one."""
     layer, context = coded_layer(300)
     selector = Codes().prepare(context)
-    search = QuestionSearch(QuestionPrefill("codes", Codes(), Budget(7)), selector, DEVICE, None, 300)
+    search = QuestionSearch(QuestionPrefill("codes", Codes(), Budget(7)), selector, DEVICE, None)
     assert search.select(as_queries(layer.queries.to(DEVICE), joint=True)).rows.capacity == 7

@@ -51,8 +51,9 @@ def _agree(places: list[MiddleRows], expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def _in_order(rows: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    """For each head [N, 2 D]: keys beside their values, ordered."""
-    return [head.unique(dim=0) for head in torch.cat(rows, 2)]
+    """For each head [N, 2 D]: keys beside their values, ordered, and how often each is there."""
+    counted = (head.unique(dim=0, return_counts=True) for head in torch.cat(rows, 2))
+    return [torch.cat([head, times[:, None]], 1) for head, times in counted]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), max_size=4), st.integers(0, 99))

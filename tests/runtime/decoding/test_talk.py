@@ -91,20 +91,19 @@ def test_another_setting_sees_the_same_turns(
     assert answers == plain
 
 
+@pytest.mark.parametrize("name", ["snapkv", "multipole"])
 def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
-    every_index: OpenIndex, plain: list[list[int]]
+    every_index: OpenIndex, plain: list[list[int]], name: str
 ) -> None:
-    talk = Talk(every_index, setting("snapkv"), prefill=QuestionPrefill(DENSE, None, Budget(1.0), 7))
+    """Nor with tokens that move into the index: it has them too."""
+    talk = Talk(every_index, setting(name), prefill=QuestionPrefill(DENSE, None, Budget(1.0), 7))
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
 
 
-@pytest.mark.parametrize("name", [DENSE, "snapkv"])
-def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(
-    every_index: OpenIndex, name: str
-) -> None:
+def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(every_index: OpenIndex) -> None:
     """The prefill's method knows the document's tokens alone."""
-    prefill = QuestionPrefill(name, METHODS.get(name), Budget(1.0), 7)
-    with pytest.raises(UsageError, match=f"--stream: .* would be lost to --prefill {name}"):
+    prefill = QuestionPrefill("snapkv", METHODS["snapkv"], Budget(1.0), 7)
+    with pytest.raises(UsageError, match=r"--stream: .* would be lost to --prefill snapkv"):
         Talk(every_index, setting("multipole"), prefill=prefill)
     talk = Talk(every_index, setting("snapkv"), prefill=prefill)
     with pytest.raises(UsageError, match="--stream"):

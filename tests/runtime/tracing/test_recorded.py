@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.reference import assert_close, attention_probabilities
 from support.small_layer import all_chosen
-from support.traced import SOME, answered, chosen_tokens, every_form
+from support.traced import DENSE, SOME, answered, chosen_tokens, every_form
 
+from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
@@ -105,6 +106,20 @@ def test_everything_chosen_leaves_nothing(full_index: OpenIndex, forms: list[For
         assert one["exact"] + one["chosen"] == pytest.approx(1)
         assert one["missed_tokens"] == []
     assert trace["measures"]["recall"] == 1
+
+
+def test_a_dense_question_is_recorded_by_the_tokens_that_it_attends_to(
+    full_index: OpenIndex, forms: list[Form]
+) -> None:
+    """Whatever order the rows have that it reads."""
+    sinks, middle = full_index.split.sinks, full_index.split.middle
+    for form in forms:
+        for layer, (first, *_) in answered(full_index, form, prefill=DENSE).steps.items():
+            keys, _ = LayerRows(full_index.artifact, layer).part(slice(sinks, sinks + middle), torch.device("cpu"))
+            step = first.step
+            logits = attention_logits(step.query[:, :, -1:], torch.cat([keys, step.keys], 1), *step.how[:2])
+            expected = logits.double().softmax(-1)[:, :, 0, :middle].mean(1)
+            assert_close(chosen_tokens(own_shares(first, middle)), expected, 1e-5)
 
 
 def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, forms: list[Form]) -> None:

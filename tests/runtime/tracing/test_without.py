@@ -9,11 +9,14 @@ from support.small_index import plain_logits_after
 from support.traced import SOME, answered, chosen_tokens, every_form
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.shares import AttendedStep, own_shares
@@ -56,8 +59,12 @@ def test_a_passage_in_many_places_is_refused() -> None:
         tokens_of(["a"], [" a"] * (MOST_FOUND + 1))
 
 
+def _forms(index: OpenIndex, name: str) -> list[Form]:
+    return [form for form in every_form(index).values() if form.name == name]
+
+
 def _steps(index: OpenIndex, name: str) -> Iterator[tuple[SparseLayer, AttendedStep]]:
-    for form in (form for form in every_form(index).values() if form.name == name):
+    for form in _forms(index, name):
         found = answered(index, form, tokens=2)
         for layer, steps in found.steps.items():
             kept = found.cache.stored_layers[layer]
@@ -97,6 +104,25 @@ def test_hidden_tokens_get_no_weight_and_centroids_count_fewer(full_index: OpenI
         executor = _executor(layer, hidden, split.sinks)
         output = executor.attend_to(one.step, one.selection, one.selector).output
         assert_close(output, _expected(one, hidden[middle], beside), 1e-5)
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_dense_question_attends_to_all_that_is_shown(full_index: OpenIndex, name: str) -> None:
+    """Whatever order the rows have that it reads."""
+    split, hidden, artifact = full_index.split, _hidden(full_index), full_index.artifact
+    middle = slice(split.sinks, split.sinks + split.middle)
+    beside = torch.cat([hidden[: split.sinks], hidden[middle.stop :]])
+    for layer, steps in answered(full_index, next(iter(_forms(full_index, name)))).steps.items():
+        step, stored = steps[0].step, artifact.context_rows(layer)
+        rows = MappedRows(stored, middle, steps[0].layout, torch.float32)
+        executor = HidingExecutor(steps[0].selector, rows, torch.device("cpu"), hidden=hidden, sinks=split.sinks)
+        shown = torch.ones(step.query.shape[2], step.keys.shape[1], dtype=torch.bool)
+        shown = shown if step.mask is None else step.mask.clone()
+        shown[:, : len(beside)] &= ~beside
+        of_middle = Segment(*(one.double() for one in stored.part(middle)), ~hidden[middle])
+        exact = Segment(step.keys.double(), step.values.double(), shown)
+        expected = attend(step.query.double(), [of_middle, exact], *step.how)
+        assert_close(executor.attend_to_everything(step), expected, 1e-5)
 
 
 def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
