@@ -120,7 +120,8 @@ def generate(
         bool,
         typer.Option(
             "--gauge",
-            help="Print what --stats prints and, by layer, an estimate of the attention left to centroids or dropped. "
+            help="Print what --stats prints and, by layer, an estimate of the attention that the answer's steps (with "
+            "--prefill own also the question) leave to centroids or drop. "
             "Decoding is slower: each step computes its logits once more and is not captured as a CUDA graph.",
         ),
     ] = False,

@@ -159,7 +159,7 @@ def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
 
 
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
-    """As `attend_to_everything`, to a selection of all rows: for executors that must know which token each row is of."""
+    """As `attend_to_everything`, to a selection of all rows, where each row's token must be known."""
     used = executor.middle.used
     starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)
     chosen = Selection(RowSet(starts, torch.full_like(starts, used), used, used), Cost(0.0))

@@ -145,6 +145,7 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Mean missed share, and the shares of heads with a raised budget and with dense attention; one sync."""
-        missed, raised, dense = (self.sums / max(1, self.heads)).tolist()
+        """Mean missed share, and the shares of heads with a raised budget and with dense attention, where anything was
+        measured; one sync."""
+        missed, raised, dense = (self.sums / self.heads).tolist()
         return missed, raised, dense

@@ -56,7 +56,8 @@ class SparseLayer(StoredLayer):
         self.plan.read.deferred = False
 
     def missed(self) -> MissedShares | None:
-        return None if self.plan.meter is None else self.plan.meter.means()
+        meter = self.plan.meter
+        return None if meter is None or not meter.heads else meter.means()
 
     def start_counting(self) -> None:
         self.plan.read.reset()

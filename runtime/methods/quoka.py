@@ -1,7 +1,7 @@
 """QuoKA (decoding: section 4.4 of the paper): the keys of highest cosine similarity to the query. Reads every key.
 
-A question's tokens share one selection, made by the few queries that are least similar to their mean, as for a chunk of
-a document's prefill; a decode step's query is used as it is.
+Where a question's tokens select, they share one selection, made by the few queries that are least similar to their
+mean, as for a chunk of a document's prefill; a decode step's query is used as it is.
 """
 
 from dataclasses import dataclass

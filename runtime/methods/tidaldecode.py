@@ -2,8 +2,8 @@
 
 As in the paper, a layer that chooses attends to everything, because it reads all keys anyway. In the published code
 each query head chooses for itself, with keys repeated per head; here one selection serves a group, by the mean of its
-heads' probabilities, which suits a cache with one row per KV head. A question's tokens share a selection; the paper
-prefills them densely.
+heads' probabilities, which suits a cache with one row per KV head. Where a question's tokens select, they share a
+selection.
 """
 
 from dataclasses import dataclass

@@ -232,11 +232,15 @@ def test_a_questions_own_prefill_changes_answers_but_not_dense_attentions(
     place: Path, straight: tuple[Path, str]
 ) -> None:
     before = _answers(straight[0])
+    _run(*_small(place, straight[0], "--question-prefill", "dense", "--json"))
+    assert _answers(straight[0]) == before
     _run(*_small(place, straight[0], "--question-prefill", "quoka", "--question-budget", "32", "--json"))
     more = _answers(straight[0])
     # two methods at two budgets, four questions and two continuations; dense attention answered them before
     assert len(more) == len(before) + 4 * (4 + 2)
     assert before.items() <= more.items()
+    _run(*_small(place, straight[0], "--question-prefill", "own", "--json"))
+    assert len(_answers(straight[0])) == len(more) + 4 * (4 + 2)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ const KIND_MEANINGS = {
   missed: "what dense attention gives and neither a chosen token nor a centroid does",
 };
 const UNKNOWN = "Not known: the trace was made without --truth, so dense attention was not computed beside it.";
-const FROM_THE_SECOND = "Recall, mass, error and KV fraction leave out the answer's first token: it comes from the question's prefill, where its tokens share a choice.";
+const FROM_THE_SECOND = "Recall, mass, error and KV fraction leave out the answer's first token: it comes from the question's prefill, which by default attends to everything.";
 const MEASURE_LABELS = [["recall", "Recall", 3], ["attention_mass", "Mass", 3], ["output_error", "Error", 4], ["kv_fraction", "KV fraction", 3]];
 
 /** The numbers: {box, show}; `onswitch` gets a kind whose switch was pressed. */
