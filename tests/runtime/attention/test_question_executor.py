@@ -8,7 +8,9 @@ from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_layer import small_layer, sparse_layer
 
+from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention import executors
 from sparsekv.runtime.attention.executors import GatherExecutor
 from sparsekv.runtime.attention.question_executor import QuestionExecutor
 from sparsekv.runtime.attention.step import step_of
@@ -76,3 +78,38 @@ def test_a_question_attends_in_place_as_it_does_to_copies(
         expected, found = (executor.attend(some, budget) for executor in (copying, in_place))
         assert_close(found.output, expected.output.double(), 1e-5)
         assert torch.equal(torch.as_tensor(found.rows_read), torch.as_tensor(expected.rows_read))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    middle=st.integers(1, 200),
+    G=st.integers(1, 8),
+    queries=st.integers(1, 9),
+    softcap=st.sampled_from([None, 3.0]),
+    has_sinks=st.booleans(),
+    most=st.sampled_from([1, 3000, executors.MOST_LOGITS]),
+)
+def test_a_question_that_attends_to_everything_is_the_plain_models(
+    seed: int, middle: int, G: int, queries: int, softcap: float | None, has_sinks: bool, most: int
+) -> None:
+    """In place, and by copies for some of its tokens at a time."""
+    layer = small_layer(seed, middle=middle, G=G, softcap=softcap)
+    selector = Oracle().prepare(layer.context)
+    new = normal(seed, 2, queries, 16), normal(seed + 1, 2, queries, 16)
+    sparse = sparse_layer(layer, selector, Budget(1), None)
+    sparse.update(new[0][None], new[1][None])
+    sinks = normal(seed, 2 * G) if has_sinks else None
+    step = step_of(sparse, AttentionCall(0, normal(seed + 2, 2 * G, queries, 16), *new, 0.2, softcap, None, sinks))
+    rows = sparse.plan.middle
+    assert isinstance(rows, MemoryRows)
+    kept = Uncopied(rows.keys.rows, rows.values.rows, None, rows.device)
+    pairs = rows.from_row(0), (step.keys, step.values)
+    everything = [
+        Segment(*(one.double() for one in pair), mask) for pair, mask in zip(pairs, (None, step.mask), strict=True)
+    ]
+    expected = attend(step.query.double(), everything, *step.how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executors, "MOST_LOGITS", most)
+        for executor in (GatherExecutor(selector, rows, rows.device), QuestionExecutor(selector, kept, rows.device)):
+            assert_close(executor.attend_to_everything(step), expected, 1e-5)
