@@ -79,8 +79,9 @@ PrefillOption = Annotated[
     str | None,
     typer.Option(
         metavar="dense|own|METHOD",
-        help="What the question's tokens attend to: everything (dense), what --method selects (own), or what METHOD "
-        "does. Default: dense, which reads the document once a question.",
+        help="What the question's tokens attend to: everything (dense), what --method selects within --budget for each "
+        "of them (own), or what METHOD does. Default: dense, which reads the document once a question; with own most "
+        "methods lose answers.",
         rich_help_panel=ATTENDED,
         autocompletion=names_of(methods, DENSE, OWN),
     ),
@@ -88,7 +89,7 @@ PrefillOption = Annotated[
 PrefillBudgetOption = Annotated[
     str | None,
     typer.Option(
-        help="Share or number of the document's tokens that each chunk of the question attends to, with --prefill "
+        help="Share or number of the document's tokens that each 128 tokens of the question attend to, with --prefill "
         f"METHOD. Default: {QUESTION_BUDGET}.",
         rich_help_panel=ATTENDED,
     ),

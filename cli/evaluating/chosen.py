@@ -24,7 +24,13 @@ def asking_method(name: str) -> dict[str, type[Method]]:
     """The method that `--question-prefill` names, by its name; none for `dense` and `own`."""
     if name == "all":
         raise UsageError(f"{QUESTION_OPTIONS[0]} all: name one method, or dense or own")
-    return {} if name == OWN else chosen_methods([name])
+    if name == OWN or name in BESIDE_METHODS:
+        return {}
+    try:
+        choose_methods([name], list(indexers()), beside=[*BESIDE_METHODS, OWN])
+    except UsageError as error:
+        raise UsageError(f"{QUESTION_OPTIONS[0]} {name}: {error}") from None
+    return {name: methods()[name]}
 
 
 def needed_indexers(names: list[str], *, residual: bool) -> dict[str, type[Indexer]]:

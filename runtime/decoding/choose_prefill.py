@@ -45,7 +45,10 @@ def question_prefill(
         UsageError: a budget was given without a prefill method that uses one.
     """
     if budget is not None and not chosen:
-        raise UsageError(f"{options[1]} {budget}: give it with {options[0]} and a method that chooses, such as quoka")
+        own = f"; {options[0]} own has the answer's budget" if name == OWN else ""
+        raise UsageError(
+            f"{options[1]} {budget}: give it with {options[0]} and a method that chooses, such as quoka{own}"
+        )
     if name == OWN:
         return None
     method = next((configure(one, parameters) for one in chosen.values()), None)

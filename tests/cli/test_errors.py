@@ -52,6 +52,12 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--method", "all"), 2, ("name one method, not all", "squeezed", "dense")),
         (("generate", "Why?", "--prefill", "all"), 2, ("--prefill all: name one method",)),
         (("eval", "doc.txt", "--question-prefill", "all"), 2, ("--question-prefill all: name one method",)),
+        (("eval", "doc.txt", "--question-prefill", "mine"), 2, ("--question-prefill mine: no method", "dense, own")),
+        (
+            ("generate", "Why?", "--prefill", "own", "--prefill-budget", "5%"),
+            2,
+            ("--prefill-budget 5%: give it with --prefill", "--prefill own has the answer's budget"),
+        ),
         (("generate", "Why?", "--budget", "0"), 2, ("--budget 0", "0.05")),
         (("generate", "Why?", "--budget", "2.5"), 2, ("--budget 2.5",)),
         (("generate", "Why?", "--budget", "-1"), 2, ("--budget -1",)),
