@@ -79,9 +79,9 @@ PrefillOption = Annotated[
     str | None,
     typer.Option(
         metavar="dense|own|METHOD",
-        help="What the question's tokens attend to: everything (dense), what --method selects within --budget for each "
-        "of them (own), or what METHOD does. Default: dense, which reads the document once a question; with own most "
-        "methods lose answers.",
+        help="What the question's tokens attend to: everything (dense), what --method selects for them by --budget "
+        "(own), or what METHOD does. Default: dense, which reads the document once a question; with own most methods "
+        "lose answers.",
         rich_help_panel=ATTENDED,
         autocompletion=names_of(methods, DENSE, OWN),
     ),

@@ -13,7 +13,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention import executors
 from sparsekv.runtime.attention.executors import GatherExecutor
 from sparsekv.runtime.attention.question_executor import QuestionExecutor
-from sparsekv.runtime.attention.step import step_of
+from sparsekv.runtime.attention.step import Step, step_of
 from sparsekv.runtime.cache.kv_store import MemoryRows, Pair
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
@@ -21,7 +21,7 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.interface import Method, Selector
 
 IN_PLACE: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -46,6 +46,22 @@ class Uncopied(MemoryRows):
         raise AssertionError("rows were copied")
 
 
+def _asked(
+    method: Method, seed: int, middle: int, G: int, queries: int, softcap: float | None, *, has_sinks: bool
+) -> tuple[Selector, MemoryRows, Step]:
+    """A method's selector for a layer, the layer's rows, and the step of a question's tokens."""
+    layer = small_layer(seed, middle=middle, G=G, softcap=softcap)
+    selector = method.prepare(layer.context)
+    new = normal(seed, 2, queries, 16), normal(seed + 1, 2, queries, 16)
+    sparse = sparse_layer(layer, selector, Budget(1), None)
+    sparse.update(new[0][None], new[1][None])
+    sinks = normal(seed, 2 * G) if has_sinks else None
+    call = AttentionCall(0, normal(seed + 2, 2 * G, queries, 16), *new, 0.2, softcap, None, sinks)
+    rows = sparse.plan.middle
+    assert isinstance(rows, MemoryRows)
+    return selector, rows, step_of(sparse, call)
+
+
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=15, deadline=None)
 @given(
@@ -62,19 +78,11 @@ def test_a_question_attends_in_place_as_it_does_to_copies(
     name: str, seed: int, middle: int, G: int, queries: int, piece: int, budget: Budget, softcap: float | None,
     has_sinks: bool,
 ) -> None:  # fmt: skip
-    layer = small_layer(seed, middle=middle, G=G, softcap=softcap)
-    selector = METHODS[name].prepare(layer.context)
-    new = normal(seed, 2, queries, 16), normal(seed + 1, 2, queries, 16)
-    sparse = sparse_layer(layer, selector, budget, None)
-    sparse.update(new[0][None], new[1][None])
-    sinks = normal(seed, 2 * G) if has_sinks else None
-    call = AttentionCall(0, normal(seed + 2, 2 * G, queries, 16), *new, 0.2, softcap, None, sinks)
-    rows = sparse.plan.middle
-    assert isinstance(rows, MemoryRows)
+    selector, rows, step = _asked(METHODS[name], seed, middle, G, queries, softcap, has_sinks=has_sinks)
     kept = (Uncopied if name in IN_PLACE else MemoryRows)(rows.keys.rows, rows.values.rows, None, rows.device)
     copying = GatherExecutor(selector, rows, rows.device)
     in_place = QuestionExecutor(selector, kept, rows.device)
-    for some in step_of(sparse, call).pieces(piece):
+    for some in step.pieces(piece):
         expected, found = (executor.attend(some, budget) for executor in (copying, in_place))
         assert_close(found.output, expected.output.double(), 1e-5)
         assert torch.equal(torch.as_tensor(found.rows_read), torch.as_tensor(expected.rows_read))
@@ -94,15 +102,7 @@ def test_a_question_that_attends_to_everything_is_the_plain_models(
     seed: int, middle: int, G: int, queries: int, softcap: float | None, has_sinks: bool, most: int
 ) -> None:
     """In place, and by copies for some of its tokens at a time."""
-    layer = small_layer(seed, middle=middle, G=G, softcap=softcap)
-    selector = Oracle().prepare(layer.context)
-    new = normal(seed, 2, queries, 16), normal(seed + 1, 2, queries, 16)
-    sparse = sparse_layer(layer, selector, Budget(1), None)
-    sparse.update(new[0][None], new[1][None])
-    sinks = normal(seed, 2 * G) if has_sinks else None
-    step = step_of(sparse, AttentionCall(0, normal(seed + 2, 2 * G, queries, 16), *new, 0.2, softcap, None, sinks))
-    rows = sparse.plan.middle
-    assert isinstance(rows, MemoryRows)
+    selector, rows, step = _asked(Oracle(), seed, middle, G, queries, softcap, has_sinks=has_sinks)
     kept = Uncopied(rows.keys.rows, rows.values.rows, None, rows.device)
     pairs = rows.from_row(0), (step.keys, step.values)
     everything = [
