@@ -34,12 +34,13 @@ SIZE_BITS, SIZES = tl.constexpr(TOKEN_BITS), tl.constexpr(MOST_TOKENS)  # below 
 @triton.jit
 def _last_rank(clusters, budget):
     """The highest rank such that clusters of this rank or above hold the budget; 0 if there is none. A cluster's rank
-    is above its size in one number, because two numbers would take the registers of a second program on an SM."""
+    is above its size in one number, because two numbers would take the registers of a second program on an SM. All of
+    a head's tokens fit below the ranks, so that whatever ranks add up to leaves the sum of the sizes as it is."""
     reached = tl.full([], 0, tl.uint32)
     for step in tl.static_range(BITS):
         rank = reached + 2 ** (BITS - 1 - step)
-        held = tl.sum(tl.where(clusters >= rank << SIZE_BITS, clusters & SIZES, 0).to(tl.int32), 0)
-        reached = tl.where(held >= budget, rank, reached)
+        held = tl.sum(tl.where(clusters >= rank << SIZE_BITS, clusters, 0), 0) & SIZES
+        reached = tl.where(held.to(tl.int32) >= budget, rank, reached)
     return reached
 
 
@@ -57,9 +58,10 @@ def _take_kernel(
         first = tl.load(ends + question - 1)
     wait_for_previous_kernel(EARLY)
     score = tl.zeros([CLUSTERS], tl.float32)
+    # Rows of scores are longer than their clusters, so that four are loaded at once.
     for token in range(first, last):
-        score += tl.load(scores + (head * tokens + token) * stride + c, mask=c < C, other=0.0)
-    score = score / ((last - first) * G)
+        score += tl.load(scores + (head * tokens + token) * stride + c, mask=c < stride, other=0.0)
+    score = score * (1.0 / ((last - first) * G))
     if KEEP:
         taken = tl.where(score >= tl.load(thresholds + question), size, 0)
     else:

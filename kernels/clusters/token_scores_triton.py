@@ -22,6 +22,7 @@ from sparsekv.kernels.common.tiles_triton import (
 
 MOST_ROWS = 128  # of a tile of queries
 TILE_BYTES, STAGES, WARPS, PROGRAMS_PER_SM = 16_384, 2, 4, 2
+MOST_LOGITS = 4096  # of a tile of queries and one of clusters, so that two programs' are in an SM's registers
 
 
 @triton.jit
@@ -104,13 +105,12 @@ def _sums_kernel(
         logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
         if tl.program_id(2) == 0:
             tl.store(zeros + head * C + c, tl.zeros([TILE], tl.int32), mask=c < stop)
-        logits = tl.where(number > 0, logits, -float("inf"))
+        log_number = log2_of_normal(tl.maximum(number, 1).to(tl.float32))
+        logits += tl.where(number > 0, log_number, -float("inf"))
         highest = tl.maximum(peak, tl.max(logits, 1))
         # All clusters so far may be empty.
         safe = tl.where(highest == -float("inf"), 0.0, highest)
-        # Numbers of tokens are factors, for their logarithms would be computed anew in each program.
-        weights = product(number.to(tl.float32), exp2_flushed(logits - safe[:, None]))
-        total = total * exp2_flushed(peak - safe) + tl.sum(weights, 1)
+        total = total * exp2_flushed(peak - safe) + tl.sum(exp2_flushed(logits - safe[:, None]), 1)
         peak = highest
     place = ((head * tl.num_programs(2) + tl.program_id(2)) * parts + part) * ROWS + tl.arange(0, ROWS)
     tl.store(peaks + place, peak)
@@ -128,6 +128,16 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(product(part_sums, exp2_flushed(part_peaks - peak[None, :])), 0)
     return peak + log2_of_normal(tl.maximum(total, 1e-30))
+
+
+@triton.jit
+def _store_scores(place, c, stop, present, logits, number, total, ROWS: tl.constexpr, GROUP: tl.constexpr,
+                  TILE: tl.constexpr):  # fmt: skip
+    """What a tile's logits give each token; of the last clusters as many as fill a row, so that each four scores are
+    stored together."""
+    each = exp2_flushed(logits - total[:, None])
+    of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
+    tl.store(place + c, of_token, mask=present & (c < tl.multiple_of(tl.cdiv(stop, 16) * 16, 16)))
 
 
 @triton.jit(do_not_specialize=["tokens", "C"])
@@ -148,18 +158,20 @@ def _scores_kernel(
     centroids, counts = centroids + head * centroids_stride, counts + head * counts_stride
     token = first_token + tl.arange(0, held)
     place = scores + (head * tokens + token[:, None]) * stride
+    first, stop = _whole_sixteens(part, parts, C)
+    # The first tile's logits need nothing of the kernel before this one, and are computed while it runs.
+    c = first + tl.arange(0, TILE)
+    logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
     wait_for_previous_kernel(EARLY)
     total = _logsumexp(peaks, sums, head * tl.num_programs(2) + tl.program_id(2), sum_parts, ROWS, PARTS)
     # Rows that pad a token's group count for nothing.
     _, g = _tokens_and_heads(ROWS, GROUP)
-    total = tl.where(g < G, total, float("inf"))
-    first, stop = _whole_sixteens(part, parts, C)
-    for at in tl.range(first, stop, TILE, num_stages=STAGES):
+    total, present = tl.where(g < G, total, float("inf")), (token < tokens)[:, None]
+    _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
+    for at in tl.range(first + TILE, stop, TILE, num_stages=STAGES):
         c = at + tl.arange(0, TILE)
         logits, number = _tile_logits(q, centroids, counts, c, stop, softmax_scale, softcap, CAPPED, D, BLOCK_D)
-        each = exp2_flushed(logits - total[:, None])
-        of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
-        tl.store(place + c, of_token, mask=(token < tokens)[:, None] & (c < stop))
+        _store_scores(place, c, stop, present, logits, number, total, ROWS, GROUP, TILE)
 
 
 def token_scores(
@@ -179,21 +191,21 @@ def token_scores(
         zeros: [H, C] int32 contiguous, to which zeros are written.
 
     Returns:
-        [H, T, C or more] float32; what is past the last cluster is not written.
+        [H, T, C or more] float32; 0 past the last cluster.
     """
     (H, G, T, D), C, device, early = query.shape, counts.shape[1], query.device, dependent_launch(query.device)
     query = query if query.stride(3) == 1 else query.contiguous()
     centroids, counts, group = side_by_side(centroids.to(query.dtype)), side_by_side(counts), power_of_two(G)
     tile_of_queries, stride = max(16, group, min(MOST_ROWS, power_of_two(T * group))), aligned(C)
     blocks = triton.cdiv(T, tile_of_queries // group)
-    parts = num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device))
+    tile = min(tile_rows(D, query.dtype, TILE_BYTES), MOST_LOGITS // tile_of_queries)
+    parts = min(num_splits(H * blocks, C, PROGRAMS_PER_SM * count_sms(device)), triton.cdiv(C, tile))
     peaks, sums = torch.empty(2, H, blocks, parts, tile_of_queries, device=device)
     scores = torch.empty(H, T, stride, device=device)
     strides = *query.stride()[:3], centroids.stride(0), counts.stride(0), softmax_scale, softcap or 0.0
     tiles = {
         "CAPPED": softcap is not None, "G": G, "GROUP": group, "ROWS": tile_of_queries, "D": D,
-        "BLOCK_D": power_of_two(D), "TILE": tile_rows(D, query.dtype, TILE_BYTES), "STAGES": STAGES,
-        "num_warps": WARPS, **early,
+        "BLOCK_D": power_of_two(D), "TILE": tile, "STAGES": STAGES, "num_warps": WARPS, **early,
     }  # fmt: skip
     _sums_kernel[(parts, H, blocks)](query, centroids, counts, peaks, sums, zeros, T, C, *strides, **tiles)
     _scores_kernel[(parts, H, blocks)](

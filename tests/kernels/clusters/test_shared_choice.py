@@ -11,7 +11,7 @@ from sparsekv.kernels.clusters import shared_choice_triton, token_scores_triton
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters_reference
 from sparsekv.kernels.clusters.shared_choice import choose_together_reference
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
-from sparsekv.kernels.clusters.types import SharedChoice
+from sparsekv.kernels.clusters.types import MOST_TOKENS, SharedChoice
 from sparsekv.kernels.common.runs import expand_runs
 
 pytestmark = compiled_or_interpreted
@@ -79,6 +79,18 @@ def test_soft_caps() -> None:
 
 def test_more_programs_than_sms() -> None:
     assert_same(1, [1] * 60, 37, 77)
+
+
+def test_as_many_tokens_as_a_head_may_have() -> None:
+    """Sizes of clusters are added up in the bits below their ranks."""
+    counts = torch.full((2, 100), MOST_TOKENS // 100, dtype=torch.int32)
+    counts[:, 0] += MOST_TOKENS % 100
+    query, ends = some_query(2, 2, 2, [1, 1, 1], 64)
+    centroids, starts, budget = normal(3, 2, 100, 64), first_rows(counts), MOST_TOKENS // 4
+    arguments = query, ends, centroids, counts, starts
+    # No rows are listed, which would take the interpreter minutes.
+    found = choose_together_triton(*(one.to(DEVICE) for one in arguments), budget, 0, 0.125)
+    assert torch.equal(found.lengths.cpu(), choose_together_reference(*arguments, budget, 0, 0.125).lengths)
 
 
 def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: float | None = None) -> None:
