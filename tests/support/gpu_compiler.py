@@ -1,6 +1,7 @@
 """Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention and of
 rows that sequences have for themselves, those that weigh what is always attended before tokens are ranked, the scan of
-codes, those for several queries over codes, logits of centroids in 8 bits, and the sum over ranks.
+codes, those for several queries over codes, the choice of clusters for several questions, logits of centroids in 8
+bits, and the sum over ranks.
 
 The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
 """
@@ -23,7 +24,7 @@ from sparsekv.kernels.attention import (
 )
 from sparsekv.kernels.attention.shared_attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
-from sparsekv.kernels.clusters import cluster_choice_triton
+from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton, token_scores_triton
 from sparsekv.kernels.codes import code_ranks_triton, joined_triton, joint_ranks_triton, product_tables_triton
 from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
 from sparsekv.kernels.common import slot_rows_triton
@@ -64,6 +65,9 @@ class Compiler:
                 divisible[(number,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                # As a launch finds by itself: rows whose strides are multiples of 16 are loaded 16 bytes at a time.
+                if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                    divisible[(number,)] = [["tt.divisibility", 16]]
         options = {name: value for name, value in named.items() if name in OPTIONS}
         source = ASTSource(self.kernel, signature, constants, divisible)
         self.compiled.append(triton.compile(source, target=TARGET, options=options))
@@ -153,11 +157,18 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     joined_triton.join_chosen_triton(torch.zeros(H, B, 9, dtype=torch.int32), 27, groups)
 
 
+def choose(D: int, dtype: torch.dtype, questions: int, softcap: float | None) -> None:
+    """Clusters for so many questions of a token each."""
+    query, ends = torch.zeros(H, G, questions, D, dtype=dtype), torch.arange(questions, dtype=torch.int32)
+    centroids, counts = torch.zeros(H, 4096, D, dtype=dtype), torch.zeros(H, 4096, dtype=torch.int32)
+    shared_choice_triton.choose_together_triton(query, ends, centroids, counts, counts, 640, M, 0.1, softcap)
+
+
 def main() -> None:
     """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
     (
         partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
-        total, store,
+        total, store, sums, scores, take, taken,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -176,6 +187,10 @@ def main() -> None:
         Compiler(joined_triton._list_flags_kernel),
         Compiler(exact_logsumexp_triton._logsumexp_kernel),
         Compiler(slot_rows_triton._store_kernel),
+        Compiler(token_scores_triton._sums_kernel),
+        Compiler(token_scores_triton._scores_kernel),
+        Compiler(shared_choice_triton._take_kernel),
+        Compiler(shared_choice_triton._list_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -191,6 +206,8 @@ def main() -> None:
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
+        patch.multiple(token_scores_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
+        patch.multiple(shared_choice_triton, _take_kernel=take, _list_kernel=taken, **multiprocessors),
         patch.multiple(joined_triton, _flag_kernel=flag, _count_flags_kernel=count, _list_flags_kernel=lists),
     ):
         launch(16, torch.float32, in_8_bits=True, more=False)
@@ -200,6 +217,8 @@ def main() -> None:
         weigh(128, torch.bfloat16, more=True)
         several(64, torch.float32, 3.0)
         several(256, torch.bfloat16, None)
+        choose(128, torch.bfloat16, 64, None)
+        choose(256, torch.float32, 3, 3.0)
         score(96, torch.float32)
         score(128, torch.bfloat16)
         add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
