@@ -217,7 +217,7 @@ def generate(
     compile_for(asker, together, compiled, left * max_new_tokens, alone=ranks is None, quiet=not stats)
     batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
     note_plain_questions(opened, questions[len(done) :], batch_file, special_tokens=special_tokens, quiet=quiet)
-    told = (stats, resumed, settings if batch_file else {})
+    told = (stats, resumed, settings, batch_file is not None)
     output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
     for line in done:
         say(line)

@@ -23,8 +23,8 @@ class Output:
     """How the answers of a call are printed.
 
     as_json: an object a line. streamed: the answer's text was printed as it came. measured: what each layer leaves is
-    known. stats: print times too, to stderr. resumed: the file that takes each line, too.
-    settings: what a line of a batch has, so that it can be resumed. within: a streamed answer has begun.
+    known. stats: print times too, to stderr. resumed: the file that takes each line, too. settings: what else decides
+    an answer. numbered: there are several, which stats tell apart. within: a streamed answer has begun.
     """
 
     setting: Setting
@@ -32,8 +32,9 @@ class Output:
     streamed: bool
     measured: bool
     stats: bool
-    resumed: AnswersFile | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    resumed: AnswersFile | None
+    settings: dict[str, Any]
+    numbered: bool
     answers: int = 0
     cut: int = 0
     blank: int = 0
@@ -70,14 +71,15 @@ class Output:
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens
         if self.stats and answer is not NO_ANSWER:
             before = 0 if self.resumed is None else len(self.resumed.lines)
-            print_stats(answer, before + self.answers if self.settings else None)
+            print_stats(answer, before + self.answers if self.numbered else None)
+            untold = self.measured and not answer.layers
+            note("nothing to estimate: an answer of one token takes no step", quiet=not untold)
 
     def _record(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer as a JSON object, with the same keys for every question of a call."""
         left_out = {"ids"} if self.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-        settings = {"settings": self.settings} if self.settings else {}
-        return {"question": question, **kept, **identity(self.setting), **settings}
+        return {"question": question, **kept, **identity(self.setting), "settings": self.settings}
 
     def total(self, *, quiet: bool) -> None:
         """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""

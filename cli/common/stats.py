@@ -38,9 +38,10 @@ def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
 
 def _summary(answer: "Answer") -> str:
     read = f", read {answer.kv_fraction:.1%} of the document's keys and values" if answer.generated_tokens > 1 else ""
+    generated = f"{answer.generated_tokens} token{'s' * (answer.generated_tokens != 1)}"
     return (
         f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "
-        f"{answer.generated_tokens} tokens at {answer.tokens_per_second:.1f} a second{read}"
+        f"{generated} at {answer.tokens_per_second:.1f} a second{read}"
     )
 
 

@@ -20,6 +20,15 @@ def test_a_gauge_shows_each_layer_on_stderr_alone(place: Path) -> None:
     assert "attention left to centroids or dropped" in gauged.stderr
 
 
+def test_a_gauge_of_one_token_says_why_it_shows_nothing(place: Path) -> None:
+    """The question's tokens attend to everything, and the first token of an answer comes of them."""
+    one = (*ASK[:2], "--max-new-tokens", 1, *ASK[4:])
+    said = run_here(*one, "--gauge").stderr
+    assert "1 token at" in said
+    assert "nothing to estimate: an answer of one token takes no step" in said
+    assert "nothing to estimate" not in run_here(*one, "--gauge", "--prefill", "own").stderr
+
+
 def test_a_gauge_of_what_cannot_be_told_is_refused(place: Path) -> None:
     # What MagicPIG drew stands for all, so that it takes no residual.
     for cannot in (("--method", "oracle"), ("--method", "magicpig", "--residual")):

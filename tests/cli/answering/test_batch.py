@@ -39,6 +39,17 @@ def test_it_is_told_how_many_answers_were_cut(place: Path) -> None:
     assert "were cut" not in run_here(*arguments, "--json").stderr
 
 
+def test_an_answer_says_what_prefilled_its_question(place: Path) -> None:
+    Path("questions.txt").write_text("Why?\n")
+    for prefill in ("dense", "own"):
+        (alone,), (of_batch,) = (
+            _records(*asked, "--prefill", prefill) for asked in (["Why?"], ["--batch-file", "questions.txt"])
+        )
+        assert alone["settings"] == of_batch["settings"]
+        assert isinstance(alone["settings"], dict)
+        assert alone["settings"]["prefill"] == prefill
+
+
 def test_parameters_have_the_types_of_their_options(place: Path) -> None:
     Path("questions.txt").write_text("Why?\n")
     (record,) = _records("--batch-file", "questions.txt", "--method", "multipole", "--opened", "3")
