@@ -58,7 +58,7 @@ def _take_kernel(
         first = tl.load(ends + question - 1)
     wait_for_previous_kernel(EARLY)
     score = tl.zeros([CLUSTERS], tl.float32)
-    # Rows of scores are longer than their clusters, so that four are loaded at once.
+    # Rows of scores are padded to a multiple of 16, so that four are loaded at once; what pads them has no size.
     for token in range(first, last):
         score += tl.load(scores + (head * tokens + token) * stride + c, mask=c < stride, other=0.0)
     score = score * (1.0 / ((last - first) * G))
