@@ -133,8 +133,8 @@ def _logsumexp(peaks, sums, block, parts, ROWS: tl.constexpr, PARTS: tl.constexp
 @triton.jit
 def _store_scores(place, c, stop, present, logits, number, total, ROWS: tl.constexpr, GROUP: tl.constexpr,
                   TILE: tl.constexpr):  # fmt: skip
-    """Store the scores that a tile's logits give each token, four at once: after the last cluster zeros, up to a multiple
-    of 16."""
+    """Store the scores that a tile's logits give each token, four at once, with zeros after the last cluster up to a
+    multiple of 16."""
     each = exp2_flushed(logits - total[:, None])
     of_token = tl.where(number > 0, _over_heads(each, ROWS, GROUP, TILE), 0.0)
     tl.store(place + c, of_token, mask=present & (c < tl.multiple_of(tl.cdiv(stop, 16) * 16, 16)))
