@@ -142,10 +142,7 @@ class PackedSparse(PackedLayer):
         """The choice of each query for itself; by selectors that observed its question, where there are any."""
         if not _observes(self.plan.selector):
             return self.plan.selector.select(queries, self.plan.budget)
-        slots, places = step.answering.slots.tolist(), step.answering.rows.tolist()
-        for slot, place in zip(slots, places, strict=True):
-            if place == 0:  # a question of one token, of which nothing is observed
-                self.asked.pop(slot, None)
+        slots = step.answering.slots.tolist()
         each = [self.asked.get(slot, self.unasked).select(queries, self.plan.budget) for slot in slots]
         rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
         return Selection(single_rows(rows), each[0].cost, each[0].rest)
@@ -171,7 +168,9 @@ class PackedInPlace(PackedSparse):
         assert rows is not None
         grouped, how = call.query.unflatten(0, (len(self.exact[0]), -1)), _how(call, len(self.exact[0]))
         own, counter = self.own.seen_by(tokens, step.longest), plan.read.by_kernels if answers else None
-        chosen = selector.choose_together(self._queries(grouped, own, how), tokens.ends, plan.budget, counter)
+        chosen = selector.choose_together(
+            self._queries(grouped, own, how), tokens.ends, tokens.asks, plan.budget, counter
+        )
         if answers:
             plan.read.per_count = chosen.cost.per_count
             plan.read.add(chosen.rows_read(), plan.middle.used)

@@ -30,7 +30,7 @@ class SparseLayer(StoredLayer):
         return self.plan.graph_state() is not None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        plan, decodes = self.plan, call.query.shape[1] == 1
+        plan, decodes = self.plan, not self.prefills(call.query.shape[1])
         # Never during a question: its first tokens must not see an index that contains its last ones.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)

@@ -23,7 +23,7 @@ class Step:
     keys, values [Hk, E, D]: sinks, tail and new tokens, which are attended exactly. `mask` [Q, E] bool: which of them
     each query sees; None: all valid rows. With a `step_row`, only the device knows the number of valid rows and the
     token's position. `unstored`: add it to an exact row's number to get its token's position.
-    `joint`: one selection for all Q queries. `batch`: that of `Queries`.
+    `joint`: the queries are a question's, and get one selection. `batch`: that of `Queries`.
     """
 
     query: torch.Tensor
@@ -83,6 +83,6 @@ def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
         first=layer.get_seq_length() - queries,
         step_row=layer.step_row,
         unstored=layer.stored - layer.first,
-        joint=queries > 1,
+        joint=layer.prefills(queries),
         how=(call.softmax_scale, call.softcap, None if call.sink_logits is None else call.sink_logits.view(Hk, -1)),
     )

@@ -100,9 +100,14 @@ class IndexCache(Cache):
         for layer in self.stored_layers:
             layer.rewind()
 
-    def start_counting(self) -> None:
-        """Begin to count for another answer: rows read, and missed mass; `rewind` does it too."""
+    def expect_prompt(self, tokens: int) -> None:
+        """Begin another answer, after a prompt of `tokens` tokens, stored ones included.
+
+        The prompt's tokens that the cache lacks are prefilled, in calls of any length; each later token is a decode
+        step. Rows read and missed mass are counted anew. After `rewind` no prompt is expected.
+        """
         for layer in self.stored_layers:
+            layer.expect_prompt(tokens)
             layer.start_counting()
 
     def kv_fraction(self) -> float:

@@ -28,17 +28,19 @@ class Piece:
 @dataclass(frozen=True)
 class StepTokens:
     """Some of a step's tokens, slots and rows [T'] int64 as the step has them; each sees its sequence's first rows, up
-    to `used` [T'], from `first` [T'] on, which is zero. ends [B] int32: after which of them each sequence's end."""
+    to `used` [T'], from `first` [T'] on, which is zero. ends [B] int32: after which of them each sequence's end.
+    asks [B] bool: whether they are a question's tokens, or else one of an answer."""
 
     slots: torch.Tensor
     rows: torch.Tensor
     ends: torch.Tensor
+    asks: torch.Tensor
     first: torch.Tensor
     used: torch.Tensor
 
 
-def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> StepTokens:
-    return StepTokens(slots, rows, ends, torch.zeros_like(rows), rows + 1)
+def _tokens(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, asks: torch.Tensor) -> StepTokens:
+    return StepTokens(slots, rows, ends, asks, torch.zeros_like(rows), rows + 1)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class PackedStep:
     """The tokens of one forward pass, of all sequences one after another.
 
     slots, rows [T] int64: the sequence of each token, and its place among the sequence's own rows. ends [B] int32:
-    after which token each sequence's end. `single` int64: the tokens that answer, one a sequence. `pieces`: the others.
-    `longest`: the most own rows of any sequence with this step's.
+    after which token each sequence's end. `single` int64: the tokens that answer, one a sequence. `pieces`: questions,
+    of one token or more. `longest`: the most own rows of any sequence with this step's.
     """
 
     slots: torch.Tensor
@@ -60,7 +62,11 @@ class PackedStep:
     @cached_property
     def everyone(self) -> StepTokens:
         """All tokens: what all layers need of them, computed once."""
-        return _tokens(self.slots, self.rows, self.ends)
+        asks = torch.zeros_like(self.ends, dtype=torch.bool)
+        if self.pieces:  # without any nothing is copied to a GPU, which a captured step must not do
+            ends = torch.tensor([piece.where.stop for piece in self.pieces], dtype=self.ends.dtype)
+            asks = (self.ends[:, None] == ends.to(self.ends.device)).any(1)
+        return _tokens(self.slots, self.rows, self.ends, asks)
 
     @cached_property
     def answering(self) -> StepTokens:
@@ -68,7 +74,7 @@ class PackedStep:
         if not self.pieces:
             return self.everyone
         ends = torch.arange(1, len(self.single) + 1, dtype=torch.int32, device=self.rows.device)
-        return _tokens(self.slots[self.single], self.rows[self.single], ends)
+        return _tokens(self.slots[self.single], self.rows[self.single], ends, torch.zeros_like(ends, dtype=torch.bool))
 
     @cached_property
     def places(self) -> torch.Tensor:
@@ -80,7 +86,8 @@ class PackedStep:
     def asking(self) -> StepTokens:
         """Those of `pieces`."""
         ends = torch.tensor([piece.tokens for piece in self.pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return _tokens(self.slots[self.places], self.rows[self.places], ends.to(self.rows.device))
+        ends = ends.to(self.rows.device)
+        return _tokens(self.slots[self.places], self.rows[self.places], ends, torch.ones_like(ends, dtype=torch.bool))
 
 
 class SlotRows:

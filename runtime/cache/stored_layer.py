@@ -41,6 +41,7 @@ class StoredLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.first, self.used = stored, first_keys.shape[1], first_keys.shape[1]
         self.step_row: StepRow | None = None
+        self.prompt_tokens = 0
         rows = self.first + FIRST_NEW_ROWS
         # Zeros, because masked rows must still be finite numbers.
         self.keys = first_keys.new_zeros(first_keys.shape[0], rows, first_keys.shape[2])
@@ -99,6 +100,15 @@ class StoredLayer(CacheLayerMixin):
         assert self.values is not None
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[1]
 
+    def expect_prompt(self, tokens: int) -> None:
+        """Prefill the sequence's first `tokens` tokens, stored ones included, in calls of any length."""
+        self.prompt_tokens = tokens
+
+    def prefills(self, tokens: int) -> bool:
+        """Whether the `tokens` tokens appended last are prefilled: those of the expected prompt, and several at once,
+        which are never a decode step."""
+        return self.step_row is None and (tokens > 1 or self.get_seq_length() <= self.prompt_tokens)
+
     def missed(self) -> MissedShares | None:
         """Missed-mass figures since counting began; None where they are not measured; one sync."""
         return None
@@ -107,8 +117,8 @@ class StoredLayer(CacheLayerMixin):
         """Set what is counted to zero; nothing is here."""
 
     def rewind(self) -> None:
-        """Drop the tokens after the stored ones."""
-        self.used = self.first
+        """Drop the tokens after the stored ones; no prompt is expected then."""
+        self.used, self.prompt_tokens = self.first, 0
 
     def exact_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [Hk, E + new, D] that are always attended; after `reserve` the whole buffers."""

@@ -8,7 +8,7 @@ are read once for all of them.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -149,7 +149,7 @@ class Batch:
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
         with all_cores(self.index.model):
-            if all(len(tokens) == 1 for tokens in fed):
+            if all(self.active[slot].answer for slot in slots):
                 used = [self.active[slot].used for slot in slots]
                 logits = self.shared([tokens[0] for tokens in fed], slots, used)
             else:
@@ -159,6 +159,7 @@ class Batch:
     def _begin(self, slots: list[int], fed: list[list[int]]) -> torch.Tensor:
         """Logits [B, V] of a step in which some questions begin."""
         device, lengths = self.index.model.device, [len(tokens) for tokens in fed]
+        asks = [not self.active[slot].answer for slot in slots]
         ends = torch.tensor(lengths).cumsum(0)
         firsts = (ends - torch.tensor(lengths)).tolist()
         used = [self.active[slot].used for slot in slots]
@@ -167,8 +168,8 @@ class Batch:
             slots=torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(device),
             rows=rows.to(device),
             ends=ends.int().to(device),
-            single=torch.tensor([first for first, one in zip(firsts, lengths, strict=True) if one == 1]).to(device),
-            pieces=tuple(Piece(*one) for one in zip(slots, firsts, lengths, strict=True) if one[2] > 1),
+            single=torch.tensor([first for first, one in zip(firsts, asks, strict=True) if not one]).to(device),
+            pieces=tuple(Piece(*one) for one in compress(zip(slots, firsts, lengths, strict=True), asks)),
             longest=max(start + length for start, length in zip(used, lengths, strict=True)),
         )
         self.packed.begin(step)

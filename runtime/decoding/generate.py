@@ -161,7 +161,7 @@ def answer_after(
     streamer = Streamer(index.tokenizer, on_text)
     with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
         torch.manual_seed(sampling.seed)  # here, where no other thread answers
-        cache.start_counting()
+        cache.expect_prompt(prompt.shape[1])
         start = time.perf_counter()
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,

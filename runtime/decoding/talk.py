@@ -157,6 +157,7 @@ class Talk:
         """Prefill token ids [T], which attend as a question's do: each piece selects for itself."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
+        cache.expect_prompt(known + len(ids))
         with route_attention(model, cache.attend), all_cores(model):
             model(
                 input_ids=ids[None].to(model.device),

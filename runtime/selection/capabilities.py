@@ -95,14 +95,14 @@ class ChoosesTogether(Protocol):
         """Whether kernels cover this budget."""
 
     def choose_together(
-        self, queries: Queries, ends: torch.Tensor, budget: Budget, counter: torch.Tensor | None
+        self, queries: Queries, ends: torch.Tensor, asks: torch.Tensor, budget: Budget, counter: torch.Tensor | None
     ) -> Selection:
         """One selection for all questions: the rows that at least one of them chooses, without a sync.
 
         Args:
-            queries: [Hk, G, T, D], the tokens of one question after another.
-            ends: [B] int32, after which token each ends; the tokens of one question have one choice. A single token is
-                an answer's, more are a question's.
+            queries: [Hk, G, T, D], the tokens of one sequence after another.
+            ends: [B] int32, after which token each ends; the tokens of one sequence have one choice.
+            asks: [B] bool, whether a sequence's tokens are a question's, or else one of an answer.
             counter: [Hk] int64, to which the number of rows chosen is added.
         """
 

@@ -64,9 +64,10 @@ def log_probability(
         at_once: feed the answer with the question: the same where every token attends to everything.
     """
     cache.rewind()
+    cache.expect_prompt(index.split.tokens + len(question))
     device = index.model.device
     said = torch.tensor(answer, dtype=question.dtype)
-    fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1].split(1)]
+    fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1, None]]
     total = torch.zeros((), dtype=torch.float64, device=device)
     with route_attention(index.model, cache.attend), all_cores(index.model):
         for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):

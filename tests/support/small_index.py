@@ -127,11 +127,12 @@ def stepped_logits(
     The model's attention is `attend`, or else the cache's own.
     """
     cache.rewind()
+    cache.expect_prompt(index.split.tokens + question)
     with route_attention(index.model, attend or cache.attend):
         return torch.cat(
             [
                 index.model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
-                for part in (tokens[:question], *tokens[question:].split(1))
+                for part in (tokens[:question], *tokens[question:, None])
             ]
         )
 
@@ -146,6 +147,7 @@ def both_outputs(
     """
     outputs = []
     second.rewind()
+    second.expect_prompt(index.split.tokens + question)
 
     def attend(call: AttentionCall) -> torch.Tensor:
         other, output = second.attend(call), first.attend(call)

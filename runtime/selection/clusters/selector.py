@@ -167,14 +167,14 @@ class ClusterSelector(Selector):
         return self._is_flat(budget) and self.middle <= MOST_TOKENS and self.starts.shape[1] <= MOST_CLUSTERS
 
     def choose_together(
-        self, queries: Queries, ends: torch.Tensor, budget: Budget, counter: torch.Tensor | None
+        self, queries: Queries, ends: torch.Tensor, asks: torch.Tensor, budget: Budget, counter: torch.Tensor | None
     ) -> Selection:
         limits = None
         if self.thresholds is not None:
             share = budget.share(self.middle)
             answer, question = (self.thresholds.finest(share, joint=joint) for joint in (False, True))
             # No constant is copied to the GPU, which a step that is captured must not do.
-            limits = answer + (question - answer) * (ends.diff(prepend=ends.new_zeros(1)) > 1).float()
+            limits = answer + (question - answer) * asks.float()
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         tokens = min(budget.tokens(self.middle), self.middle)
         capacity = self.middle if limits is not None else min(self.middle, len(ends) * tokens)

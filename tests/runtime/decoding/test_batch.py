@@ -207,7 +207,7 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
     query, keys, values = normal(0, 6, Hk * G, D).transpose(0, 1), normal(1, Hk, 6, D), normal(2, Hk, 6, D)
     output = layer.attend(AttentionCall(0, query, keys, values, D**-0.5, None, None, None), step)
     queries = Queries(query.unflatten(0, (Hk, G)), step.rows.clone, step.rows.clone, joint=False)
-    chosen = selector.choose_together(queries, step.ends, Budget(0.1), None)
+    chosen = selector.choose_together(queries, step.ends, step.everyone.asks, Budget(0.1), None)
     rows, valid = chosen.rows.expand()
     assert 0 < int(chosen.rows.lengths.sum(-1).min()) < stored.plan.middle.used
     segments = [Segment(*stored.plan.middle.gather(rows[:, 0]), None if valid is None else valid[:, None])]

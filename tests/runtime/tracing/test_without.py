@@ -10,14 +10,17 @@ from support.traced import SOME, answered, chosen_tokens, every_form
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import Segment, attend
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import DENSE, methods
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.shares import AttendedStep, own_shares
 from sparsekv.runtime.tracing.trace import EVERYTHING, TracedIndex
@@ -165,6 +168,18 @@ def test_the_log_probability_is_the_plain_models(full_index: OpenIndex) -> None:
     for at_once in (False, True):
         found = log_probability(full_index, cache, question, answer, at_once=at_once)
         assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_of_one_token_to_a_question_of_one_is_worth_what_the_plain_model_gives(
+    full_index: OpenIndex, at_once: bool
+) -> None:
+    """At any budget: nothing is decoded."""
+    question, prefill = torch.tensor([70]), QuestionPrefill(DENSE, None, Budget(1.0))
+    cache = full_index.sparse_cache("codes", Codes(), Budget(0.05), question=prefill)
+    expected = plain_logits_after(full_index, question).double().log_softmax(-1)[0, 101]
+    found = log_probability(full_index, cache, question, [101], at_once=at_once)
+    assert found == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: OpenIndex) -> None:

@@ -1,0 +1,172 @@
+"""A question of one token is prefilled like any other: the caller says what is a question, not the number of tokens."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.plain_talk import plain_answer
+from support.random_tensors import normal
+from support.reference import assert_close
+from support.small_index import INDEXERS, build_small, plain_logits_after, random_ids, stepped_logits
+from support.small_layer import as_queries
+
+from sparsekv.kernels.attention import compiled
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.batch import Batch
+from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.lessismore import LessIsMore
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.snapkv import SnapKV
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.capabilities import ChoosesTogether
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
+
+FEW = Budget(0.05)
+PREFILL = QuestionPrefill(DENSE, None, Budget(1.0))
+METHODS: dict[str, Method] = {
+    "codes": Codes(),
+    "squeezed": Squeezed(),
+    "multipole": Multipole(stream=True, buffer=8),
+    "quest": Quest(page_size=4),
+    "snapkv": SnapKV(window_queries=4),
+    "lessismore": LessIsMore(),
+    "csattention": CSAttention(step=4),
+}
+
+
+@pytest.fixture(scope="module")
+def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
+    """With every method that has an index."""
+    return build_small(tmp_path_factory.mktemp("full") / "small.skv", methods=INDEXERS)
+
+
+@pytest.fixture(params=["numba", "torch"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU's steps by compiled kernels, and by torch alone as where numba is not installed."""
+    compiled.compiled_kernels.cache_clear()
+    if request.param == "torch":
+        for name in ("code_step_numba", "cluster_step_numba"):
+            monkeypatch.setitem(sys.modules, f"sparsekv.kernels.attention.{name}", None)
+    yield
+    compiled.compiled_kernels.cache_clear()
+
+
+def _cache(index: OpenIndex, name: str, budget: Budget = FEW, **options: object) -> IndexCache:
+    return index.sparse_cache(name, METHODS[name], budget, question=PREFILL, **options)  # type: ignore[arg-type]
+
+
+def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list[int]:
+    return plain_answer(index, torch.cat([index.input_ids, question]))[:tokens]
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("name", METHODS)
+def test_its_logits_are_the_plain_models_whatever_the_budget(full_index: OpenIndex, name: str) -> None:
+    tokens = random_ids(1)
+    logits = stepped_logits(full_index, _cache(full_index, name), tokens, question=1)
+    assert_close(logits, plain_logits_after(full_index, tokens).double(), 1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_prompt_in_pieces_of_one_token_is_prefilled_to_its_end(full_index: OpenIndex, name: str) -> None:
+    """Nothing is counted, appended or searched ahead meanwhile; the next token is a decode step."""
+    tokens, cache = random_ids(24), _cache(full_index, name)
+    sparse = [layer for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
+    expected = plain_logits_after(full_index, tokens[:23]).double()
+    cache.expect_prompt(full_index.split.tokens + 23)
+    with torch.inference_mode(), route_attention(full_index.model, cache.attend):
+        found = [
+            full_index.model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
+            for part in tokens[:23].split([9, 1, 12, 1])
+        ]
+        assert_close(torch.cat(found), expected, 1e-4)
+        assert [layer.plan.read.dense for layer in sparse] == [0] * len(sparse)
+        assert [layer.stored for layer in sparse] == [full_index.split.tokens] * len(sparse)
+        full_index.model(input_ids=tokens[None, 23:], past_key_values=cache, use_cache=True)
+    assert all(layer.plan.read.dense > 0 for layer in sparse)
+    assert all(layer.stored > full_index.split.tokens for layer in sparse) == (name == "multipole")
+
+
+@pytest.mark.parametrize("options", [{"measure_missed": True}, {"guard": Guard(0.2)}, {"prefetch": True}], ids=str)
+def test_what_watches_decode_steps_does_not_see_it(full_index: OpenIndex, options: dict[str, object]) -> None:
+    cache = _cache(full_index, "squeezed", **options)
+    stepped_logits(full_index, cache, random_ids(1), question=1)
+    for layer in cache.stored_layers:
+        assert isinstance(layer, SparseLayer)
+        assert layer.plan.meter is None or layer.plan.meter.heads == 0
+        assert layer.plan.prefetcher is None or layer.plan.prefetcher.pending is None
+
+
+@pytest.mark.usefixtures("steps")
+def test_it_is_answered_alone_and_in_a_batch_as_by_the_plain_model(full_index: OpenIndex) -> None:
+    """Every token at a full budget; the first at a small one, since the question is prefilled densely."""
+    asked = [torch.tensor([token]) for token in (65, 32, 120)]
+    asked.insert(1, question_ids(full_index, "Why?"))
+    for budget, tokens in ((Budget(1.0), 6), (FEW, 1)):
+        cache, sampling = _cache(full_index, "codes", budget), Sampling(max_new_tokens=6)
+        expected = [_plain_answer(full_index, question, tokens) for question in asked]
+        alone = [generate(full_index, cache, question, sampling) for question in asked]
+        assert [one.ids[:tokens] for one in alone] == expected
+        for slots in (1, 3):
+            found = dict(Batch(full_index, cache, sampling, slots).answers(asked))
+            assert [found[number].ids[:tokens] for number in range(len(asked))] == expected
+
+
+@pytest.mark.parametrize("name", ["snapkv", "quest", "codes", "squeezed"])
+@pytest.mark.parametrize("prefill", [None, PREFILL], ids=["own", "dense"])
+def test_a_batch_of_one_answers_it_as_it_does_alone(
+    full_index: OpenIndex, name: str, prefill: QuestionPrefill | None
+) -> None:
+    """Where the answer's method selects for the question, by its choice for questions."""
+    method = Squeezed(selection="threshold") if name == "squeezed" else METHODS[name]
+    cache = full_index.sparse_cache(name, method, Budget(0.1), question=prefill)
+    asked, sampling = [torch.tensor([token]) for token in (65, 32, 120)], Sampling(max_new_tokens=6)
+    alone: list[Answer] = [generate(full_index, cache, question, sampling) for question in asked]
+    found = dict(Batch(full_index, cache, sampling, 1).answers(asked))
+    assert [found[number].ids for number in range(3)] == [one.ids for one in alone]
+    assert [found[number].kv_fraction for number in range(3)] == pytest.approx([one.kv_fraction for one in alone])
+
+
+@pytest.mark.usefixtures("steps")
+def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index: OpenIndex) -> None:
+    """With answers of one token nothing is decoded, so that every answer is the plain model's at any budget."""
+    sampling, said = Sampling(max_new_tokens=1), full_index.input_ids
+    talk = Talk(full_index, Setting(Form("codes", "", Codes(), False), FEW), prefill=PREFILL, raw=True)
+    for number, question in enumerate("abcd"):
+        if number == 3:
+            talk.switch(Setting(Form("quest", "", Quest(), False), FEW))
+        said = torch.cat([said, full_index.tokenizer(question, return_tensors="pt").input_ids[0]])
+        expected = plain_answer(full_index, said)[:1]
+        assert talk.ask(question, sampling).ids == expected
+        said = torch.cat([said, torch.tensor(expected)])
+    assert [len(turn.tokens) for turn in talk.turns] == [2] * 4
+
+
+def test_where_questions_choose_together_it_has_a_questions_threshold(full_index: OpenIndex) -> None:
+    """One choice for a question's token and one for an answer's, as each makes it alone."""
+    cache = full_index.sparse_cache("squeezed", Squeezed(selection="threshold"), Budget(0.1))
+    layer = cache.stored_layers[0]
+    assert isinstance(layer, SparseLayer)
+    selector, one = layer.plan.selector, torch.tensor([1], dtype=torch.int32)
+    assert isinstance(selector, ChoosesTogether)
+    query, chosen = normal(0, 2, 2, 1, 16), {}
+    for asks in (False, True):
+        queries = as_queries(query, joint=asks)
+        together = selector.choose_together(queries, one, torch.tensor([asks]), Budget(0.1), None)
+        chosen[asks] = selector.select(queries, Budget(0.1)).rows.lengths.sum(-1).flatten().tolist()
+        assert together.rows.lengths.sum(-1).flatten().tolist() == chosen[asks]
+    assert chosen[False] != chosen[True]
