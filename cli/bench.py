@@ -197,7 +197,7 @@ def bench(
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     refuse_unwritable_plot(plot)
-    budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    budgets = Budget.parse_each(budget or DEFAULT_BUDGETS)
     where = choose_device(device)
     resume_collector()
     times = check_runs(RUNS[where.type] if runs is None else runs)

@@ -185,7 +185,7 @@ def evaluate_methods(
     check_ray(ray, workers)
     refuse_unwritable_plot(plot)
     refuse_unwritable_html(html)
-    budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    budgets = Budget.parse_each(budget or DEFAULT_BUDGETS)
     chosen = chosen_methods(method or [])
     ways = {name: choose_prefill(name) for name in dict.fromkeys(prefill or ["dense"])}
     asking = asking_method(question_prefill)

@@ -167,7 +167,7 @@ def recall_report(
     if as_json and as_csv:
         raise UsageError("--json and --csv exclude each other: choose one")
     groups, shared = _groups(by), _together(together)
-    budgets = [Budget.parse(text) for text in dict.fromkeys(budget or DEFAULT_BUDGETS)]
+    budgets = Budget.parse_each(budget or DEFAULT_BUDGETS)
     refuse_unwritable_plot(plot)
     refuse_unwritable_html(html)
     artifact = open_artifact(index, thorough=True)

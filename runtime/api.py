@@ -165,7 +165,7 @@ def _parsed(budgets: Sequence[str | float]) -> list[Budget]:
     """Budgets as they are written; UsageError for none."""
     if not budgets:
         raise UsageError("budgets: there is none; give one, such as 0.05")
-    return [Budget.parse(str(budget)) for budget in budgets]
+    return Budget.parse_each(str(budget) for budget in budgets)
 
 
 def _several(given: Sequence[T]) -> Sequence[T]:

@@ -37,10 +37,17 @@ def refuse_redirected_to(file: Path) -> None:
         )
 
 
+def _same(found: Any, value: Any) -> bool:
+    """Whether JSON has both alike: Python takes 1, 1.0 and true for equal, as a budget of 1 token and of everything."""
+    return json.dumps(found, sort_keys=True) == json.dumps(value, sort_keys=True)
+
+
 def _differing(name: str, found: Any, value: Any) -> str:
     """What an answer was given with, and what is asked for; of several parameters those that differ."""
     if isinstance(found, dict) and isinstance(value, dict):
-        names = [one for one in value if found.get(one) != value[one]] or [one for one in found if one not in value]
+        names = [one for one in value if not _same(found.get(one), value[one])] or [
+            one for one in found if one not in value
+        ]
         return ", ".join(f"{one.replace('_', '-')} {found.get(one)}, not {value.get(one)}" for one in names)
     return f"{name} {found}, not {value}"
 
@@ -113,7 +120,7 @@ class AnswersFile:
         held = record.get("settings")
         found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
-            if found.get(name) != value:
+            if not _same(found.get(name), value):
                 told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
                 other = "over another index" if name == "index" else told
                 remedy = "ask as it was asked, or name another file"

@@ -7,23 +7,28 @@ from matplotlib import colormaps
 from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import DENSE, methods
 
 MARKERS = "osD^vPX*<>"
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-BOUNDS = {"oracle": {"color": "black", "marker": "+"}, "window": {"color": "grey", "marker": "x"}}
+COMPARED_WITH = {
+    DENSE: {"color": "black", "marker": "s"},
+    "oracle": {"color": "dimgrey", "marker": "+"},
+    "window": {"color": "darkgrey", "marker": "x"},
+}
+"""Dense attention and the two bounds: in greys, which no other method has."""
 
 
 def style_of(method: str, form: int) -> dict[str, Any]:
     """Keywords of a line: its colour and marker are the method's in every plot, its dashes the form's number's.
 
-    Eighteen methods beside the two bounds look different from each other, and six forms of one.
+    Eighteen methods beside dense attention and the bounds look different from each other, and six forms of one.
     """
-    ordered = [name for name in methods() if name not in BOUNDS]
-    place = ordered.index(method) if method in ordered else len(ordered)
+    ordered = [name for name in methods() if name not in COMPARED_WITH]
+    place = ordered.index(method) if method in ordered else 0
     colours = _colours()
     own = {"color": colours[place % len(colours)], "marker": MARKERS[place % len(MARKERS)]}
-    return BOUNDS.get(method, own) | {"linestyle": LINES[form % len(LINES)], "alpha": 0.9}
+    return COMPARED_WITH.get(method, own) | {"linestyle": LINES[form % len(LINES)], "alpha": 0.9}
 
 
 def _colours() -> list[Any]:

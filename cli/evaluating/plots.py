@@ -17,8 +17,8 @@ Line = tuple[str, str, str]
 
 
 def plot_scores(rows: Sequence[Row], cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel a task and length: a line a method, with its intervals, and dense attention as a band. Below, for the
-    cells that are given, one map of length by depth for each task and way.
+    """One panel a task and length: a line a method, with its intervals, and dense attention as a dashed line in a band
+    of its interval. Below, for the cells that are given, one map of length by depth for each task and way.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -50,8 +50,12 @@ def _read(row: Row) -> float:
 
 def _lines(axis: Axes, rows: list[Row]) -> None:
     axis.axis("on")
+    dense = next((row for row in rows if row.difference is None), None)
+    if dense is not None:
+        axis.axhline(dense.score, color="black", linestyle="--", linewidth=1, label="dense attention")
+        axis.axhspan(dense.score_low, dense.score_high, color="black", alpha=0.08)
     lines: dict[Line, list[Row]] = {}
-    for row in rows:
+    for row in (one for one in rows if one is not dense):
         lines.setdefault((row.prefill, row.method, row.variant), []).append(row)
     several = len({row.prefill for row in rows}) > 1
     forms = form_numbers((method, f"{variant} {prefill}") for prefill, method, variant in lines)
@@ -67,10 +71,6 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
             capsize=2,
             **style_of(method, forms[method, f"{variant} {prefill}"]),
         )
-    dense = next((row for row in rows if row.difference is None), None)
-    if dense is not None:
-        axis.axhline(dense.score, color="black", linestyle="--", linewidth=1)
-        axis.axhspan(dense.score_low, dense.score_high, color="black", alpha=0.08)
     first = rows[0]
     axis.set_title(first.task if first.length is None else f"{first.task}, {first.length:,} tokens", fontsize="medium")
     axis.set_xlabel("keys and values read, as a share of dense attention's")

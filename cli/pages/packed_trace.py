@@ -3,6 +3,7 @@
 from typing import Any
 
 from sparsekv.cli.pages.columns import share_column, whole_column
+from sparsekv.cli.pages.report_page import budget_text
 
 LISTS = ("passages", "by_token", "by_head", "records")
 KEYS = {"by_token": (), "by_head": ("layer", "kv_head"), "records": ("token", "layer", "kv_head")}
@@ -15,7 +16,8 @@ def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
     """What `assets/trace_data.js` reads: `facts` (whatever is no long list), `prompt`, and the groups of shares."""
     facts = {name: value for name, value in document.items() if name not in LISTS}
     groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
-    return {"facts": facts, "prompt": _prompt(document["passages"]), **groups}
+    budget = budget_text(document["budget"])
+    return {"facts": facts, "budget_text": budget, "prompt": _prompt(document["passages"]), **groups}
 
 
 def _prompt(passages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.cli.pages.page import Page
-from sparsekv.cli.pages.report_page import report_page
+from sparsekv.cli.pages.report_page import budget_text, budget_texts, report_page
 from sparsekv.cli.reporting.output import report_record
 from sparsekv.formats.hints import command
 from sparsekv.runtime.reporting.front import in_order
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
+from sparsekv.runtime.selection.budget import Budget
 
 MAPPED = ("recall", "output_error")
 """Measures that are drawn by layer and head."""
@@ -24,6 +25,8 @@ def recall_page(report: RecallReport, within: float, answers: str) -> Page:
     rows = in_order(report.by())
     question = command("trace", "--index", report.index, "What is this about?").strip("`")
     data = report_record(report, rows, within) | {"maps": _maps(report, rows), "answers": answers, "trace": question}
+    best = data["best"]
+    data["budgets"] = {"rows": budget_texts(data["rows"]), "best": "" if best is None else budget_text(best["budget"])}
     return report_page(f"Recall report of {Path(report.index).name}", data, "recall_page.js")
 
 
@@ -44,5 +47,5 @@ def _maps(report: RecallReport, rows: Sequence[RecallRow]) -> dict[str, Any]:
     }
 
 
-def _line(row: RecallRow) -> tuple[str, str, float | int, int]:
-    return row.method, row.variant, row.budget, row.together
+def _line(row: RecallRow) -> tuple[str, str, Budget, int]:
+    return row.method, row.variant, Budget(row.budget), row.together

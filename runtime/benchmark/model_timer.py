@@ -72,7 +72,7 @@ class ModelTimer:
         layers = int(self.config.num_hidden_layers)
         if not 1 <= self.distinct <= layers:
             raise UsageError(f"--distinct-layers {self.distinct}: give 1 to {layers}, which is how many the model has")
-        self.budgets = [Budget.parse(text) for text in dict.fromkeys(what.budgets)]
+        self.budgets = Budget.parse_each(what.budgets)
         self.runs = check_runs(RUNS[kind] if what.runs is None else what.runs)
         check_dtype(what.wanted.dtype)
         heads = int(self.config.num_attention_heads)

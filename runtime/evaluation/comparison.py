@@ -84,7 +84,7 @@ class Comparison:
             for one in [
                 (Way(prefill, DENSE), None),
                 *(
-                    (Way(prefill, name, variant, budget.value), budget)
+                    (Way(prefill, name, variant, budget), budget)
                     for name in self.methods
                     for variant in variants
                     for budget in self.budgets

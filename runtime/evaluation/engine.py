@@ -140,7 +140,7 @@ class _Asking:
 
     def _keep(self, question: Question, key: str, given: Given, way: Way) -> None:
         told = {"task": self.context.task, "context": self.context.name, "question": question.text}
-        self.answers.add(key, given, {**told, "expected": question.answers, **asdict(way)})
+        self.answers.add(key, given, {**told, "expected": question.answers, **way.record()})
 
     def _decides(self, way: Way, budget: Budget | None, question: Question) -> dict[str, Any]:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
@@ -156,7 +156,7 @@ class _Asking:
             "question_prefill": self._question_prefill(method is not None),
             "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
             "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
-            "way": asdict(way),
+            "way": way.record(),
             "share": budget is not None and budget.is_share,
             "method": None if method is None else asdict(method),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},

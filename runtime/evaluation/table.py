@@ -8,9 +8,10 @@ from sparsekv.runtime.evaluation.answers import Given
 from sparsekv.runtime.evaluation.bootstrap import interval, paired_difference
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.selection.budget import Budget
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Way:
     """How questions are answered: the context's prefill, and the decoding method with variant and budget. No budget
     means dense attention."""
@@ -18,12 +19,16 @@ class Way:
     prefill: str
     method: str
     variant: str = ""
-    budget: float | int | None = None
+    budget: Budget | None = None
 
     @property
     def is_dense(self) -> bool:
         """Whether everything is attended."""
         return self.budget is None
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a row. A budget is a number there: an int of tokens, or a float of the document."""
+        return {**asdict(self), "budget": None if self.budget is None else self.budget.value}
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
                 task=task,
                 length=length,
                 tokens=_mean([one[0].tokens for one in kept]),
-                **asdict(way),
+                **way.record(),
                 metric=metric,
                 unit=told.unit,
                 contexts=len(kept),
@@ -158,7 +163,7 @@ def cells(results: Iterable[Result]) -> list[Cell]:
             key = (result.context.task, length, tenth, result.way, METRICS[result.question.metric])
             found.setdefault(key, []).append(result.score)
     return [
-        Cell(task, length, depth, **asdict(way), questions=len(scores), score=metric.summary(_mean(scores)))
+        Cell(task, length, depth, **way.record(), questions=len(scores), score=metric.summary(_mean(scores)))
         for (task, length, depth, way, metric), scores in found.items()
     ]
 

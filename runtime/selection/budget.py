@@ -1,5 +1,6 @@
 """The budget: how many middle tokens a step may attend to, as a share or as a count."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sparsekv.formats.errors import UsageError
@@ -36,6 +37,11 @@ class Budget:
         if not 0 < value <= 1:
             raise UsageError(f"{option} {text}: {_WANTED}")
         return cls(value)
+
+    @classmethod
+    def parse_each(cls, texts: Iterable[str]) -> list["Budget"]:
+        """Budgets in the order given, each once: 5% and 0.05 are the same. Raises what `parse` raises."""
+        return list(dict.fromkeys(cls.parse(text) for text in texts))
 
     def tokens(self, middle: int) -> int:
         """The budget in tokens for a middle of M tokens; at least 1, at most M."""

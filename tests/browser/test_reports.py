@@ -71,6 +71,7 @@ def recall_data(name: str = "doc.skv") -> dict[str, Any]:
         "best": rows[0],
         "rows": rows,
         "maps": {"layers": [0, 1], "heads": [0, 1], "rows": [{"recall": grid, "output_error": grid}] * len(rows)},
+        "budgets": {"rows": [f"{100 * row['budget']:g}%" for row in rows], "best": "5%"},
         "answers": f"Right answers are measured with `sparsekv eval {name}`.",
         "trace": f"sparsekv trace --index {name} question",
     }

@@ -1,6 +1,8 @@
 // The page of `eval`.
 
 const evaluation = pageData();
+tellBudgets(evaluation.rows, evaluation.budgets.rows);
+tellBudgets(evaluation.depths, evaluation.budgets.depths);
 const wayOf = (row) => [row.method, row.variant].filter((part) => part).join(" ");
 const several = new Set(evaluation.rows.map((row) => row.prefill)).size > 1;
 const lineOf = (row) => (several ? `${wayOf(row)}, ${row.prefill} prefill` : wayOf(row));
@@ -11,7 +13,7 @@ const signed = (value) => (value > 0 ? `+${one(value)}` : one(value));
 const columns = [
   ...(several ? [{ name: "prefill", value: (row) => row.prefill }] : []),
   { name: "method", value: wayOf },
-  { name: "budget", value: (row) => row.budget, text: budgetText, number: true },
+  { name: "budget", value: (row) => row.budget, text: (value, row) => row.budgetText, number: true },
   { name: "score", value: (row) => row.score, text: one, number: true },
   { name: "from", value: (row) => row.score_low, text: one, number: true },
   { name: "to", value: (row) => row.score_high, text: one, number: true },
@@ -32,12 +34,12 @@ function groupSection(rows) {
   const [first] = rows;
   const unit = first.unit ? `, ${first.unit}` : "";
   const dense = rows.find((row) => row.difference === null);
-  const lines = grouped(rows.filter((row) => row !== dense), lineOf).map((some) => ({
+  const lines = grouped(rows.filter((row) => row !== dense && row.kv_fraction !== null), lineOf).map((some) => ({
     name: lineOf(some[0]),
     form: 0,
-    points: some.filter((row) => row.kv_fraction !== null).sort((a, b) => a.kv_fraction - b.kv_fraction).map((row) => ({
+    points: some.sort((a, b) => a.kv_fraction - b.kv_fraction).map((row) => ({
       x: row.kv_fraction, y: row.score, low: row.score_low, high: row.score_high,
-      text: `${withBudget(lineOf(row), row.budget)}: score ${withInterval(row.score, row.score_low, row.score_high)}, kv fraction ${fixed(row.kv_fraction, 3)}`,
+      text: `${withBudget(lineOf(row), row)}: score ${withInterval(row.score, row.score_low, row.score_high)}, kv fraction ${fixed(row.kv_fraction, 3)}`,
     })),
   }));
   const length = first.length === null ? "" : ` of ${count(first.length)} tokens`;
@@ -48,13 +50,13 @@ function groupSection(rows) {
     dataTable(`${first.metric}${unit}; difference in the same unit, paired by question`, columns, rows));
 }
 
-/** Needles by length and depth, one map for each task and way. */
+/** Needles by length and depth, one map for each task and way; all in the same colours, from 0% to 100%. */
 function depthSection() {
-  const maps = grouped(evaluation.depths, (cell) => JSON.stringify([cell.task, lineOf(cell), cell.budget])).map((cells) => {
+  const maps = grouped(evaluation.depths, (cell) => JSON.stringify([cell.task, lineOf(cell), cell.budgetText])).map((cells) => {
     const lengths = [...new Set(cells.map((cell) => cell.length))].sort((a, b) => a - b);
     const depths = [...new Set(cells.map((cell) => cell.depth))].sort((a, b) => a - b);
     const values = depths.map((depth) => lengths.map((length) => cells.find((cell) => cell.depth === depth && cell.length === length)?.score ?? null));
-    return heatMap(`${cells[0].task}, ${withBudget(lineOf(cells[0]), cells[0].budget)}`, values, { name: "depth", of: depths.map(axisPercent) }, { name: "tokens", of: lengths.map(count) }, { name: "score", text: one });
+    return heatMap(`${cells[0].task}, ${withBudget(lineOf(cells[0]), cells[0])}`, values, { name: "depth", of: depths.map(axisPercent) }, { name: "tokens", of: lengths.map(count) }, { name: "score", text: one }, [0, 100]);
   });
   return maps.length ? section("Needles by depth and length", element("div", { class: "plots" }, maps)) : null;
 }

@@ -4,11 +4,12 @@ const MAP = { left: 44, top: 8, bottom: 44, cell: 14, widest: 48, width: 360 };
 
 /**
  * A heat map of values [rows][columns]; null cells are left out. `measure` is {name, text: number => string}; rows and
- * columns are {name, of: labels}.
+ * columns are {name, of: labels}. `scale` is [lowest, highest] of the colours, for maps that are compared; null: the
+ * values' own.
  */
-function heatMap(title, values, rows, columns, measure) {
+function heatMap(title, values, rows, columns, measure, scale = null) {
   const known = values.flat().filter((value) => value !== null);
-  const [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+  const [low, high] = scale ?? (known.length ? [Math.min(...known), Math.max(...known)] : [0, 1]);
   const across = Math.min(MAP.widest, (MAP.width - MAP.left) / columns.of.length);
   const [right, bottom] = [MAP.left + across * columns.of.length, MAP.top + MAP.cell * rows.of.length];
   const marks = [];

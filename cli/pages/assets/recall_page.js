@@ -1,6 +1,7 @@
 // The page of `recall-report`.
 
 const report = pageData();
+tellBudgets(report.rows, report.budgets.rows);
 const nameOf = (row) => [row.method, row.variant, row.together > 1 ? `${row.together} together` : ""].filter((part) => part).join(" ");
 const three = (value) => (value === null ? "" : fixed(value, 3));
 const four = (value) => fixed(value, 4);
@@ -14,7 +15,7 @@ function measureColumn(name, text = three) {
 const columns = [
   { name: "front", value: (row) => row.front, text: (front) => (front ? "*" : "") },
   { name: "method", value: nameOf },
-  { name: "budget", value: (row) => row.budget_tokens, text: (tokens) => budgetText(report.rows.find((row) => row.budget_tokens === tokens).budget), number: true },
+  { name: "budget", value: (row) => row.budget_tokens, text: (tokens, row) => row.budgetText, number: true },
   measureColumn("selected_tokens", (value) => count(Math.round(value))),
   measureColumn("recall"), measureColumn("attention_mass"), measureColumn("output_error", four), measureColumn("kv_fraction"), measureColumn("missed_mass"),
   ...OPTIONAL.filter((name) => report.rows.some((row) => row[name] !== null)).map((name) => measureColumn(name)),
@@ -35,7 +36,7 @@ function linesOf(measure) {
 
 function pointText(row) {
   const numbers = Object.entries(MEASURE_TEXT).map(([name, text]) => `${name.replaceAll("_", " ")} ${text(row[name])}`);
-  return `${withBudget(nameOf(row), row.budget)}: ${numbers.join(", ")}`;
+  return `${withBudget(nameOf(row), row)}: ${numbers.join(", ")}`;
 }
 
 function plots() {
@@ -47,13 +48,19 @@ function plots() {
     linePlot("Recall, more is better", reads, { name: "recall", text: axisPercent, fromZero: true }, linesOf("recall")));
 }
 
+/** The colours of a measure's maps: the same whichever method is shown. */
+function scaleOf(name) {
+  const known = report.maps.rows.flatMap((row) => row[name].flat()).filter((value) => value !== null);
+  return known.length ? [Math.min(...known), Math.max(...known)] : null;
+}
+
 function maps() {
   const box = element("div", { class: "plots" });
   const { layers, heads, rows } = report.maps;
   const show = (at) => box.replaceChildren(...["recall", "output_error"].map((name) =>
-    heatMap(`${name.replaceAll("_", " ")} of ${withBudget(nameOf(report.rows[at]), report.rows[at].budget)}`, rows[at][name],
-      { name: "layer", of: layers }, { name: "KV head", of: heads }, { name: name.replaceAll("_", " "), text: MEASURE_TEXT[name] })));
-  const options = report.rows.map((row) => withBudget(nameOf(row), row.budget));
+    heatMap(`${name.replaceAll("_", " ")} of ${withBudget(nameOf(report.rows[at]), report.rows[at])}`, rows[at][name],
+      { name: "layer", of: layers }, { name: "KV head", of: heads }, { name: name.replaceAll("_", " "), text: MEASURE_TEXT[name] }, scaleOf(name))));
+  const options = report.rows.map((row) => withBudget(nameOf(row), row));
   return [choice("Method and budget", "mapped", options, show), box,
     element("p", { class: "small faint" }, "What a head attends to while it answers, passage by passage, a trace shows: ", typed(report.trace))];
 }
@@ -61,7 +68,7 @@ function maps() {
 function bestText() {
   const { best, within } = report;
   if (!best) return `Nothing here reads as little as ${plain(within)} of the document's keys and values.`;
-  return `Lowest error at a kv fraction up to ${plain(within)}: ${withBudget(nameOf(best), best.budget)}, output error ${four(best.output_error)}, recall ${three(best.recall)}.`;
+  return `Lowest error at a kv fraction up to ${plain(within)}: ${nameOf(best)} at ${report.budgets.best}, output error ${four(best.output_error)}, recall ${three(best.recall)}.`;
 }
 
 showReport("Recall report",

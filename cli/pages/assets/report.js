@@ -11,14 +11,15 @@ function section(title, ...content) {
   return element("section", {}, element("h2", {}, quoted(title)), content.flat(Infinity));
 }
 
-/** A share of the document, or a number of its tokens, as the command line takes it. */
-function budgetText(budget) {
-  if (budget === null) return "";
-  return Number.isInteger(budget) && budget !== 1 ? count(budget) : `${Number((100 * budget).toPrecision(6))}%`;
+/** Give each row its budget as text: as numbers 1 token and a share of 1.0 are the same. */
+function tellBudgets(rows, texts) {
+  rows.forEach((row, at) => {
+    row.budgetText = texts[at];
+  });
 }
 
-function withBudget(name, budget) {
-  return budget === null ? name : `${name} at ${budgetText(budget)}`;
+function withBudget(name, row) {
+  return row.budgetText ? `${name} at ${row.budgetText}` : name;
 }
 
 /** A label with a list to choose from; `onchange` gets the number of the option, at once too for the first. */

@@ -1,7 +1,7 @@
 // Tables whose columns say how their cells are written, and which can be sorted.
 
 /**
- * A table in a frame that scrolls sideways. A column is {name, value: row => cell, text: cell => string, number: bool};
+ * A table in a frame that scrolls sideways. A column is {name, value: row => cell, text: (cell, row) => string, number: bool};
  * `text` may be left out for strings. A click on a column's name sorts by it.
  */
 function dataTable(caption, columns, rows) {
@@ -20,7 +20,7 @@ function dataTable(caption, columns, rows) {
 
 function dataCell(column, row) {
   const value = column.value(row);
-  const text = column.text ? column.text(value) : String(value);
+  const text = column.text ? column.text(value, row) : String(value);
   return element("td", { class: column.number ? "number" : null }, column.number ? text : quoted(text));
 }
 

@@ -103,7 +103,7 @@ function mark() {
 }
 
 function header() {
-  const facts = [trace.index, trace.model, `${trace.method}${trace.residual ? " with residual" : ""} at ${fixed(100 * trace.budget, 1).replace(".0", "")}%`, `${count(trace.n_context)} tokens`];
+  const facts = [trace.index, trace.model, `${trace.method}${trace.residual ? " with residual" : ""} at ${trace.budgetText}`, `${count(trace.n_context)} tokens`];
   return element("header", {}, element("p", { class: "small faint facts" }, facts.map((fact) => quoted(fact))),
     element("div", { class: "row no-print" }, search.box, element("span", { class: "row jump" }, position, jumps),
       themeButton(() => map.draw({ colours: null })),

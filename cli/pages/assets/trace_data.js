@@ -8,6 +8,7 @@ function readTrace(packed) {
   const prompt = readPrompt(packed.prompt);
   return {
     ...packed.facts,
+    budgetText: packed.budget_text,
     prompt,
     always: alwaysRead({ ...packed.facts, prompt }),
     byToken: readGroup(packed.by_token),

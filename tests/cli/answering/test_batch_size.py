@@ -231,3 +231,14 @@ def test_resuming_is_for_lines_of_json() -> None:
     assert (refused.code, "--resume is for the lines of --batch-file with --json" in refused.stderr) == (2, True)
     Path("folder").mkdir()
     assert "--resume folder: that is no file" in run_here(*ASK, "--json", "--resume", "folder").stderr
+
+
+@pytest.mark.parametrize(("first", "then"), [("100%", "1"), ("1", "1.0")])
+def test_answers_of_everything_are_none_of_one_token(first: str, then: str) -> None:
+    whole = run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", first).stdout
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", then)
+    assert refused.code == 2
+    assert re.search(r"line 1 was answered with budget 1(\.0)?, not 1", refused.stderr)
+    assert Path("answers.jsonl").read_text() == whole
+    same = "1.0" if first == "100%" else "+1"
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", same).stdout == whole

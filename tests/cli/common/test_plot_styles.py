@@ -3,15 +3,17 @@
 from itertools import product
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 
 from sparsekv.cli.common.plot_styles import LINES, form_numbers, in_percent, style_of
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import DENSE, methods
 
 
 def test_methods_and_their_forms_look_different() -> None:
-    looks = [style_of(method, form) for method, form in product(methods(), range(len(LINES)))]
+    drawn = [DENSE, *methods()]
+    looks = [style_of(method, form) for method, form in product(drawn, range(len(LINES)))]
     assert len({tuple(map(str, look.values())) for look in looks}) == len(looks)
-    colours = [str(style_of(method, 0)["color"]) for method in methods()]
+    colours = [str(style_of(method, 0)["color"]) for method in drawn]
     assert len(set(colours)) == len(colours)
 
 
@@ -30,3 +32,9 @@ def test_shares_are_labelled_in_percent() -> None:
     assert {"2%", "5%", "20%"} <= {label.get_text() for label in axis.get_yticklabels()}
     assert "10%" in {label.get_text().replace(".0", "") for label in axis.get_xticklabels()}
     plt.close(figure)
+
+
+def test_greys_are_left_to_dense_attention_and_the_bounds() -> None:
+    """However many methods plugins add: colours begin again with the first method's, in another shape."""
+    greys = {name for name in [DENSE, *methods()] if len(set(to_rgb(style_of(name, 0)["color"]))) == 1}
+    assert greys == {DENSE, "oracle", "window"}

@@ -54,8 +54,30 @@ def test_an_inspection_page_has_the_numbers_of_json_and_the_clusters_tokens(plac
 
 def test_an_evaluation_page_has_the_numbers_of_json(place: Path) -> None:
     data = page_of(*EVAL, *ASKED).data()
+    budgets = data.pop("budgets")
     assert data == printed(*EVAL, *ASKED)
     assert len(data["rows"]) == 2
+    assert budgets == {
+        "rows": ["", "10%"],
+        "depths": ["" if one["budget"] is None else "10%" for one in data["depths"]],
+    }
+
+
+@pytest.mark.parametrize("command", [REPORT, (*EVAL, *ASKED)], ids=lambda command: command[0])
+def test_a_page_tells_one_token_from_everything(place: Path, command: tuple[str, ...]) -> None:
+    """In JavaScript both are the number 1, as JSON has it."""
+    shorter = command[: command.index("--budget")] + command[command.index("--budget") + 2 :]
+    data = page_of(*shorter, "--budget", "1", "--budget", "100%").data()
+    found = dict(zip(data["budgets"]["rows"], data["rows"], strict=True))
+    assert {"1", "100%"} <= set(found)
+    assert found["1"]["kv_fraction"] < found["100%"]["kv_fraction"]
+    if "maps" in data:
+        maps = {
+            text: grids["recall"] for text, grids in zip(data["budgets"]["rows"], data["maps"]["rows"], strict=True)
+        }
+        for text, grid in maps.items():
+            mean = sum(map(sum, grid)) / sum(map(len, grid))
+            assert mean == pytest.approx(found[text]["recall"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -8,8 +8,9 @@ import pytest
 from sparsekv.runtime.evaluation.answers import Given
 from sparsekv.runtime.evaluation.table import Result, Way, cells, rows
 from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.selection.budget import Budget
 
-DENSE, QUEST = Way("dense", "dense"), Way("dense", "quest", "", 0.05)
+DENSE, QUEST = Way("dense", "dense"), Way("dense", "quest", "", Budget(0.05))
 
 
 def _context(name: str, *depths: float, metric: str = "match-all", length: int = 1000) -> Context:
@@ -76,3 +77,13 @@ def test_cells_are_tenths_of_the_depth() -> None:
     results = [_result(context, n, DENSE, text) for n, text in enumerate(("yes", "no", "yes", "no"))]
     found = [(round(cell.depth, 2), cell.questions, cell.score) for cell in cells(results)]
     assert found == [(0.15, 2, 50.0), (0.25, 1, 100.0), (0.95, 1, 0.0)]
+
+
+def test_one_token_and_everything_are_two_ways() -> None:
+    context = _context("one", 0.1)
+    token, everything = (Way("dense", "quest", "", Budget.parse(text)) for text in ("1", "100%"))
+    results = [_result(context, 0, way, text) for way, text in ((DENSE, "yes"), (token, "no"), (everything, "yes"))]
+    _, few, whole = rows(results)
+    assert (few.budget, type(few.budget), few.score) == (1, int, 0.0)
+    assert (whole.budget, type(whole.budget), whole.score) == (1.0, float, 100.0)
+    assert [(type(cell.budget), cell.score) for cell in cells(results)[1:]] == [(int, 0.0), (float, 100.0)]
