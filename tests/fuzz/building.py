@@ -23,7 +23,7 @@ from .questions import IN_8_BITS, Checks
 from .world import World, files_of, stored_rows
 
 
-@deed("grow", 12)
+@deed("grow", 12, asks=False)
 def grow(world: World, index: OpenIndex) -> None:
     """Text that is appended, once or twice, gives the rows of a build of all of it."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
@@ -44,7 +44,7 @@ def _chunk(world: World, random: Random) -> int | None:
     return None if world.case.prefill != "dense" else random.choice([None, 64, 100, 256])
 
 
-@deed("edit", 12)
+@deed("edit", 12, asks=False)
 def edit(world: World, index: OpenIndex) -> None:
     """The index of an edited, longer or shorter text, or with other settings, is that of a build from nothing."""
     case, random, text = world.case, Random(world.case.more), world.document
@@ -91,7 +91,7 @@ def _again(plan: BuildPlan, random: Random) -> int:
     return random.choice([plan.chunk_size, 64, 200]) if plan.prefill.exact else plan.chunk_size
 
 
-@deed("more methods", 4)
+@deed("more methods", 4, asks=False)
 def more_methods(world: World, index: OpenIndex) -> None:
     """Methods that are added to an index are those of a build with all of them."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
@@ -107,7 +107,7 @@ class _Stopped(Exception):
     """A build was stopped on purpose."""
 
 
-@deed("interrupted", 5)
+@deed("interrupted", 5, asks=False)
 def interrupted(world: World, index: OpenIndex) -> None:
     """A build that was stopped anywhere and runs again gives the index of one that was not."""
     random, folder = Random(world.case.more), world.folder / "again.skv"

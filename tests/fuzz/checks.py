@@ -1,7 +1,8 @@
-"""What is checked of every case, before its deed."""
+"""Runs a case: its index is built, asked and held to oracles, and then its deed is done."""
 
 import shutil
 import tempfile
+import traceback
 from pathlib import Path
 
 from sparsekv.formats.errors import SparsekvError
@@ -30,13 +31,30 @@ def check(case: Case, device: str = "cpu") -> str:
         world = World(case, folder, device)
         try:
             index = world.build("index.skv")
-            Checks(world, index).run()
-            if case.deed:
-                DEEDS[case.deed].run(world, index)
+            deed = DEEDS.get(case.deed)
+            Checks(world, index).run(all_of_them=deed is None or deed.asks)
+            if deed is not None:
+                deed.run(world, index)
         except SparsekvError as error:
             if not is_due(case, str(error)):
-                raise Wrong("refused", str(error)) from error
+                raise Wrong(f"refused: {str(error)[:30]}", str(error)) from error
             return str(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return ""
+
+
+def failure(case: Case, device: str = "cpu") -> dict[str, str]:
+    """The kind of a case's failure, and what is told of it; the kind is empty where there is none."""
+    try:
+        return {"kind": "", "told": check(case, device)}
+    except Wrong as error:
+        return {"kind": error.kind, "told": str(error)}
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in at if "sparsekv" in frame.filename.rpartition("site-packages")[2]] or at
+        where = f"{Path(ours[-1].filename).name}:{ours[-1].name}"
+        return {
+            "kind": f"{type(error).__name__} in {where}",
+            "told": f"{type(error).__name__} in {where}: {error}"[:500],
+        }

@@ -12,20 +12,22 @@ Run = Callable[[World, OpenIndex], None]
 
 @dataclass(frozen=True)
 class Deed:
-    """What is done, and how often it is drawn beside the others."""
+    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds take
+    so long that one answer has to do."""
 
     run: Run
     weight: int
+    asks: bool = True
 
 
 DEEDS: dict[str, Deed] = {}
 
 
-def deed(name: str, weight: int) -> Callable[[Run], Run]:
+def deed(name: str, weight: int, *, asks: bool = True) -> Callable[[Run], Run]:
     """Decorator that registers a deed."""
 
     def add(run: Run) -> Run:
-        DEEDS[name] = Deed(run, weight)
+        DEEDS[name] = Deed(run, weight, asks)
         return run
 
     return add
