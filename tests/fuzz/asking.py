@@ -1,0 +1,87 @@
+"""Deeds that ask: several questions at once, from other places, in other forms."""
+
+from contextlib import suppress
+from random import Random
+
+import torch
+
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.batch import why_alone
+from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+
+from .deeds import deed
+from .oracles import ROUNDING, error_of, expect, expect_greedy
+from .questions import Checks, stepped, takes_everything
+from .world import World
+
+
+def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
+    """Token ids [T] that a model is fed for an answer: the question's, and all of the answer's but the last."""
+    return torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
+
+
+@deed("batch", 10)
+def batch(world: World, index: OpenIndex) -> None:
+    """Answers that share steps are those of plain transformers, or of the question alone."""
+    random, checks, case = Random(world.case.more), Checks(world, index), world.case
+    number, sampling = random.randint(2, 4), Sampling(case.answer)
+    asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(number)]
+    together = random.randint(1, number + 1)
+    askers = {"dense": world.dense(index)}
+    if takes_everything(case):
+        askers["everything"] = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
+    for kind, asker in askers.items():
+        if why_alone(index, asker.setting.method, asker.cache):
+            continue
+        for ids, answer in zip(asked, asker.ask_all(asked, sampling, together=together), strict=True):
+            steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
+            expect_greedy(steps, answer.ids, f"{kind} batch", f"{number} questions, {together} together")
+    asker = world.asker(index)
+    if not why_alone(index, asker.setting.method, asker.cache):
+        _copies(index, asker, asked[0], number, sampling)
+        first = asker.ask_all(asked, sampling, together=together)
+        again = asker.ask_all(asked, sampling, together=together)
+        expect(_ids(first) == _ids(again), "batch again", f"{_ids(first)}, then {_ids(again)}")
+
+
+def _copies(index: OpenIndex, asker: Asker, asked: torch.Tensor, number: int, sampling: Sampling) -> None:
+    """A question beside copies of itself, all of which choose the same, has the answer that it has alone."""
+    for answer in asker.ask_all([asked] * number, sampling, together=number):
+        steps = stepped(index, asker, fed_with(asked, answer.ids), len(asked))[len(asked) - 1 :]
+        expect_greedy(steps, answer.ids, "batch of copies", f"{number} copies against the question alone")
+
+
+def _ids(answers: list[Answer]) -> list[list[int]]:
+    return [one.ids for one in answers]
+
+
+@deed("places", 6)
+def places(world: World, index: OpenIndex) -> None:
+    """Rows on the device, in main memory and on disk give the same logits."""
+    case = world.case
+    asked = question_ids(index, world.question(0), raw=case.raw)
+    first = world.asker(index, placement="device", ahead=False)
+    fed = fed_with(asked, first.ask(asked, Sampling(case.answer)).ids)
+    logits = stepped(index, first, fed, len(asked))
+    for placement in ("host", "disk"):
+        asker = world.asker(index, placement=placement, ahead=False)
+        apart = error_of(stepped(index, asker, fed, len(asked)), logits)
+        expect(apart <= ROUNDING, "placement", f"logits with rows on {placement} are {apart:.2e} from the device's")
+
+
+@deed("broken off", 4)
+def broken_off(world: World, index: OpenIndex) -> None:
+    """An answer after one that was broken off is what it would have been."""
+    case = world.case
+    asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
+    asker, sampling = world.asker(index), Sampling(case.answer + 3)
+    expected = asker.ask(asked[0], sampling)
+
+    def stop(text: str) -> None:
+        raise InterruptedError(text)
+
+    with suppress(InterruptedError):
+        asker.ask(asked[1], sampling, stop)
+    again = asker.ask(asked[0], sampling)
+    expect(again.ids == expected.ids, "after a broken answer", f"{again.ids}, not {expected.ids}")

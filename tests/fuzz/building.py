@@ -1,0 +1,170 @@
+"""Deeds that build: onto an index, in every way, held to a build from nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.more_methods import adding_plan
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.runtime.decoding.open import OpenIndex
+
+from .case import from_options
+from .deeds import deed
+from .options import draw_options
+from .oracles import ROUNDING, error_of, expect
+from .questions import IN_8_BITS, Checks
+from .world import World, files_of, stored_rows
+
+
+@deed("grow", 12, asks=False)
+def grow(world: World, index: OpenIndex) -> None:
+    """Text that is appended, once or twice, gives the rows of a build of all of it."""
+    random, folder = Random(world.case.more), world.folder / "index.skv"
+    for _ in range(random.choice([1, 1, 2])):
+        artifact = Artifact(folder)
+        letters = random.choice([1, 2, 17, 64, 128, 254, 255, 256, 300])
+        text = world.some_text(letters, random.randint(0, 10**6))
+        addition = encode_addition(world.tokenizer, text, artifact.manifest.prompt.chat)
+        plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
+        build_index(plan, folder)
+    # the methods that took the tokens in have what they had before; rows and queries are of all tokens
+    _same_as_fresh(world, folder, replace(plan, growth=None), methods=False)
+    grown = world.open("index.skv")
+    Checks(world, grown).after_growth()
+
+
+def _chunk(world: World, random: Random) -> int | None:
+    return None if world.case.prefill != "dense" else random.choice([None, 64, 100, 256])
+
+
+@deed("edit", 12, asks=False)
+def edit(world: World, index: OpenIndex) -> None:
+    """The index of an edited, longer or shorter text, or with other settings, is that of a build from nothing."""
+    case, random, text = world.case, Random(world.case.more), world.document
+    plan = world.plan()
+    kinds = random.sample(
+        ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8"], random.choice([1, 1, 2])
+    )
+    if "edit" in kinds:
+        place = random.randint(len(text) // 2, len(text) - 1)
+        text = (
+            text[:place] + world.some_text(random.choice([1, 9, 40]), place) + text[place + random.choice([0, 1, 20]) :]
+        )
+    if "longer" in kinds:
+        text += world.some_text(random.choice([1, 2, 64, 255, 256]), 5)
+    if "shorter" in kinds:
+        text = text[: max(len(text) * 2 // 3, case.sinks + case.tail + 20)]
+    if "sinks" in kinds:
+        plan = replace(plan, sinks=random.choice([1, 2, 5, 11, 30]))
+    if "tail" in kinds:
+        plan = replace(plan, tail=random.choice([2, 5, 20, 40]))
+    if "int8" in kinds:
+        plan = replace(plan, kv_dtype=None if plan.kv_dtype else "int8")
+    plan = replace(plan, prompt=world.prompt(text), chunk_size=_again(plan, random))
+    if "methods" in kinds:
+        name = random.choice([*indexers()])
+        made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=case.head_dim))
+        plan = replace(plan, methods={name: made})
+    folder = world.folder / "index.skv"
+    try:
+        build_index(plan, folder)
+    except ArtifactError as error:
+        expect("is the index of another document" in str(error), "refused", str(error))
+        plan = replace(plan, force=True)
+        build_index(plan, folder)
+    else:
+        there = Artifact(folder).manifest.methods
+        kept = {name: one for name, one in world.plan().methods.items() if name not in plan.methods and name in there}
+        plan = replace(plan, methods=plan.methods | kept)
+    _same_as_fresh(world, folder, plan, methods=True)
+    world.open("index.skv")
+
+
+def _again(plan: BuildPlan, random: Random) -> int:
+    return random.choice([plan.chunk_size, 64, 200]) if plan.prefill.exact else plan.chunk_size
+
+
+@deed("more methods", 4, asks=False)
+def more_methods(world: World, index: OpenIndex) -> None:
+    """Methods that are added to an index are those of a build with all of them."""
+    random, folder = Random(world.case.more), world.folder / "index.skv"
+    name = random.choice([*indexers()])
+    made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=world.case.head_dim))
+    build_index(adding_plan(Artifact(folder), world.loaded, {name: made}), folder)
+    plan = world.plan()
+    _same_as_fresh(world, folder, replace(plan, methods=plan.methods | {name: made}), methods=True)
+    world.open("index.skv")
+
+
+class _Stopped(Exception):
+    """A build was stopped on purpose."""
+
+
+@deed("interrupted", 5, asks=False)
+def interrupted(world: World, index: OpenIndex) -> None:
+    """A build that was stopped anywhere and runs again gives the index of one that was not."""
+    random, folder = Random(world.case.more), world.folder / "again.skv"
+    left = random.randint(1, 12)
+
+    def stop(stage: str, done: int, of: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise _Stopped
+
+    try:
+        build_index(world.plan(), folder, stop)
+    except _Stopped:
+        build_index(world.plan(chunk_size=_again(world.plan(), random)), folder)
+    _same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
+    world.open("again.skv")
+
+
+def _same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:
+    """An index's tensors are, to rounding, those of a build of the plan in an empty folder; with `methods` theirs, too,
+    where the rows that they are made of are the same bit for bit."""
+    if fresh is None:
+        fresh = world.folder / "fresh.skv"
+        build_index(replace(plan, growth=None, force=False), fresh)
+    most, in_8_bits = ROUNDING, plan.kv_dtype is not None
+    if in_8_bits:
+        most = 4 * IN_8_BITS
+    layers = world.case.layers
+    for layer, (ours, theirs) in enumerate(zip(stored_rows(folder, layers), stored_rows(fresh, layers), strict=True)):
+        for name, one, other in zip(("keys", "values"), ours, theirs, strict=True):
+            apart = error_of(one, other)
+            expect(
+                apart <= most, f"built onto: {name}", f"of layer {layer} are {apart:.2e} from a build's from nothing"
+            )
+    ours, theirs = files_of(folder), files_of(fresh)
+    if methods:
+        expect(ours.keys() == theirs.keys(), "built onto: files", f"{sorted(ours)}, not {sorted(theirs)}")
+    exact = _exact(ours, theirs)
+    for name in sorted(ours.keys() & theirs.keys()):
+        of_context = name.startswith(("queries/", "samples/", "tokens"))
+        if name.startswith("context/") or not (of_context or (methods and exact)):
+            continue
+        for tensor, one in ours[name].items():
+            apart = error_of(one, theirs[name][tensor]) if one.numel() else 0.0
+            limit = 10 * most if in_8_bits else most
+            expect(
+                apart <= limit, f"built onto: {name.partition('/')[0]} {tensor}", f"{name}: {apart:.2e} from a build's"
+            )
+
+
+def _exact(ours: dict[str, dict[str, torch.Tensor]], theirs: dict[str, dict[str, torch.Tensor]]) -> bool:
+    """Whether all that methods are made of is the same bit for bit."""
+    return all(
+        torch.equal(tensor, theirs[name][kind])
+        for name in ours
+        if name.startswith(("context/", "samples/", "queries/")) and name in theirs
+        for kind, tensor in ours[name].items()
+        if kind in theirs[name]
+    )

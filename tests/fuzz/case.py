@@ -1,0 +1,192 @@
+"""A case: everything that one run of the fuzzer draws, as a frozen dataclass that prints itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
+
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.selection.registry import methods
+
+from .options import Options, draw_options
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
+
+    Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
+    family's own, `weights` the seed of its weights. Document: `tokens` of the whole prompt, `text` its seed, `tokenizer`
+    and `template` by name, `raw` without a template. Index: `indexers` by name with their options. Answers: `method`
+    with its options at `budget`, `questions` by their lengths in characters, 1 to 2 of them raw one-token questions.
+    `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
+    """
+
+    family: str = "llama"
+    layers: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 32
+    rope: str = "default"
+    original: int = 256
+    positions: int = 0
+    window: int = 0
+    softcap: float = 0.0
+    tied: bool = False
+    weights: int = 0
+    tokenizer: str = "bytes"
+    template: str = "chatml"
+    raw: bool = False
+    text: int = 0
+    tokens: int = 200
+    sinks: int = 4
+    tail: int = 16
+    chunk_size: int = 2048
+    prefill: str = "dense"
+    prefill_options: Options = ()
+    kv_dtype: str | None = None
+    indexers: tuple[tuple[str, Options], ...] = ()
+    method: str = "oracle"
+    options: Options = ()
+    budget: str = "0.2"
+    residual: bool = False
+    question_prefill: str | None = None
+    prefill_budget: str | None = None
+    placement: str = "device"
+    ahead: bool = False
+    guard: float | None = None
+    questions: tuple[int, ...] = (12,)
+    answer: int = 3
+    deed: str = ""
+    more: int = 0
+
+    def __repr__(self) -> str:
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+    @property
+    def middle(self) -> int:
+        """Tokens of the document that an index covers."""
+        return self.tokens - self.sinks - self.tail
+
+
+LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3")
+ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope")
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    from .deeds import DEEDS  # these take cases
+
+    random = Random(seed)
+    case = _draw_model(random)
+    case = _draw_document(random, case)
+    case = _draw_index(random, case)
+    case = _draw_answers(random, case)
+    deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
+    return replace(case, deed=deed, more=random.randint(0, 1_000_000))
+
+
+def _draw_model(random: Random) -> Case:
+    from .models import FAMILIES, ropes_of
+
+    family = random.choice(LIKELY if random.random() < 0.7 else list(FAMILIES))
+    kv_heads, group = random.choice([1, 1, 2, 2, 4, 7, 8]), random.choice([1, 1, 2, 2, 3, 4, 7, 8])
+    while kv_heads * group > 16:
+        kv_heads, group = random.choice([1, 2, 4, 8]), random.choice([1, 2, 4, 7])
+    head_dim = random.choice([24, 32, 32, 40, 48, 64, 64, 80, 96, 128, 256])
+    while kv_heads * group * head_dim > 1024:
+        head_dim = random.choice([24, 32, 64])
+    scaled = random.choice(["default", *ropes_of(family, ROPES)])
+    rope = scaled if random.random() < 0.4 else "default"
+    return Case(
+        family=family,
+        layers=random.choice([1, 2, 2, 3, 3, 4]),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        rope=rope,
+        window=random.choice([0, 0, 8, 32, 100, 255]),
+        softcap=random.choice([0.0, 3.0, 30.0]) if family == "gemma2" else 0.0,
+        tied=random.random() < 0.3,
+        weights=random.randint(0, 3),
+    )
+
+
+def _draw_document(random: Random, case: Case) -> Case:
+    near = random.choice([128, 128, 256, 256, 256, 512, 768])
+    tokens = near + random.choice([-2, -1, 0, 0, 0, 1, 2]) if random.random() < 0.5 else random.randint(60, 400)
+    # where positions change, if they do: near the end of the document, before it or far behind
+    original = max(16, random.choice([tokens // 2, tokens - 1, tokens, tokens + 1, tokens + 9, tokens + 30, 2048]))
+    return replace(
+        case,
+        tokens=tokens,
+        original=original,
+        positions=random.choice([0, 0, 0, 0, tokens + 64]) if case.rope == "default" else 0,
+        text=random.randint(0, 1_000_000),
+        raw=random.random() < 0.3,
+        tokenizer="letters" if random.random() < 0.1 else "bytes",
+        template=random.choice(["chatml", "chatml", "chatml", "bos", "inst"]),
+    )
+
+
+def _draw_index(random: Random, case: Case) -> Case:
+    tail = random.choice([2, 3, 16, 16, 33, 128])
+    sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
+    while case.tokens <= sinks + tail + 1:
+        sinks, tail = random.choice([1, 4]), random.choice([2, 16])
+    prefill = random.choice([*prefills()]) if random.random() < 0.15 else "dense"
+    options = draw_options(random, prefills()[prefill])
+    if prefill != "dense" and random.random() < 0.7:
+        options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
+    chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
+    if chunk < 64 and case.tokens > 130:
+        chunk = 64
+    names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
+    return replace(
+        case,
+        sinks=sinks,
+        tail=tail,
+        chunk_size=chunk,
+        prefill=prefill,
+        prefill_options=options,
+        kv_dtype="int8" if random.random() < 0.15 else None,
+        indexers=tuple((name, draw_options(random, indexers()[name], head_dim=case.head_dim)) for name in names),
+    )
+
+
+def _draw_answers(random: Random, case: Case) -> Case:
+    built = [name for name, _ in case.indexers]
+    usable = [name for name, method in methods().items() if not method.needs_index or name in built]
+    method = random.choice(built) if random.random() < 0.6 else random.choice(usable)
+    kind = methods()[method]
+    asking = random.random()
+    question_prefill = None if asking < 0.6 else "own" if asking < 0.8 else random.choice(usable)
+    of_a_method = question_prefill not in (None, "own")
+    return replace(
+        case,
+        method=method,
+        options=draw_options(random, kind),
+        budget=draw_budget(random, case.middle),
+        residual=random.random() < 0.2,
+        question_prefill=question_prefill,
+        prefill_budget=draw_budget(random, case.middle) if of_a_method and random.random() < 0.8 else None,
+        placement=random.choice(["device", "device", "device", "host", "disk"]),
+        ahead=random.random() < 0.1,
+        guard=random.choice([0.01, 0.1, 0.5]) if random.random() < 0.1 else None,
+        questions=tuple(random.choice([1, 1, 2, 5, 12, 30, 130]) for _ in range(random.choice([1, 1, 2, 3]))),
+        answer=random.choice([1, 2, 3, 3, 6, 12]),
+    )
+
+
+def draw_budget(random: Random, middle: int) -> str:
+    """A budget as a person writes it: shares, numbers, and those that are easily taken for each other."""
+    clashes = ["1", "1.0", "100%", "2", "0.5", "50%", "0.999"]
+    numbers = [str(middle), str(max(1, middle - 1)), str(middle + 1), str(random.randint(1, middle))]
+    return random.choice([*clashes, *numbers, f"{random.randint(1, 60)}%", "0.05", "0.1", "0.2"])
+
+
+def from_options(given: Mapping[str, type], name: str, options: Options) -> Any:
+    """An instance of a registered class."""
+    return given[name](**dict(options))

@@ -1,0 +1,60 @@
+"""Runs a case: its index is built, asked and held to oracles, and then its deed is done."""
+
+import shutil
+import tempfile
+import traceback
+from pathlib import Path
+
+from sparsekv.formats.errors import SparsekvError
+
+from .case import Case
+from .deeds import DEEDS
+from .oracles import Wrong
+from .questions import Checks
+from .refusals import is_due
+from .world import World
+
+ROOM = next((path for path in (Path("/dev/shm"), Path(tempfile.gettempdir())) if path.is_dir()), None)
+
+
+def check(case: Case, device: str = "cpu") -> str:
+    """Run a case.
+
+    Returns:
+        why the case was refused, where a refusal is due; empty where all of it ran.
+
+    Raises:
+        Wrong: something that must agree does not, or a refusal that is not due.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="sparsekv-fuzz-", dir=ROOM))
+    try:
+        world = World(case, folder, device)
+        try:
+            index = world.build("index.skv")
+            deed = DEEDS.get(case.deed)
+            Checks(world, index).run(all_of_them=deed is None or deed.asks)
+            if deed is not None:
+                deed.run(world, index)
+        except SparsekvError as error:
+            if not is_due(case, str(error)):
+                raise Wrong(f"refused: {str(error)[:30]}", str(error)) from error
+            return str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
+def failure(case: Case, device: str = "cpu") -> dict[str, str]:
+    """The kind of a case's failure, and what is told of it; the kind is empty where there is none."""
+    try:
+        return {"kind": "", "told": check(case, device)}
+    except Wrong as error:
+        return {"kind": error.kind, "told": str(error)}
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in at if "sparsekv" in frame.filename.rpartition("site-packages")[2]] or at
+        where = f"{Path(ours[-1].filename).name}:{ours[-1].name}"
+        return {
+            "kind": f"{type(error).__name__} in {where}",
+            "told": f"{type(error).__name__} in {where}: {error}"[:500],
+        }

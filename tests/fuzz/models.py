@@ -1,0 +1,206 @@
+"""Tiny random models and tokenizers as a case draws them; those of the last cases are kept."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import lcm
+from random import Random
+from typing import Any
+
+import torch
+from support.tiny_models import CHAT_TEMPLATE, COMMON, END, PAD, START, tiny_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from .case import Case
+
+POSITIONS = 4096
+
+SPACE_SIGN = "\u2581"
+
+
+def _of_layers(window: int) -> Callable[[Case], dict[str, Any]]:
+    """Every second layer slides, the last one never, as such configs say by a list of kinds."""
+
+    def changes(case: Case) -> dict[str, Any]:
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(case.layers)]
+        kinds[-1] = "full_attention"
+        return {"layer_types": kinds, "sliding_window": case.window or window}
+
+    return changes
+
+
+def _window_switched_on(case: Case) -> dict[str, Any]:
+    if not case.window or case.layers < 2:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": case.window, "max_window_layers": case.layers - 1}
+
+
+def _gemma(case: Case) -> dict[str, Any]:
+    return _of_layers(32)(case) | {"query_pre_attn_scalar": 9}
+
+
+def _experts(case: Case) -> dict[str, Any]:
+    return {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _many_experts(case: Case) -> dict[str, Any]:
+    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "llama": lambda case: {},
+    "qwen2": _window_switched_on,
+    "qwen3": _window_switched_on,
+    "mistral": lambda case: {"sliding_window": None},
+    "smollm3": lambda case: {"no_rope_layer_interval": 2},
+    "phi3": lambda case: {"sliding_window": None},
+    "gemma": lambda case: {},
+    "gemma2": lambda case: _gemma(case) | {"attn_logit_softcapping": case.softcap or 50.0},
+    "gemma3_text": _gemma,
+    "gpt_oss": lambda case: _of_layers(32)(case) | _experts(case),
+    "qwen2_moe": lambda case: (
+        _window_switched_on(case)
+        | _many_experts(case)
+        | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
+    ),
+    "qwen3_moe": lambda case: _many_experts(case) | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": lambda case: _experts(case) | {"sliding_window": None},
+    "phimoe": lambda case: _experts(case) | {"sliding_window": case.window or None},
+    "olmo2": lambda case: {},
+    "olmo3": _of_layers(32),
+    "granite": lambda case: {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    "cohere": lambda case: {"use_qk_norm": False},
+    "cohere2": _of_layers(32),
+    "starcoder2": lambda case: {"sliding_window": None},
+    "stablelm": lambda case: {},
+    "glm4": lambda case: {},
+    "exaone4": _of_layers(32),
+    "nemotron": lambda case: {},
+    "seed_oss": lambda case: {"attention_bias": True},
+    "ernie4_5": lambda case: {},
+    "doge": lambda case: {"sliding_window": case.window or None, "keep_window_size": 2048},
+}
+"""What each family's config needs beside what all have: by the names that transformers has for them."""
+
+OWN_HEAD_DIM = ("phi3", "phimoe", "olmo2", "olmo3", "starcoder2", "stablelm", "qwen2", "qwen2_moe", "granite", "cohere")
+"""Families whose heads divide the hidden size."""
+PARTIAL = ("phi3", "stablelm", "glm4", "nemotron")
+"""Families that may turn a part of a head's channels alone."""
+BY_LAYER_TYPE = ("gemma3_text",)
+"""Families with rotary parameters for each kind of layer."""
+EAGER_ONLY = ("gemma2", "gpt_oss")
+"""Families whose soft cap or learned sinks torch's own attention has not."""
+
+
+def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
+    """Of these kinds of scaled positions those that a family's config takes."""
+    if family in BY_LAYER_TYPE:
+        return ()
+    return ("longrope",) if family in ("phi3", "phimoe") else ropes
+
+
+def rope_parameters(case: Case) -> dict[str, Any]:
+    """The config's rotary parameters; original lengths lie within the document, so that scaling shows."""
+    partial = {"partial_rotary_factor": 0.5} if case.family in PARTIAL else {}
+    plain: dict[str, Any] = {"rope_type": case.rope, "rope_theta": 10000.0, **partial}
+    original = {"original_max_position_embeddings": case.original}
+    if case.rope == "linear":
+        return plain | {"factor": 2.0}
+    if case.rope == "dynamic":
+        return plain | {"factor": 2.0}
+    if case.rope == "yarn":
+        return plain | original | {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    if case.rope == "llama3":
+        return plain | original | {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if case.rope == "longrope":
+        pairs = int(case.head_dim * partial.get("partial_rotary_factor", 1.0)) // 2
+        random = Random(pairs)
+        factors = {name: [round(1 + 3 * random.random(), 3) for _ in range(pairs)] for name in ("short", "long")}
+        return plain | original | {f"{name}_factor": some for name, some in factors.items()} | {"factor": 4.0}
+    return plain
+
+
+def config_of(case: Case) -> Any:
+    """The config of a case's model."""
+    heads = case.kv_heads * case.group
+    hidden = heads * case.head_dim if case.family in OWN_HEAD_DIM else 64 + (-64 % lcm(heads, 8))
+    changes: dict[str, Any] = {
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": case.kv_heads,
+        "hidden_size": hidden,
+        "tie_word_embeddings": case.tied,
+        "max_position_embeddings": case.positions or POSITIONS,
+        "initializer_range": 0.2 if hidden <= 64 else 0.2 * (64 / hidden) ** 0.5,
+    }
+    if case.family not in OWN_HEAD_DIM:
+        changes["head_dim"] = case.head_dim
+    if case.family not in BY_LAYER_TYPE:
+        changes["rope_parameters"] = rope_parameters(case)
+    if case.rope == "longrope" and case.family in ("phi3", "phimoe"):
+        changes["original_max_position_embeddings"] = case.original
+    return AutoConfig.for_model(case.family, **(COMMON | changes | FAMILIES[case.family](case)))
+
+
+MODEL_FIELDS = ("family", "layers", "kv_heads", "group", "head_dim", "rope", "original", "positions", "window",
+                "softcap", "tied", "weights")  # fmt: skip
+"""The fields of a case that decide its model."""
+
+
+def model_of(case: Case, device: str) -> PreTrainedModel:
+    """A case's model in float32: random weights far from uniform attention, norms and biases that show."""
+    key = tuple(getattr(case, name) for name in MODEL_FIELDS)
+    return _made(key, device)
+
+
+@lru_cache(maxsize=8)
+def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
+    case = Case(**dict(zip(MODEL_FIELDS, key, strict=True)))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(case.weights)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(case), dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
+    return model.to(device)
+
+
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    "bos": "{{ '<|start|>' }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}",
+    # Llama 2's: the answer's end stands in the template, and questions that follow begin anew
+    "inst": "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|start|>[INST] ' + "
+    "message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + ' <|end|>' }}{% endif %}{% endfor %}",
+    "trims": "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
+}
+"""Chat templates by name."""
+
+
+@lru_cache(maxsize=16)
+def tokenizer_of(kind: str, template: str) -> PreTrainedTokenizerFast:
+    """One token a byte; or one a letter with a sign for spaces, which also stands before the first word."""
+    tokenizer = tiny_tokenizer(TEMPLATES[template])
+    if kind == "bytes":
+        return tokenizer
+    letters = [chr(code) for code in range(33, 127)] + [SPACE_SIGN, "\n"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for place, letter in enumerate(letters):
+        del vocabulary[f"<0x{place:02X}>"]
+        vocabulary[letter] = place
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first", split=False), pre_tokenizers.Split(Regex("."), "isolated")]
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE_SIGN, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(list(tokenizer.get_added_vocab()))
+    assert tuple(backend.token_to_id(one) for one in ("<|pad|>", "<|start|>", "<|end|>")) == (PAD, START, END)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        chat_template=TEMPLATES[template],
+        clean_up_tokenization_spaces=False,
+    )

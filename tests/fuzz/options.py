@@ -1,0 +1,97 @@
+"""Values of a method's options, drawn from its dataclass fields alone: a new method is drawn without a line here."""
+
+import contextlib
+import re
+from dataclasses import MISSING, Field, fields
+from functools import cache
+from random import Random
+from typing import Any
+
+from sparsekv.formats.errors import UsageError
+
+Options = tuple[tuple[str, Any], ...]
+"""Options by name, as they stand in a case; those that are left out have their defaults."""
+
+TRIES = 8
+"""How often a value that a method refuses is drawn again, before the option keeps its default."""
+
+
+def draw_options(random: Random, kind: type, *, often: float = 0.4, head_dim: int | None = None) -> Options:
+    """Some of a method's, an indexer's or a prefill's options, of which the class takes any that are here together.
+
+    Args:
+        head_dim: channels of the heads that an indexer is for; options that it refuses for them are drawn again.
+    """
+    chosen: dict[str, Any] = {}
+    for field in fields(kind):
+        if random.random() >= often:
+            continue
+        for _ in range(TRIES):
+            value = _draw(random, kind, field)
+            if _accepts(kind, chosen | {field.name: value}, head_dim):
+                chosen[field.name] = value
+                break
+    return tuple(chosen.items()) if _accepts(kind, chosen, head_dim) else draw_fitting(random, kind, chosen, head_dim)
+
+
+def draw_fitting(random: Random, kind: type, chosen: dict[str, Any], head_dim: int | None) -> Options:
+    """The options with those drawn again that a class refuses by their defaults, as a number that has to divide."""
+    for field in fields(kind):
+        for _ in range(TRIES):
+            changed = chosen | {field.name: _draw(random, kind, field)}
+            if _accepts(kind, changed, head_dim):
+                return tuple(changed.items())
+    return tuple(chosen.items())
+
+
+def _accepts(kind: type, options: dict[str, Any], head_dim: int | None) -> bool:
+    try:
+        made = kind(**options)
+        if head_dim is not None:
+            made.check_channels(head_dim)
+    except UsageError:
+        return False
+    return True
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default is not MISSING else None
+
+
+def _draw(random: Random, kind: type, field: Field[Any]) -> Any:
+    """A value of a field's type: near its default, at a limit, or anywhere."""
+    default = _default(field)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        near = [default - 1, default + 1, default // 2, default * 2, default // 8]
+        return random.choice([*near, 0, 1, 2, 3, 4, 8, 16, random.randint(1, 300)])
+    if isinstance(default, float):
+        near = [default, default / 2, default * 2, 1.0 - default]
+        return random.choice([*near, 0.0, 0.03, 0.25, 0.5, 0.9, 1.0, 1.5, 2.0, 4.0, round(random.random(), 3)])
+    if isinstance(default, str):
+        return random.choice(choices_of(kind, field.name))
+    if isinstance(default, tuple):
+        shares = {round(random.choice([0.5, 0.25, 0.1, 0.05]) * random.random() + 0.002, 4) for _ in range(3)}
+        return tuple(sorted(shares, reverse=True)[: random.randint(1, 3)])
+    raise TypeError(f"{kind.__name__}.{field.name}: the fuzzer draws no {type(default).__name__} yet")
+
+
+@cache
+def choices_of(kind: type, name: str) -> tuple[str, ...]:
+    """The texts that an option takes: those words of its help and of the error for a wrong one that the class takes."""
+    (field,) = (one for one in fields(kind) if one.name == name)
+    told = str(field.metadata.get("help", ""))
+    try:
+        kind(**{name: "?"})
+    except UsageError as error:
+        told = f"{error} {told}"
+        words = re.findall(r"[a-z][a-z0-9-]*", told)
+    else:  # any text is taken here, and refused where it is used: the words that the help lists
+        words = re.findall(r"[a-z][a-z0-9-]*", told.rpartition(":")[2])
+    found = {str(_default(field))}
+    for word in words:
+        with contextlib.suppress(UsageError):
+            kind(**{name: word})
+            found.add(word)
+    return tuple(sorted(found))

@@ -1,0 +1,135 @@
+"""An index's answers held to plain transformers, and to themselves."""
+
+import torch
+
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import Sampling, ending_tokens, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+
+from .case import Case
+from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
+from .world import Rows, World, stored_rows
+
+IN_8_BITS = 0.02
+"""The largest relative error of rows that are stored in 8 bits."""
+NEVER_EVERYTHING = ("window",)
+"""Methods that leave tokens out at any budget."""
+
+
+def takes_everything(case: Case) -> bool:
+    """Whether a case's answers at all of the budget are those of dense attention."""
+    return not {case.method, case.question_prefill} & set(NEVER_EVERYTHING)
+
+
+class Checks:
+    """The checks of one index: its rows, then answers by dense attention, at all of the budget, and at the case's.
+
+    After a prefill that is not exact, or with rows in 8 bits, answers are held to plain attention over the stored rows.
+    """
+
+    def __init__(self, world: World, index: OpenIndex):
+        self.world, self.index, self.case = world, index, world.case
+        self.sampling = Sampling(self.case.answer)
+
+    def run(self, *, all_of_them: bool = True) -> None:
+        """Hold token ids and the answers to the first question to their oracles; without `all_of_them` dense ones alone."""
+        question = self.world.question(0)
+        asked = question_ids(self.index, question, raw=self.case.raw)
+        whole = self.world.whole_ids(question)
+        ours = torch.cat([self.index.input_ids, asked])
+        expect(ours.tolist() == whole.tolist(), "ids", _apart(self.world, ours.tolist(), whole.tolist()))
+        dense = self.world.dense(self.index)
+        answer = dense.ask(asked, self.sampling).ids
+        fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
+        logits = self.truth(fed)
+        self.held(dense, "dense", len(asked), fed, answer, logits)
+        if not all_of_them:
+            return
+        if takes_everything(self.case):
+            everything = self.world.asker(self.index, "100%", prefill_budget=self.all_of_a_prefill())
+            found = everything.ask(asked, self.sampling).ids
+            refed = torch.cat([asked, torch.tensor(found[:-1], dtype=torch.long)])
+            again = logits if found == answer else self.truth(refed)
+            self.held(everything, "everything", len(asked), refed, found, again)
+        self.sparse(asked)
+
+    def after_growth(self) -> None:
+        """Dense attention answers rightly over an index to which text was appended, whose words have no template."""
+        asked = question_ids(self.index, self.world.question(1), raw=self.case.raw)
+        dense = self.world.dense(self.index)
+        answer = dense.ask(asked, self.sampling).ids
+        fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
+        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed))
+
+    def all_of_a_prefill(self) -> str | None:
+        return "100%" if self.case.question_prefill not in (None, "own", "dense") else None
+
+    def truth(self, fed: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside."""
+        case, tokens = self.case, len(self.index.input_ids)
+        stored = stored_rows(self.world.folder / "index.skv", case.layers)
+        if case.prefill != "dense":
+            return plain_over(self.world, stored, fed)
+        logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
+        self.rows_are(stored, [(keys[:, :tokens], values[:, :tokens]) for keys, values in rows])
+        return logits[tokens:] if case.kv_dtype is None else plain_over(self.world, stored, fed)
+
+    def rows_are(self, stored: Rows, expected: Rows) -> None:
+        most = ROUNDING if self.case.kv_dtype is None else IN_8_BITS
+        for layer, pairs in enumerate(zip(stored, expected, strict=True)):
+            for name, actual, plainly in zip(("keys", "values"), *pairs, strict=True):
+                apart = error_of(actual, plainly)
+                expect(apart <= most, f"stored {name}", f"of layer {layer} are {apart:.2e} from plain ones")
+
+    def held(
+        self, asker: Asker, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
+    ) -> None:
+        """An answer, and the logits of its steps, are those of an oracle."""
+        steps = logits[question - 1 :]
+        expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
+        most = min(self.case.answer, self.world.room(len(self.index.input_ids) + question))
+        ended = answer[-1] in ending_tokens(self.world.model)
+        expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
+        found = stepped(self.index, asker, fed, question)
+        apart = error_of(found[question - 1 :], steps)
+        expect(apart <= ROUNDING, f"{kind} logits", f"{apart:.2e} from plain transformers'")
+
+    def sparse(self, asked: torch.Tensor) -> None:
+        """The case's own setting answers, with finite numbers, and the same twice."""
+        asker = self.world.asker(self.index)
+        first = asker.ask(asked, self.sampling)
+        again = asker.ask(asked, self.sampling)
+        expect(first.ids == again.ids, "sparse again", f"{first.ids}, then {again.ids}")
+        expect(0 <= first.kv_fraction < 100, "kv fraction", f"{first.kv_fraction}")
+        fed = torch.cat([asked, torch.tensor(first.ids[:-1], dtype=torch.long)])
+        found = stepped(self.index, asker, fed, len(asked))
+        expect(bool(found.isfinite().all()), "sparse logits", "are not finite")
+        expect_greedy(found[len(asked) - 1 :], first.ids, "sparse steps", "against the same steps by hand")
+        if self.case.question_prefill in (None, "dense"):
+            apart = error_of(found[len(asked) - 1], self.truth(asked)[-1])
+            expect(
+                apart <= ROUNDING, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely"
+            )
+
+
+@torch.inference_mode()
+def stepped(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int) -> torch.Tensor:
+    """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
+    once, then one by one."""
+    asker.cache.rewind()
+    parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
+    with route_attention(index.model, asker.cache.attend):
+        steps = [
+            index.model(input_ids=part[None].to(index.model.device), past_key_values=asker.cache, use_cache=True)
+            for part in parts
+        ]
+    return torch.cat([one.logits[0] for one in steps])
+
+
+def _apart(world: World, ours: list[int], whole: list[int]) -> str:
+    place = next(
+        (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
+    )
+    near = slice(max(0, place - 5), place + 10)
+    return f"{world.tokenizer.decode(ours[near])!r} at token {place}, and {world.tokenizer.decode(whole[near])!r} in the template"

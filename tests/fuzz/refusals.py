@@ -1,0 +1,21 @@
+"""Refusals that are due: what a case asks for is documented as impossible, and says so in one line."""
+
+import re
+
+from .case import Case
+
+DUE = (
+    r"positions",
+    r"--residual",
+    r"splits pairs of channels that RoPE turns together",
+    r"how this model turns its keys is not known",
+    r"--select-layer",
+    r"this index has one level",
+    r"turns keys by the (prompt's )?length",
+)
+"""Parts of the messages of refusals that may be due."""
+
+
+def is_due(case: Case, message: str) -> bool:
+    """Whether a case may be refused so."""
+    return "\n" not in message.strip() and any(re.search(part, message) for part in DUE)

@@ -1,0 +1,160 @@
+"""What a case is about, made: its model and tokenizer, its texts, its indices in a folder of its own."""
+
+import json
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from support.python_help import BY_NAME
+
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
+from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.selection.registry import DENSE
+
+from .case import Case, from_options
+from .models import POSITIONS, model_of, tokenizer_of
+
+ENGLISH = "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in BY_NAME)
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values [Hk, N, D] of each layer."""
+
+
+class World:
+    """A case's model, texts and indices.
+
+    Args:
+        folder: an empty one, in which everything is written.
+    """
+
+    def __init__(self, case: Case, folder: Path, device: str):
+        self.case, self.folder, self.device = case, folder, device
+        self.model = model_of(case, device)
+        self.tokenizer = tokenizer_of(case.tokenizer, case.template)
+        self.loaded = LoadedModel(self.model, self.tokenizer, f"tiny-{case.family}", None)
+
+    @cached_property
+    def document(self) -> str:
+        """A text of so many tokens as the case wants before a question; a token a letter."""
+        return self.some_text(self.case.tokens - self._head(), self.case.text)
+
+    def some_text(self, letters: int, seed: int) -> str:
+        """A piece of English text, without spaces at its ends, which templates may trim."""
+        start = seed * 7919 % (len(ENGLISH) - 2000)
+        return ("x" + ENGLISH[start + 1 : start + letters - 1] + "y")[: max(1, letters)]
+
+    def _head(self) -> int:
+        """Tokens of the template before a user's text."""
+        if self.case.raw:
+            return 0
+        user = [{"role": "user", "content": "@@@"}]
+        rendered = str(self.tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
+        return len(self.tokenizer(rendered.partition("@@@")[0], add_special_tokens=False).input_ids)
+
+    def room(self, tokens: int) -> int:
+        """How many tokens an answer may have after so many others."""
+        case = self.case
+        changes = case.rope == "longrope" and len(self.prompt().input_ids) <= case.original
+        return (case.original if changes else case.positions or POSITIONS) - tokens
+
+    def question(self, number: int) -> str:
+        """The text of a question by its number."""
+        length = self.case.questions[number % len(self.case.questions)]
+        return self.some_text(length, self.case.text + 31 * (number + 1)) if length > 1 else "qzx"[number % 3]
+
+    def whole_ids(self, question: str, document: str | None = None) -> torch.Tensor:
+        """Token ids [N] of document and question as the tokenizer and its template have them."""
+        document = self.document if document is None else document
+        if self.case.raw:
+            ids = self.tokenizer(document + question).input_ids
+        else:
+            messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+            ids = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        return torch.tensor(ids)
+
+    def prompt(self, document: str | None = None) -> FixedPrompt:
+        """The fixed prompt of a document, as a build makes it."""
+        return encode_prompt(self.tokenizer, self.document if document is None else document, raw=self.case.raw)
+
+    def plan(self, document: str | None = None, **changes: Any) -> BuildPlan:
+        """The plan of a build; `changes` are its fields."""
+        case = self.case
+        plan = BuildPlan(
+            loaded=self.loaded,
+            prompt=self.prompt(document),
+            methods={name: from_options(indexers(), name, options) for name, options in case.indexers},
+            sinks=case.sinks,
+            tail=case.tail,
+            chunk_size=case.chunk_size,
+            prefill=from_options(prefills(), case.prefill, case.prefill_options),
+            kv_dtype=case.kv_dtype,
+        )
+        return replace(plan, **changes)
+
+    def build(self, name: str, plan: BuildPlan | None = None) -> OpenIndex:
+        """Build, or build onto, the index of a name, and open it."""
+        build_index(plan or self.plan(), self.folder / name)
+        return self.open(name)
+
+    def open(self, name: str) -> OpenIndex:
+        """Open the index of a name with the case's model."""
+        return open_index(Artifact(self.folder / name), self.model, self.tokenizer, identify(self.loaded))
+
+    def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Asker:
+        """What answers as the case says, at its budget or at another."""
+        case = replace(self.case, **changes)
+        asked = case.question_prefill
+        prefilling = prefill_method(index.artifact, asked)
+        parameters = dict(case.options)
+        setting = choose_setting(
+            index.artifact, case.method, budget or case.budget, parameters, prefilling, residual=case.residual
+        )
+        guarded = case.guard is not None and estimates_missed(setting.method, residual=case.residual)
+        return Asker.open(
+            index,
+            setting,
+            placement=case.placement,
+            prefetch=case.ahead,
+            guard=Guard(case.guard) if guarded else None,
+            question=question_prefill(asked, case.prefill_budget, prefilling, parameters),
+        )
+
+    def dense(self, index: OpenIndex) -> Asker:
+        """What answers by dense attention."""
+        return Asker.open(index, choose_setting(index.artifact, DENSE, None, {}, {}, residual=False))
+
+
+def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of an index by its logical files, read without any code of ours."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return {name: load_file(folder / record["path"]) for name, record in manifest["files"].items()}
+
+
+def stored_rows(folder: Path, layers: int) -> Rows:
+    """Keys and values of an index as its files have them, in float32: those in 8 bits as the format defines them."""
+    files = files_of(folder)
+    return [_meant(files[f"context/layer_{layer:03d}.safetensors"]) for layer in range(layers)]
+
+
+def _meant(stored: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = stored["keys"].double(), stored["values"].double()
+    if "key_scales" in stored:
+        channels, offsets = stored["channel_scales"].double(), stored["channel_offsets"].double()
+        keys = keys * stored["key_scales"].double()[..., None] * channels[:, None] + offsets[:, None]
+        values = values * stored["value_scales"].double()[..., None]
+    return keys.float(), values.float()
