@@ -20,11 +20,11 @@ from typing import Any, TypeVar, cast
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
-from sparsekv.kernels.common.hook import alone
 from sparsekv.runtime.api_words import api_words, refuse_unknown
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
+from sparsekv.runtime.decoding.exclusive import exclusive, exclusive_process
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -110,7 +110,7 @@ class Index:
             raise UsageError(
                 f"sampling is {sampling!r}: give Sampling(max_new_tokens=...), of runtime.decoding.generate"
             )
-        with alone(self.opened.model):  # a captured step tells all threads not to wait for the GPU, as a new cache does
+        with exclusive(self.opened.model):
             return self.asker(**setting).ask(question, sampling)
 
     def recall_report(
@@ -136,8 +136,8 @@ class Index:
             parameters: of the methods; one that has any is measured so, in place of its usual forms.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
-        artifact = self.opened.artifact
-        with api_words():
+        artifact, model = self.opened.artifact, self.opened.model
+        with api_words(), exclusive(model):  # on a GPU a captured step forbids all threads to wait for it
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
             refuse_unused(chosen, parameters)
             report = recall_report(
@@ -147,7 +147,7 @@ class Index:
                 question_queries(self.opened, _several(questions)),
                 residual=residual,
                 configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
-                device=self.opened.model.device,
+                device=model.device,
             )
         if unknown := sorted(set(_several(by)) - set(GROUPS)):
             raise UsageError(f"by: no rows of {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
@@ -183,9 +183,10 @@ def open_index(
 ) -> Index:
     """Open an index with the model that built it, or with the `model` named: a local folder or a hub id.
 
-    Loads the model's weights; arguments and errors are those of `load_and_open`, and UsageError for a file.
+    Loads the model's weights, while no other thread answers: torch's default dtype is the model's meanwhile. Arguments
+    and errors are those of `load_and_open`, and UsageError for a file.
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")
-    with api_words():
+    with api_words(), exclusive_process():
         return Index(load_and_open(Artifact(Path(folder)), model, device, dtype, progress))

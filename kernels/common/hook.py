@@ -1,10 +1,10 @@
 """Routes a model's attention to a given function, through transformers' `AttentionInterface`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,15 +34,56 @@ class AttentionCall:
 
 
 AttentionFunction = Callable[[AttentionCall], torch.Tensor]
-_active: ContextVar[AttentionFunction] = ContextVar("sparsekv_attention")
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The attention function of a model, None within a caller's callback, and the thread that set it: a context may be
+    copied to other threads."""
+
+    function: AttentionFunction | None
+    thread: int
+
+
+_active: ContextVar[_Route | None] = ContextVar("sparsekv_attention", default=None)
 _locks: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
+_on_gpu = RLock()
+_opening = RLock()
 
 
 @contextmanager
 def alone(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context, other threads that want the model wait; this one may enter it again."""
-    with _locks.setdefault(model, RLock()):
+    """Within the context, other threads that want the model wait; this one may enter it again.
+
+    Models on GPUs share one lock: a step that is captured forbids every thread of the process to wait for a GPU.
+    """
+    with _locks.setdefault(model, RLock()) if model.device.type == "cpu" else _on_gpu:
         yield
+
+
+@contextmanager
+def all_alone() -> Iterator[None]:
+    """Within the context, other threads that want any model wait: for changes of the whole process."""
+    with ExitStack() as stack:
+        for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
+            stack.enter_context(lock)
+        yield
+
+
+@contextmanager
+def calling_back() -> Iterator[None]:
+    """Within the context, this thread's calls of a routed model are refused: for functions that a caller gave."""
+    token = _active.set(_Route(None, get_ident()))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def called_back() -> bool:
+    """Whether this thread is within `calling_back`."""
+    route = _active.get()
+    return route is not None and route.function is None and route.thread == get_ident()
 
 
 @contextmanager
@@ -54,7 +95,7 @@ def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iter
     """
     with alone(model):
         previous = model.config._attn_implementation
-        token = _active.set(function)
+        token = _active.set(_Route(function, get_ident()))
         try:
             model.set_attn_implementation(IMPLEMENTATION)
             yield
@@ -102,7 +143,13 @@ def _attend(
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     call = AttentionCall(int(layer), query, keys, values, softmax_scale, softcap, window, sink_logits)
-    return _active.get()(call)
+    route = _active.get()
+    if route is None or route.function is None or route.thread != get_ident():
+        raise RuntimeError(
+            "this model answers over an index just now, with attention that is not its own: call it when that answer "
+            "has come back, or load the model once more"
+        )
+    return route.function(call)
 
 
 @torch.library.custom_op("sparsekv::attend", mutates_args=())

@@ -2,6 +2,7 @@
 
 import torch
 
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.attention.prefetch import Prefetcher
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.read_rows import ReadRows
@@ -11,6 +12,8 @@ from sparsekv.runtime.selection.capabilities import Appendable
 
 class Appender:
     """Moves one layer's tokens from its exact rows to the middle and the selector's index.
+
+    `torn` is True while rows move, and stays so where that was interrupted: index and rows may not fit then.
 
     Args:
         sinks: how many of the first exact rows are sinks, which never move.
@@ -29,12 +32,14 @@ class Appender:
     ):
         self.selector, self.middle, self.sinks, self.read = selector, middle, sinks, read
         self.device, self.prefetcher = device, prefetcher
+        self.torn = False
 
     def append_due(self, layer: StoredLayer) -> None:
         """Append the oldest rows after the sinks, `append_size` at a time, until fewer than twice as many are left."""
         size, start = self.selector.append_size, self.sinks
         if layer.used - start < 2 * size:
             return
+        self.torn = True
         keys, values = layer.exact_rows()
         moved = ((layer.used - start) // size - 1) * size
         for first in range(start, start + moved, size):
@@ -42,6 +47,7 @@ class Appender:
         for rows in (keys, values):
             rows[:, start : layer.used - moved] = rows[:, start + moved :].clone()
         layer.used, layer.stored = layer.used - moved, layer.stored + moved
+        self.torn = False
 
     def _append(self, new: Pair) -> None:
         if self.prefetcher is not None:
@@ -53,11 +59,23 @@ class Appender:
         self.read.known += len(keys) * (appended.index_rows + 2 * keys.shape[1])
 
     @torch.inference_mode()
-    def remove_appended(self) -> bool:
-        """Restore the stored index; returns whether anything had been appended."""
+    def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
+        """Restore the stored index, and the layer's stored tokens and exact rows [Hk, E, D] that belong to it.
+
+        Raises:
+            SparsekvError: an earlier call, or an append, was interrupted in the middle.
+        """
         # In inference mode: rows that grew while a model decoded are inference tensors, writable in no other mode.
+        if self.torn:
+            raise SparsekvError(
+                "an answer was interrupted while its tokens moved into the index, and cannot be undone; ask with a new "
+                "asker"
+            )
+        self.torn = True
         order = self.selector.remove_appended()
-        if order is None:
-            return False
-        self.middle.rewrite(self.selector.open_row, None, order)
-        return True
+        if order is not None:
+            self.middle.rewrite(self.selector.open_row, None, order)
+            layer.stored = tokens
+            for rows, first in zip(layer.exact_rows(), exact, strict=True):
+                rows.copy_(first)
+        self.torn = False

@@ -73,10 +73,8 @@ class SparseLayer(StoredLayer):
         self._forget_selections()
         if isinstance(plan.selector, ObservesQuestion):
             plan.selector.forget_question()
-        if plan.appender is not None and plan.appender.remove_appended():
-            self.stored = self.split.tokens
-            for rows, first in zip(self.exact_rows(), self.exact, strict=True):
-                rows.copy_(first)
+        if plan.appender is not None:
+            plan.appender.remove_appended(self, self.split.tokens, self.exact)
 
     def _forget_selections(self) -> None:
         if isinstance(self.plan.selector, HoldsSelections):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache
 
+from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.graphs import ModelGraph
 from sparsekv.runtime.cache.read_rows import read_share, total_read
@@ -27,7 +28,7 @@ class IndexCache(Cache):
 
     Between `reserve` and `release` each layer appends one row per step, where a `StepRow`, on the device, says, so that
     the step can be captured as a CUDA graph. `graph` is the last one captured; `capturing` is False once a
-    capture has failed.
+    capture has failed. `rewinds` counts the questions that were begun: whoever shares the rows looks.
     """
 
     def __init__(self, layers: list[StoredLayer]):
@@ -35,6 +36,7 @@ class IndexCache(Cache):
         self.stored_layers = layers
         self.graph: ModelGraph | None = None
         self.capturing = True
+        self.rewinds = 0
         first = layers[0].keys
         assert first is not None
         self.rows = torch.zeros(len(layers), dtype=torch.int64, device=first.device)
@@ -96,9 +98,24 @@ class IndexCache(Cache):
 
     @torch.inference_mode()
     def rewind(self) -> None:
-        """Restore the stored context for the next question."""
+        """Restore the stored context for the next question, also after one that failed in the middle."""
+        self.rewinds += 1
+        self.release()
         for layer in self.stored_layers:
             layer.rewind()
+
+    def check_length(self, tokens: int) -> None:
+        """Raise SparsekvError unless every layer has the first `tokens` tokens, or all of them but the last.
+
+        transformers would prefill what it takes for missing, the whole document too, over rows that are there already.
+        """
+        lengths = {layer.get_seq_length() for layer in self.stored_layers}
+        if len(lengths) > 1 or not lengths <= {tokens, tokens - 1}:
+            found = " and ".join(f"{length:,}" for length in sorted(lengths))
+            raise SparsekvError(
+                f"the cache has {found} tokens where the question follows {tokens:,}: something else wrote to it; ask "
+                "with a new asker"
+            )
 
     def expect_prompt(self, tokens: int) -> None:
         """Begin another answer, after a prompt of `tokens` tokens, stored ones included.

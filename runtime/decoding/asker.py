@@ -11,6 +11,7 @@ from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
@@ -41,21 +42,22 @@ class Asker:
 
         They mean nothing for dense attention, whose cache is `OpenIndex.dense_cache`'s.
         """
-        if setting.form is None:
-            return cls(index, setting, index.dense_cache())
-        cache = index.sparse_cache(
-            setting.form.name,
-            setting.form.method,
-            setting.budget,
-            residual=setting.form.residual,
-            measure_missed=measure_missed,
-            guard=guard,
-            placement=placement,
-            prefetch=prefetch,
-            question=question,
-            budgets=setting.layer_budgets,
-            gather_makers=gather_makers,
-        )
+        with exclusive(index.model):
+            if setting.form is None:
+                return cls(index, setting, index.dense_cache())
+            cache = index.sparse_cache(
+                setting.form.name,
+                setting.form.method,
+                setting.budget,
+                residual=setting.form.residual,
+                measure_missed=measure_missed,
+                guard=guard,
+                placement=placement,
+                prefetch=prefetch,
+                question=question,
+                budgets=setting.layer_budgets,
+                gather_makers=gather_makers,
+            )
         return cls(index, setting, cache)
 
     def ask(
@@ -63,14 +65,19 @@ class Asker:
         question: str | torch.Tensor,
         sampling: Sampling | None = None,
         on_text: Callable[[str], None] = lambda text: None,
+        stop: Callable[[], bool] | None = None,
     ) -> Answer:
         """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
+
+        Threads that ask the same model wait for each other, whichever of its askers they ask.
 
         Args:
             question: text, for the index's chat template, or token ids [Q] as `question_ids` gives them.
             on_text: called with each piece of text as it is decoded.
+            stop: asked after each token; what came until it is True is the answer.
         """
-        return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text)
+        with exclusive(self.index.model):
+            return generate(self.index, self.cache, self._ids(question), sampling or Sampling(), on_text, stop)
 
     def ask_all(
         self, questions: Sequence[str | torch.Tensor], sampling: Sampling | None = None, *, together: int = 16
@@ -82,12 +89,13 @@ class Asker:
         """
         if isinstance(questions, str):
             raise UsageError("questions is a text; give a list of them, or ask it alone")
-        if reason := why_alone(self.index, self.setting.method, self.cache):
-            raise UsageError(f"{reason}; ask one question at a time")
-        ids = [self._ids(one) for one in questions]
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
-        found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
+        with exclusive(self.index.model):
+            if reason := why_alone(self.index, self.setting.method, self.cache):
+                raise UsageError(f"{reason}; ask one question at a time")
+            ids = [self._ids(one) for one in questions]
+            found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))
         return [found[number] for number in range(len(ids))]
 
     def _ids(self, question: str | torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.packed_layers import packed_layer
@@ -21,10 +21,12 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room, ending_tokens, finish_reason
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import warpers
 from sparsekv.runtime.decoding.shared_step import SharedStep
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.union import can_unite
@@ -101,29 +103,44 @@ class Batch:
     @torch.inference_mode()
     def one_step(self) -> None:
         """A step of as many sequences as there is room for, with nothing asked: what it compiles and captures stays."""
-        last = int(self.index.input_ids[-1])
-        with route_attention(self.index.model, self.packed.attend), all_cores(self.index.model):
+        last, model = int(self.index.input_ids[-1]), self.index.model
+        with exclusive(model), route_attention(model, self.packed.attend), all_cores(model):
             self.shared([last] * self.slots, list(range(self.slots)), [0] * self.slots)
 
-    @torch.inference_mode()
     def answers(self, questions: Sequence[torch.Tensor]) -> Iterator[tuple[int, Answer]]:
         """Answer questions [Q] of token ids; yields each answer with its question's number when it is done.
 
+        While it waits for its caller other threads may ask the model. Whoever rewinds the cache meanwhile ends it.
+
         Raises:
-            UsageError: no position of the model is left for an answer.
+            UsageError: no position of the model is left for an answer, another question was asked over the same cache
+                between two answers, or an answer's own callback asks.
             NotFiniteError: the model's logits are not finite.
         """
-        self.cache.rewind()
-        self.read = None
         waiting = [(number, question, self._longest(question)) for number, question in enumerate(questions)][::-1]
+        with exclusive(self.index.model):
+            self.cache.rewind()
+            self.active, self.read, mine = {}, None, self.cache.rewinds
+        while waiting or self.active:
+            with exclusive(self.index.model):
+                if self.cache.rewinds != mine:
+                    raise UsageError("another question was asked over the cache of a batch; ask again, or ask_all")
+                done = self._until_answered(waiting)
+            yield from done
+
+    @torch.inference_mode()
+    def _until_answered(self, waiting: list[tuple[int, torch.Tensor, int]]) -> list[tuple[int, Answer]]:
+        """Steps up to the first in which questions are answered: their numbers and answers."""
         with route_attention(self.index.model, self.packed.attend):
-            while waiting or self.active:
+            done: list[tuple[int, Answer]] = []
+            while not done:
                 self._admit(waiting)
                 for slot, token in self._step():
                     sequence = self.active[slot]
                     sequence.take(token)
                     if token in self.ends or len(sequence.answer) == sequence.longest:
-                        yield sequence.number, self._answer(self.active.pop(slot))
+                        done.append((sequence.number, self._answer(self.active.pop(slot))))
+            return done
 
     def _longest(self, question: torch.Tensor) -> int:
         room = answer_room(self.index, len(self.index.input_ids) + len(question))
@@ -192,7 +209,7 @@ class Batch:
             return tokens
         scores = logits.to(torch.float32, copy=True)
         nothing = torch.empty(len(slots), 0, dtype=torch.int64, device=scores.device)
-        probability = _processors(self.sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
+        probability = warpers(self.sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
         drawn = zip(probability, slots, strict=True)
         each = [torch.multinomial(one, 1, generator=self.active[slot].random) for one, slot in drawn]
         return torch.cat(each).tolist()
@@ -218,13 +235,3 @@ class Batch:
             time_to_first_token=done.first - done.started,
             kv_fraction=read_share(read, dense, counted=bool(self.packed.reads)),
         )
-
-
-def _processors(sampling: Sampling) -> LogitsProcessorList:
-    """As transformers' own loop applies them."""
-    found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p is not None and sampling.top_p < 1:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    return found

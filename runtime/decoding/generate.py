@@ -23,46 +23,16 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.own_settings import only_special_tokens
+from sparsekv.runtime.decoding.sampling import Draw
+from sparsekv.runtime.decoding.sampling import Sampling as Sampling
 from sparsekv.runtime.decoding.step import captured_step
 from sparsekv.runtime.decoding.streaming import Stopping, Streamer
-
-LEAST_TEMPERATURE = 1e-5  # logits are divided by it, in float32
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are sampled; temperature 0 is greedy."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy) or more")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise UsageError(f"--temperature {self.temperature}: give 0 (greedy), or at least {LEAST_TEMPERATURE:g}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p {self.top_p}: give a share above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"--top-k {self.top_k}: give at least 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed}: give a whole number of at most {2**63 - 1}")
-        for option, value in {"--top-p": self.top_p, "--top-k": self.top_k}.items():
-            if value is not None and not self.temperature:
-                raise UsageError(
-                    f"{option} {value}: means nothing at --temperature 0, which takes the likeliest token; give one "
-                    "above 0, or leave it out"
-                )
 
 
 @dataclass(frozen=True)
@@ -120,19 +90,25 @@ def generate(
     question: torch.Tensor,
     sampling: Sampling,
     on_text: Callable[[str], None] = lambda text: None,
+    stop: Callable[[], bool] | None = None,
 ) -> Answer:
     """Answer one question; the cache is rewound first, so one cache serves many questions.
+
+    Other threads that ask the model wait until the answer is whole. After any failure the next question is answered as
+    if the failed one had not been asked.
 
     Args:
         question: [Q] token ids after the stored prompt; only these are prefilled.
         on_text: called with each piece of text as it is decoded.
+        stop: asked after each token, by the thread that answers; the answer ends with the first for which it is True.
 
     Raises:
-        UsageError: no position of the model is left for an answer.
+        UsageError: no position of the model is left for an answer, or the model is answering already, in this thread.
         NotFiniteError: the model's logits are not finite.
     """
-    cache.rewind()
-    return answer_after(index, cache, index.input_ids, question, sampling, on_text)
+    with exclusive(index.model):
+        cache.rewind()
+        return answer_after(index, cache, index.input_ids, question, sampling, on_text, stop)
 
 
 @torch.inference_mode()
@@ -145,22 +121,24 @@ def answer_after(
     on_text: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] | None = None,
 ) -> Answer:
-    """Answer a question after other tokens; all but the answer's last stay in the cache.
+    """Answer a question after other tokens; all but the answer's last stay in the cache. Call it within `exclusive`.
 
     Args:
-        before: [N] token ids, of the stored prompt and of all that followed; those the cache lacks are prefilled too.
+        before: [N] token ids, of the stored prompt and of all that followed; the cache may lack the last one, which is
+            then prefilled too.
         question: [Q] token ids.
         stop: asked after each token; the answer ends with the first for which it is True.
 
     Raises:
         UsageError: no position of the model is left for an answer.
         NotFiniteError: the model's logits are not finite.
+        SparsekvError: the cache has other tokens than `before`.
     """
+    cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)
-    config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
+    config = _generation_config(index, sampling.max_new_tokens, answer_room(index, prompt.shape[1]))
     streamer = Streamer(index.tokenizer, on_text)
     with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
-        torch.manual_seed(sampling.seed)  # here, where no other thread answers
         cache.expect_prompt(prompt.shape[1])
         start = time.perf_counter()
         output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
@@ -170,7 +148,7 @@ def answer_after(
             generation_config=config,
             stopping_criteria=None if stop is None else StoppingCriteriaList([Stopping(stop)]),
             streamer=streamer,
-            **_decoding(index, cache, streamer),
+            **_decoding(index, cache, sampling, streamer),
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
@@ -199,13 +177,15 @@ def finish_reason(answer: list[int], ends: set[int]) -> str:
     return "stop" if answer and answer[-1] in ends else "length"
 
 
-def _decoding(index: OpenIndex, cache: IndexCache, streamer: TextStreamer) -> dict[str, Any]:
+def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer: TextStreamer) -> dict[str, Any]:
     """Arguments of `generate` that choose the decoding loop: transformers' own on a CPU or if steps cannot be replayed,
-    else `DecodeLoop`."""
+    else `DecodeLoop`. Either takes the likeliest token of what `Draw` leaves it."""
     step = captured_step(index.model, cache)
+    drawn = [Draw(sampling, index.model.device)] if sampling.temperature else []
     if step is None:
-        return {"logits_processor": LogitsProcessorList([*index.agreed(), FiniteLogits()])}
-    return {"custom_generate": DecodeLoop(step, streamer), "logits_processor": index.agreed()}
+        return {"logits_processor": LogitsProcessorList([*index.agreed(), FiniteLogits(), *drawn])}
+    processors = LogitsProcessorList([*index.agreed(), *drawn])
+    return {"custom_generate": DecodeLoop(step, streamer), "logits_processor": processors}
 
 
 def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
@@ -235,15 +215,13 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     return int(positions) - prompt_tokens
 
 
-def _generation_config(index: OpenIndex, sampling: Sampling, room: int | None) -> GenerationConfig:
+def _generation_config(index: OpenIndex, tokens: int, room: int | None) -> GenerationConfig:
     own = index.model.generation_config
-    sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
     return GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens if room is None else min(room, sampling.max_new_tokens),
-        do_sample=sampling.temperature > 0,
+        max_new_tokens=tokens if room is None else min(room, tokens),
+        do_sample=False,
         num_beams=1,
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
         pad_token_id=own.pad_token_id if own.pad_token_id is not None else index.tokenizer.pad_token_id,
-        **(sampled if sampling.temperature > 0 else {}),
     )

@@ -9,6 +9,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -48,15 +49,16 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
     """
     if not len(ids):
         raise UsageError("there is no text to measure perplexity on; give at least one token after the document")
-    cache.rewind()
     ids = ids.to(index.model.device)
     step = 1 if any(isinstance(layer, SparseLayer) for layer in cache.stored_layers) else DENSE_CHUNK
-    prompt = index.dense_cache(after - 1)
-    with route_attention(index.model, prompt.attend):
-        found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
-    with route_attention(index.model, cache.attend), all_cores(index.model):
-        starts = range(0, len(ids) - 1, step)
-        found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
+    with exclusive(index.model):
+        cache.rewind()
+        prompt = index.dense_cache(after - 1)
+        with route_attention(index.model, prompt.attend):
+            found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
+        with route_attention(index.model, cache.attend), all_cores(index.model):
+            starts = range(0, len(ids) - 1, step)
+            found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
     return torch.cat(found)
 
 

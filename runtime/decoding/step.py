@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.graphs import ModelGraph, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
 ROOM = 1024  # rows reserved for new tokens; when they are used up, buffers grow and the step is captured again
@@ -97,13 +98,13 @@ def captured_step(model: PreTrainedModel, cache: IndexCache, *, batch: int = 1) 
 
 def one_step(model: PreTrainedModel, cache: IndexCache, token: torch.Tensor) -> None:
     """Decode one token [1] over the stored context and forget it: what a first step compiles and captures stays."""
-    cache.rewind()
-    step = captured_step(model, cache)
-    with route_attention(model, cache.attend), all_cores(model), torch.inference_mode():
+    with exclusive(model), route_attention(model, cache.attend), all_cores(model), torch.inference_mode():
+        cache.rewind()
+        step = captured_step(model, cache)
         if step is None:
             model(input_ids=token[None].to(model.device), past_key_values=cache, use_cache=True)
         else:
             step.begin(ROOM)
             step(token[None].to(model.device))
             cache.release()
-    cache.rewind()
+        cache.rewind()

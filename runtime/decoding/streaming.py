@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
+from sparsekv.kernels.common.hook import calling_back
+
 
 class Streamer(TextStreamer):
     """Passes text on as it is decoded, and records the times of the first and the last token."""
@@ -35,7 +37,8 @@ class Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
-            self.on_text(text)
+            with calling_back():
+                self.on_text(text)
 
 
 class Stopping(StoppingCriteria):
@@ -45,4 +48,6 @@ class Stopping(StoppingCriteria):
         self.stop = stop
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.stop(), dtype=torch.bool, device=input_ids.device)
+        with calling_back():
+            stopped = bool(self.stop())
+        return torch.full((len(input_ids),), stopped, dtype=torch.bool, device=input_ids.device)

@@ -20,6 +20,7 @@ from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.generate import (
     Answer,
@@ -74,7 +75,8 @@ class Talk:
         self.turns: list[Turn] = []
         self.chat = index.artifact.manifest.prompt.chat
         self._asker: Asker | None = None
-        self._cache()
+        with exclusive(index.model):
+            self._cache()
 
     def before(self, turn: int) -> torch.Tensor:
         """Token ids [N] that the question of a turn follows: the stored prompt's, and those of the turns before it."""
@@ -93,34 +95,38 @@ class Talk:
     ) -> Answer:
         """Answer the next question; question and answer become a turn of the talk.
 
-        After any failure, an interruption included, the talk is as it was before the question.
+        After any failure, an interruption included, the talk is as it was before the question. Threads that ask wait
+        for each other: their questions follow one another in the order in which they get their turn.
 
         Args:
             on_text: called with each piece of text as it is decoded.
             stop: asked after each token; what came until it is True is the answer.
 
         Raises:
-            UsageError: the question is empty, or no position of the model is left for an answer.
+            UsageError: the question is empty, no position of the model is left for an answer, or an answer's own
+                callback asks.
             SparsekvError: its special tokens cannot be read as plain text, or the logits are not finite.
         """
-        ids = framed_ids(self.index, question, None if self.raw else self.chat, special_tokens=self.special_tokens)
-        before = self.before(len(self.turns))
-        self._check_room(len(before) + len(ids))
-        cache = self._cache()
-        try:
-            answer = answer_after(self.index, cache, before, ids, sampling, on_text, stop)
-        except BaseException:
-            self._asker = None  # some layers may have rows that others lack
-            raise
-        self._add(Turn(ids, answer.ids))
-        return answer
+        with exclusive(self.index.model):
+            ids = framed_ids(self.index, question, None if self.raw else self.chat, special_tokens=self.special_tokens)
+            before = self.before(len(self.turns))
+            self._check_room(len(before) + len(ids))
+            cache = self._cache()
+            try:
+                answer = answer_after(self.index, cache, before, ids, sampling, on_text, stop)
+            except BaseException:
+                self._asker = None  # some layers may have rows that others lack
+                raise
+            self._add(Turn(ids, answer.ids))
+            return answer
 
     def forget(self) -> None:
         """Drop all turns; the document stays. After an interruption the talk is as it was before."""
-        asker, self._asker = self._asker, None  # some layers may be rewound and others not
-        if asker is not None:
-            asker.cache.rewind()
-        self.turns, self.chat, self._asker = [], self.index.artifact.manifest.prompt.chat, asker
+        with exclusive(self.index.model):
+            asker, self._asker = self._asker, None  # some layers may be rewound and others not
+            if asker is not None:
+                asker.cache.rewind()
+            self.turns, self.chat, self._asker = [], self.index.artifact.manifest.prompt.chat, asker
 
     def switch(self, setting: Setting) -> None:
         """Answer with another setting from now on, over the same turns, which are prefilled again.
@@ -129,12 +135,13 @@ class Talk:
 
         Raises what making a talk with the setting raises.
         """
-        before, self.setting, self._asker = self.setting, setting, None
-        try:
-            self._cache()
-        except BaseException:
-            self.setting = before
-            raise
+        with exclusive(self.index.model):
+            before, self.setting, self._asker = self.setting, setting, None
+            try:
+                self._cache()
+            except BaseException:
+                self.setting = before
+                raise
 
     def _cache(self) -> IndexCache:
         """The setting's cache over the document and all turns; made if there is none."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.generate import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
@@ -24,10 +25,11 @@ def question_queries(
             chat template's end. All are in one block, so that they can share what they select; the rows of the
             questions' own tokens are left out.
     """
-    asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]
-    recorder = _QuestionRecorder(index, _same_end(asked) if last else None)
-    for question in asked:
-        recorder.record(question)
+    with exclusive(index.model):
+        asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]
+        recorder = _QuestionRecorder(index, _same_end(asked) if last else None)
+        for question in asked:
+            recorder.record(question)
     blocks = {layer: [_joined(each)] if last else each for layer, each in recorder.blocks.items()}
     return MeasuredQueries(index.artifact, blocks or None)
 

@@ -11,6 +11,7 @@ from torch.nn.functional import log_softmax
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -63,13 +64,13 @@ def log_probability(
         question: [Q] token ids after the stored prompt.
         at_once: feed the answer with the question: the same where every token attends to everything.
     """
-    cache.rewind()
-    cache.expect_prompt(index.split.tokens + len(question))
     device = index.model.device
     said = torch.tensor(answer, dtype=question.dtype)
     fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1, None]]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    with route_attention(index.model, cache.attend), all_cores(index.model):
+    with exclusive(index.model), route_attention(index.model, cache.attend), all_cores(index.model):
+        cache.rewind()
+        cache.expect_prompt(index.split.tokens + len(question))
         for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
             model_input = {"input_ids": ids[None].to(device), "past_key_values": cache, "use_cache": True}
             logits = index.model(**model_input, logits_to_keep=len(next_ids)).logits[0]
