@@ -103,6 +103,7 @@ class PrefillRecord(Record):
     chunk_size: Size
     parameters: dict[str, Any] = Field(default={})
     exact: bool = Field(default=True, description="it is dense attention: the chunks decide nothing")
+    revision: int = Field(default=1, description="of the prefill: another one computes other rows by the same options")
 
     def __str__(self) -> str:
         """The kind, as reports print it, with chunk size and parameters unless it is exact."""

@@ -106,9 +106,14 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
 
 
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
-    """Names of the methods that can append, but learn from all tokens again when so many are added: what they learned
-    of a shorter text would serve a longer one worse. So at 1.25, 1.56, 1.95, ... times its first length.
+    """Names of the methods that can append, but are built again from all tokens when so many are added.
+
+    After a dense prefill these are the methods that learn: what they learned of a shorter text would serve a longer one
+    worse. So at 1.25, 1.56, 1.95, ... times its first length. After a sparse prefill they are all: the last chunk grows
+    with the text, so that rows change which the methods' tensors were made from.
     """
+    if not manifest.prefill.exact:
+        return online_methods(manifest)
     before, after = _growth(manifest, 0), _growth(manifest, added)
     if math.floor(math.log(before, LEARNING_AGAIN)) == math.floor(math.log(after, LEARNING_AGAIN)):
         return frozenset()
@@ -117,11 +122,12 @@ def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
 
 
 def learning_line(manifest: Manifest, added: int) -> str:
-    """A line that tells which methods learn again; empty if none does."""
+    """A line that tells which methods are built again, and why; empty if none is."""
     names, times = ", ".join(sorted(learning_again(manifest, added))), _growth(manifest, added)
-    return (
-        f"{names}: built anew from all tokens, as the text has now {times:.2f} times its first length" if names else ""
-    )
+    why = f"the text has now {times:.2f} times its first length"
+    if not manifest.prefill.exact:
+        why = f"{manifest.prefill.kind} prefills the last chunk of {manifest.prefill.chunk_size} tokens again"
+    return f"{names}: built anew from all tokens, as {why}" if names else ""
 
 
 def _growth(manifest: Manifest, added: int) -> float:

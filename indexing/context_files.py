@@ -25,24 +25,21 @@ def context_recipe(
     Args:
         kv_dtype: what keys and values are stored in; None for `dtype`.
     """
-    decides = {
-        "model": decides_keys(model),
-        "ids": ids_sha256,
-        "split": split.model_dump(),
-        "dtype": dtype,
-        "prefill": decides_context(prefill),
-    }
+    decides = {**row_settings(model, split, dtype, prefill), "ids": ids_sha256, "split": split.model_dump()}
     return hash_json(decides if kv_dtype is None else {**decides, "kv_dtype": kv_dtype, "form": FORM})
 
 
-def decides_keys(model: ModelIdentity) -> list[str | None]:
-    """What of a model decides keys and values."""
-    return [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: PrefillRecord) -> dict[str, object]:
+    """Everything that decides the keys and values of a token, in the model's dtype, but for the tokens up to it.
 
-
-def decides_context(prefill: PrefillRecord) -> object:
-    """What of a prefill decides keys and values: not the chunk size of a dense one."""
-    return prefill.kind if prefill.exact else prefill.model_dump()
+    Rows of an index may begin another one only where these are equal. Recipes are made of them, so that a setting which
+    decides rows cannot be left out here and be part of a recipe.
+    """
+    decides_keys = [model.config_hash, model.weights_hash, model.adapter, model.quantisation]
+    if prefill.exact:
+        # Dense rows depend neither on chunks nor on the split.
+        return {"model": decides_keys, "dtype": dtype, "prefill": prefill.kind}
+    return {"model": decides_keys, "dtype": dtype, "prefill": prefill.model_dump(), "sinks": split.sinks}
 
 
 @dataclass(frozen=True)

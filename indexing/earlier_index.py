@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens, hash_tokens
@@ -96,7 +97,7 @@ def tell_what_is_there(job: BuildJob) -> None:
     elif base.prompt.ids_sha256 != hash_tokens(plan.prompt.input_ids.tolist()):
         same, text = shared_prefix(job, wanted_positions(job)), base.prompt.text_sha256 == plan.prompt.text_sha256
         of = f"this text, where {plan.split().tokens:,} are built" if text else "an earlier text"
-        if settings := _other_settings(plan, base):
+        if settings := [*_other_prompt(job, base), *_other_settings(plan, base)]:
             of += f", and was built with {', '.join(settings)}, which this call does not give"
         told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
@@ -112,7 +113,33 @@ def _other_settings(plan: BuildPlan, base: Manifest) -> list[str]:
     before = _settings(base.split, base.dtype, base.prefill, stored)
     now = _settings(plan.split(), plan.dtype, plan.prefill_record, plan.kv_dtype)
     before["--rope-scaling"], now["--rope-scaling"] = base.rope.scaling, plan.rope_scaling
-    return [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
+    found = [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
+    earlier = base.prefill.kind == plan.prefill_record.kind and base.prefill.revision != plan.prefill_record.revision
+    return [*found, f"another revision of the {base.prefill.kind} prefill"] if earlier else found
+
+
+def _other_prompt(job: BuildJob, base: Manifest) -> list[str]:
+    """The reasons, beside the text, why an index has other token ids than a build."""
+    now, before = job.plan.prompt, base.prompt
+    reasons = {
+        "--raw": before.chat is None and now.chat is not None,
+        "a chat template": before.chat is not None and now.chat is None,
+        "--special-tokens": before.special_tokens and not now.special_tokens,
+        "special tokens as plain text": now.special_tokens and not before.special_tokens,
+        "another tokenizer": base.tokenizer.tokenizer_hash != job.tokenizer.tokenizer_hash,
+        "another chat template": base.tokenizer.chat_template_hash != job.tokenizer.chat_template_hash,
+    }
+    found = [reason for reason, differs in reasons.items() if differs]
+    if not found and before.chat is not None and now.chat is not None and before.chat.before != now.chat.before:
+        has, gives = first_difference(before.chat.before, now.chat.before)
+        found.append(f"{has!r} in the chat template's head where it now has {gives!r}")
+    return found
+
+
+def first_difference(before: str, after: str) -> tuple[str, str]:
+    """The first line of each of two texts in which they differ; empty where one text has no such line."""
+    pairs = zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
+    return next(((one, other) for one, other in pairs if one != other), ("", ""))
 
 
 def _settings(split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None) -> dict[str, object]:

@@ -104,6 +104,7 @@ class BuildPlan:
             chunk_size=self.chunk_size,
             parameters=stored_parameters(self.prefill),
             exact=self.prefill.exact,
+            revision=self.prefill.revision,
         )
 
     @property

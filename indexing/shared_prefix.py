@@ -7,7 +7,7 @@ from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.layout import in_this_form
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Manifest, layer_file
-from sparsekv.indexing.context_files import TakenOver, decides_context, decides_keys
+from sparsekv.indexing.context_files import TakenOver, row_settings
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import first_unknown
 
@@ -38,9 +38,11 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     exact = job.plan.prefill.exact
     if shared and not (exact and _runs_alone(job)) and (unknown := first_unknown(job, positions)) is not None:
         shared = min(shared, unknown)
-    # With a sparse prefill the result depends on where chunks begin, so the prefix ends between two chunks.
-    chunk = 1 if exact else job.plan.chunk_size
-    return shared // chunk * chunk
+    if exact:
+        return shared
+    # Rows of a sparse prefill depend on where chunks begin and end, so the prefix ends after a chunk that was whole in
+    # both. The index's last token is in none: it ran alone, densely.
+    return min(shared, base.split.tokens - 1) // job.plan.chunk_size * job.plan.chunk_size
 
 
 def _runs_alone(job: BuildJob) -> bool:
@@ -49,15 +51,21 @@ def _runs_alone(job: BuildJob) -> bool:
 
 
 def _fits(job: BuildJob, base: Manifest) -> bool:
-    """Whether a build's rows may follow those of an index. Of one in 8 bits only where it stores 8 bits itself: else
-    rows would pass for exact ones."""
+    """Whether a build's rows may follow those of an index."""
     return (
-        decides_keys(base.model) == decides_keys(job.model)
-        and base.dtype == job.plan.dtype
-        and decides_context(base.prefill) == decides_context(job.plan.prefill_record)
-        and (base.kv_storage is None or (base.kv_storage.dtype == job.plan.kv_dtype and in_this_form(base)))
+        row_settings(base.model, base.split, base.dtype, base.prefill)
+        == row_settings(job.model, job.split, job.plan.dtype, job.plan.prefill_record)
+        and (base.kv_storage is None or _continues_8_bits(job, base))
         and not rope_depends_on_length(base.rope.parameters)
     )
+
+
+def _continues_8_bits(job: BuildJob, base: Manifest) -> bool:
+    """Whether rows may follow those of an index in 8 bits: only in 8 bits, else rows would pass for exact ones, and
+    after a dense prefill, because a sparse one would choose other tokens by rounded keys."""
+    assert base.kv_storage is not None
+    stored = base.kv_storage.dtype == job.plan.kv_dtype and in_this_form(base)
+    return stored and job.plan.prefill.exact
 
 
 def prefix_rows(job: BuildJob, layer: int, tokens: int) -> Pair:

@@ -26,6 +26,8 @@ class Prefill(ABC):
 
     exact: ClassVar[bool] = False
     """Whether it is dense attention, so that the chunk size does not change the result."""
+    revision: ClassVar[int] = 1
+    """Raised when the same parameters give other rows than before: no build reuses rows of another revision."""
 
     @abstractmethod
     def attend(self, call: AttentionCall, sinks: int) -> torch.Tensor:
@@ -72,6 +74,8 @@ class SparsePrefill(Prefill):
     first queries of a chunk may not attend to the text that they continue.
     """
 
+    # Revision 1 kept rows that were computed with other sinks or chunks when a build continued an earlier index.
+    revision: ClassVar[int] = 2
     prefill_budget: int = field(default=1024, metadata={"help": "How many earlier tokens a chunk attends to."})
     prefill_recent: float = field(
         default=0.125,
