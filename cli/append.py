@@ -71,8 +71,8 @@ def append(
     text = read_document(document)
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
     loaded = opened.loaded
-    chat = artifact.manifest.prompt.chat
-    addition = encode_addition(loaded.tokenizer, text, chat, special_tokens=special_tokens)
+    prompt = artifact.manifest.prompt
+    addition = encode_addition(loaded.tokenizer, text, prompt.chat, prompt.border, special_tokens=special_tokens)
     record = addition_record(addition)
     there = next((one for one in artifact.manifest.additions if one.sha256 == record.sha256), None)
     if there is not None and not again:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from sparsekv.formats.border import Border
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.record import MOST_TOKENS, Count, FileName, MethodName, Record, Sha256, Share, Size
 
@@ -49,6 +50,7 @@ class ChatFrame(Record):
     before: str
     between: str
     after: str
+    trimmed: bool = Field(default=False, description="the template takes white space from both ends of a message")
 
 
 class Prompt(Record):
@@ -61,6 +63,7 @@ class Prompt(Record):
     chat: ChatFrame | None
     special_tokens: bool = Field(default=False, description="those of the text, or of what was added, have a meaning")
     max_tokens: Size | None = Field(default=None, description="of the text, where it goes on; null where all are in")
+    border: Border | None = Field(default=None, description="null: what follows is tokenised as a text of its own")
 
 
 class Split(Record):

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.border import Border
 from sparsekv.formats.checksums import hash_bytes
-from sparsekv.formats.documents.plain_text import encode_text
+from sparsekv.formats.documents.continuation import BETWEEN, encode_more
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.manifest import REBUILD
@@ -26,13 +27,12 @@ from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill, prefill_name, prefills
 
-BETWEEN = "\n\n"  # put between the document and appended text
 LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
 
 
 @dataclass(frozen=True)
 class Addition:
-    """input_ids [T] to append, their text, and the chat frame for questions that follow.
+    """input_ids [T] to append, their text, and the chat frame and the border for questions that follow.
 
     `special_tokens`: special tokens in the text kept their meaning. `plain`: those that were read as plain text, with
     their counts.
@@ -43,22 +43,28 @@ class Addition:
     chat: ChatFrame | None
     special_tokens: bool = False
     plain: dict[str, int] = field(default_factory=dict)
+    border: Border | None = None
 
 
 def encode_addition(
-    tokenizer: PreTrainedTokenizerBase, text: str, chat: ChatFrame | None, *, special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    chat: ChatFrame | None,
+    border: Border | None = None,
+    *,
+    special_tokens: bool = False,
 ) -> Addition:
-    """A text to append after a blank line, tokenised on its own: no token spans the old text and the new.
+    """A text to append after a blank line, or after an answer as the beginning of the next message.
 
     Args:
+        chat, border: those of the index's prompt.
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
     """
-    text = f"{BETWEEN}{text}"
-    encoded = encode_text(tokenizer, text, special_tokens=special_tokens)
-    return Addition(torch.tensor(encoded.ids), text, chat, special_tokens, encoded.plain)
+    encoded, after, end = encode_more(tokenizer, border, chat, text, special_tokens=special_tokens)
+    return Addition(torch.tensor(encoded.ids), f"{BETWEEN}{text}", after, special_tokens, encoded.plain, end)
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
@@ -170,6 +176,7 @@ def growing_plan(
             text_sha256,
             addition.chat,
             manifest.prompt.special_tokens or addition.special_tokens,
+            border=addition.border,
         ),
         methods=stored_indexers(manifest),
         sinks=manifest.split.sinks,

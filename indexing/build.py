@@ -106,6 +106,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
             chat=plan.prompt.chat,
             special_tokens=plan.prompt.special_tokens,
             max_tokens=plan.prompt.cut,
+            border=plan.prompt.border,
         ),
         split=job.split,
         dtype=plan.dtype,

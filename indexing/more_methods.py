@@ -24,7 +24,12 @@ def adding_plan(
     return BuildPlan(
         loaded=loaded,
         prompt=FixedPrompt(
-            artifact.input_ids(), prompt.text_sha256, prompt.chat, prompt.special_tokens, cut=prompt.max_tokens
+            artifact.input_ids(),
+            prompt.text_sha256,
+            prompt.chat,
+            prompt.special_tokens,
+            cut=prompt.max_tokens,
+            border=prompt.border,
         ),
         methods=methods,
         sinks=manifest.split.sinks,

@@ -15,7 +15,7 @@ from sparsekv.indexing.append import Addition, growing_plan, learning_line, refu
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.copied_index import copied_index
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.talk import Turn, chat_after
+from sparsekv.runtime.decoding.talk import Place, Turn, add_turn
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str = "--save-to") -> None:
@@ -49,11 +49,13 @@ def save_session(
         ArtifactError: it cannot be written, or the index that it extends is damaged.
     """
     manifest = opened.artifact.manifest
-    chat = manifest.prompt.chat
-    for turn in () if raw else turns:
-        chat = chat_after(opened, chat, turn)
-    tokens = torch.cat([turn.tokens for turn in turns])
-    addition = Addition(tokens, str(opened.tokenizer.decode(tokens)), chat, special_tokens)
+    place, said = Place.behind(manifest.prompt), list[torch.Tensor]()
+    for turn in turns:
+        closed, place = add_turn(opened, place, turn, raw=raw)
+        said.append(closed.tokens)
+    tokens = torch.cat(said)
+    text = str(opened.tokenizer.decode(tokens))
+    addition = Addition(tokens, text, place.chat, special_tokens, border=place.border)
     plan = growing_plan(opened.artifact, opened.loaded, addition)
     if learning := learning_line(manifest, len(tokens)):
         note(learning, quiet=quiet)

@@ -11,7 +11,7 @@ from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.device_memory import peak_told
 from sparsekv.formats.documents.document import open_document
-from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.formats.documents.prompt import FixedPrompt, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.kv_storage import KVDtype
@@ -80,6 +80,9 @@ class BuildRecipe:
                 max_tokens=self.max_tokens,
                 special_tokens=self.special_tokens,
             )
+            differs = "" if prompt.cut else departure(model.tokenizer, prompt, text.whole())
+        if differs:
+            note(differs, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
             note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)

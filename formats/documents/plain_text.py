@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from sparsekv.formats.errors import SparsekvError
 
+_NEUTRAL = ("\n", "0", ".", "-")
+"""Texts that others are tokenised behind, where the prefix of a text is not wanted: most merge with no other text."""
+
 
 class TextTokenizer(Protocol):
     """What is needed of a tokenizer; both fast and slow ones of transformers have it."""
@@ -71,7 +74,7 @@ def encode_text(
     if not found.total():
         return EncodedText(ids, {})
     untold = {number: token for number, token in control.items() if token != unknown}
-    plain = [one for run in _runs(parts, control) for one in _encode_run(tokenizer, run, untold)]
+    plain = _encode_runs(tokenizer, list(_runs(tokenizer, parts, control)), untold)
     before, after = added_ends(tokenizer) if add_special_tokens else ([], [])
     ids = [*before, *plain, *after]
     if left := _count(ids, untold) - meant:
@@ -110,32 +113,98 @@ def _count(ids: Sequence[int], control: Mapping[int, str]) -> Counter[str]:
     return Counter(control[number] for number in ids if number in control)
 
 
-def _runs(parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
+def encode_after(tokenizer: TextTokenizer, lead: str, *parts: str, special_tokens: bool = False) -> EncodedText:
+    """Token ids of the parts of a text that goes on from `lead`, which is tokenised with them and left out.
+
+    Tokenised alone, a text gets the prefix with which a SentencePiece tokenizer begins a text. If what follows changes
+    the tokens of `lead`, the parts are tokenised without it, but without that prefix too.
+
+    Args:
+        lead: the end of the text before the parts; control tokens in it are plain text.
+        special_tokens: let control tokens keep their meaning in all parts.
+
+    Raises:
+        SparsekvError: the tokenizer cannot read a control token of the text as plain text.
+    """
+    leads = [lead, *_NEUTRAL] if begins_with_prefix(tokenizer) else [lead]
+    for before in filter(None, leads):
+        stem = encode_text(tokenizer, before)
+        whole = encode_text(tokenizer, before, *map(Trusted, parts) if special_tokens else parts)
+        if whole.ids[: len(stem.ids)] == stem.ids:
+            return EncodedText(whole.ids[len(stem.ids) :], dict(Counter(whole.plain) - Counter(stem.plain)))
+    return encode_text(tokenizer, *parts, special_tokens=special_tokens)
+
+
+def begins_with_prefix(tokenizer: TextTokenizer) -> bool:
+    """Whether the tokenizer puts a space before a text, as SentencePiece does."""
+    letter = _encode(tokenizer, "a")
+    for lead in _NEUTRAL:
+        stem, whole = _encode(tokenizer, lead), _encode(tokenizer, f"{lead}a")
+        if whole[: len(stem)] == stem:
+            return whole[len(stem) :] != letter
+    return False
+
+
+def _runs(tokenizer: TextTokenizer, parts: Sequence[str], control: Mapping[int, str]) -> Iterator[str | int]:
     """Runs of plain text, and between them the ids of control tokens in trusted parts."""
-    numbers = {token: number for number, token in control.items()}
+    numbers, added = {token: number for number, token in control.items()}, tokenizer.added_tokens_decoder
     literals = re.compile("|".join(f"({re.escape(token)})" for token in sorted(numbers, key=len, reverse=True)))
-    run = ""
+    run, strips = "", False
+
+    def ended(text: str, token: Any = None) -> str:
+        # Some tokens take the white space beside them, as they do where the tokenizer itself finds them.
+        text = text.lstrip() if strips else text
+        return text.rstrip() if token is not None and token.lstrip else text
+
     for part in parts:
         start = 0
         for match in literals.finditer(part) if isinstance(part, Trusted) else ():
-            yield run + part[start : match.start()]
-            yield numbers[match[0]]
-            run, start = "", match.end()
+            number = numbers[match[0]]
+            yield ended(run + part[start : match.start()], added.get(number))
+            yield number
+            run, start, strips = "", match.end(), number in added and added[number].rstrip
         run += part[start:]
-    yield run
+    yield ended(run)
 
 
-def _encode_run(tokenizer: TextTokenizer, run: str | int, control: Mapping[int, str]) -> list[int]:
-    if isinstance(run, int):
-        return [run]
-    ids = _encode(tokenizer, run, split_special_tokens=True)
+def _encode_runs(tokenizer: TextTokenizer, runs: Sequence[str | int], control: Mapping[int, str]) -> list[int]:
+    """Token ids of runs; the prefix of a text stands where the tokenizer puts it in a text that has control tokens."""
+    ids: list[int] = []
+    for place, run in enumerate(runs):
+        if isinstance(run, int):
+            ids.append(run)
+            continue
+        goes_on = place > 0 and not _prefix_after(tokenizer, control.get(int(runs[place - 1]), ""))
+        ids += _encode_run(tokenizer, run, control, goes_on=goes_on)
+    return ids
+
+
+def _encode_run(tokenizer: TextTokenizer, run: str, control: Mapping[int, str], *, goes_on: bool) -> list[int]:
+    ids = _encode_plain(tokenizer, run, goes_on=goes_on)
     if left := _count(ids, control):
         # Tokenizers split only tokens marked special; the others are cut in two, so that they are not recognised.
         cuts = [match.start() + 1 for token in left for match in re.finditer(re.escape(token), run)]
         edges = [0, *sorted(cuts), len(run)]
-        pieces = (run[start:end] for start, end in pairwise(edges))
-        return [one for piece in pieces for one in _encode(tokenizer, piece, split_special_tokens=True)]
+        pieces = [run[start:end] for start, end in pairwise(edges)]
+        encoded = [_encode_plain(tokenizer, piece, goes_on=goes_on or place > 0) for place, piece in enumerate(pieces)]
+        return [one for piece in encoded for one in piece]
     return ids
+
+
+def _encode_plain(tokenizer: TextTokenizer, text: str, *, goes_on: bool) -> list[int]:
+    """Token ids of a text in which tokens marked special are split; `goes_on`: without the prefix of a text."""
+    if goes_on and text and begins_with_prefix(tokenizer):
+        for lead in _NEUTRAL:
+            stem = _encode(tokenizer, lead, split_special_tokens=True)
+            whole = _encode(tokenizer, lead + text, split_special_tokens=True)
+            if whole[: len(stem)] == stem:
+                return whole[len(stem) :]
+    return _encode(tokenizer, text, split_special_tokens=True)
+
+
+def _prefix_after(tokenizer: TextTokenizer, token: str) -> bool:
+    """Whether the tokenizer puts the prefix of a text after a control token, too."""
+    return _encode(tokenizer, f"{token}a")[1:] == _encode(tokenizer, "a")
 
 
 def added_ends(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:

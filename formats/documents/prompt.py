@@ -6,6 +6,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparsekv.formats.border import Border
+from sparsekv.formats.documents.continuation import (
+    BETWEEN,
+    SAMPLES,
+    border_behind,
+    encode_question,
+    find_border,
+    plain_end,
+    questions_after,
+)
 from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text
 from sparsekv.formats.errors import UsageError
@@ -13,7 +23,6 @@ from sparsekv.formats.models.hub import first_line
 from sparsekv.formats.schema import ChatFrame
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
-_BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class FixedPrompt:
     """input_ids [N] of everything before the question, the document's sha256, and the chat frame if there is one.
 
     `special_tokens`: special tokens in the document kept their meaning. `plain`: those that were read as plain text,
-    with their counts. `cut`: how many tokens of the document are in the prompt, where it goes on; None: all.
+    with their counts. `cut`: how many tokens of the document are in the prompt, where it goes on; None: all. `border`:
+    where the ids end in the text; None: what follows is tokenised as a text of its own.
     """
 
     input_ids: torch.Tensor
@@ -30,6 +40,7 @@ class FixedPrompt:
     special_tokens: bool = False
     plain: dict[str, int] = field(default_factory=dict)
     cut: int | None = None
+    border: Border | None = None
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
@@ -40,17 +51,22 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
     """
     if not tokenizer.chat_template:
         return None
-    content = f"{_DOCUMENT}{_BETWEEN}{_QUESTION}"
+    content, space = f"{_DOCUMENT}{BETWEEN}{_QUESTION}", " \n"
     parts = render(tokenizer, [{"role": "user", "content": content}]).split(content)
     if len(parts) != 2:
         raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
-    return ChatFrame(before=parts[0], between=_BETWEEN, after=parts[1])
+    padded = render(tokenizer, [{"role": "user", "content": f"{space}{content}{space}"}])
+    return ChatFrame(before=parts[0], between=BETWEEN, after=parts[1], trimmed=padded == content.join(parts))
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """Messages in a model's chat template, up to where its answer begins; UsageError if the template fails."""
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False) -> str:
+    """Messages in a model's chat template, up to where its answer begins unless the last one is an answer.
+
+    Raises:
+        UsageError: the template fails.
+    """
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answered))
     except Exception as error:  # a template is a program and may raise anything
         raise UsageError(f"the model's chat template fails: {first_line(error)}; build with --raw") from None
 
@@ -74,28 +90,72 @@ def encode_prompt(
         SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
     chat = None if raw else chat_frame(tokenizer)
-    head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
+    head = Trusted("" if chat is None else chat.before)
+    framed = len(encode_text(tokenizer, head).ids)
     document = Document.of(text) if isinstance(text, str) else text
+    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens)
+    if max_tokens is None:
+        encoded, cut = encode(document.whole()), False
+    else:
+        encoded, cut = _first(encode, document, framed + max_tokens)
+    plain, ids = encoded.plain, encoded.ids
+    if cut:
+        kept = str(tokenizer.decode(ids[framed:], clean_up_tokenization_spaces=False))
+        plain = {token: kept.count(token) for token in plain if token in kept}
+        border = border_behind(tokenizer, ids[framed:])
+    else:
+        end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
+        ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
+    held = len(ids) - framed if cut else None
+    return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border)
 
-    # A question follows, so that the text is not to be ended.
+
+def _encoder(
+    tokenizer: PreTrainedTokenizerBase, head: str, chat: ChatFrame | None, *, special_tokens: bool
+) -> Callable[[str], EncodedText]:
+    """Encodes a document's beginning behind the frame's head, without what the tokenizer puts at a text's end: a
+    question follows."""
     ending = [] if chat is not None else added_ends(tokenizer)[1]
 
     def encode(part: str) -> EncodedText:
-        found = encode_text(tokenizer, part, add_special_tokens=chat is None, special_tokens=special_tokens)
+        parts = [head, _shown(part, chat)]
+        found = encode_text(tokenizer, *parts, add_special_tokens=chat is None, special_tokens=special_tokens)
         ended = ending and found.ids[-len(ending) :] == ending
         return replace(found, ids=found.ids[: -len(ending)]) if ended else found
 
-    encoded, cut = (encode(document.whole()), False) if max_tokens is None else _first(encode, document, max_tokens)
-    plain = encoded.plain
-    if cut and plain:
-        kept = str(tokenizer.decode(encoded.ids))
-        plain = {token: kept.count(token) for token in plain if token in kept}
-    held = len(encoded.ids) if cut else None
-    return FixedPrompt(torch.tensor([*head, *encoded.ids]), document.sha256(), chat, special_tokens, plain, held)
+    return encode
+
+
+def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str) -> str:
+    """Where the token ids of a prompt and a question differ from those of the chat template's own conversation; empty
+    if they are the same, and where a text was cut or has no template.
+
+    Args:
+        text: the whole document.
+    """
+    if prompt.chat is None or prompt.cut or prompt.plain:
+        return ""
+    frame, question = prompt.chat, SAMPLES[0]
+    shown = f"{_shown(text, frame)}{BETWEEN}{question}"
+    if render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
+        f"{frame.before}{shown}{frame.after}"
+    ):
+        return "the model's chat template would change the text, which is indexed as it is"
+    parts = [Trusted(frame.before), shown, Trusted(frame.after)]
+    whole = encode_text(tokenizer, *parts, special_tokens=prompt.special_tokens).ids
+    ours = prompt.input_ids.tolist() + encode_question(tokenizer, prompt.border, frame, question)
+    if whole == ours:
+        return ""
+    return "the tokens where the text ends and a question begins are not those of the model's chat template"
+
+
+def _shown(text: str, chat: ChatFrame | None) -> str:
+    """The text as the beginning of a message."""
+    return text.lstrip() if chat is not None and chat.trimmed else text
 
 
 def _first(encode: Callable[[str], EncodedText], document: Document, tokens: int) -> tuple[EncodedText, bool]:
-    """The first tokens of a document, and whether it goes on.
+    """The first tokens of a prompt, and whether the document goes on.
 
     A beginning may be cut inside a token, so its tokens are accepted only when a beginning twice as long has the same.
     """

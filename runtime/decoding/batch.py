@@ -21,10 +21,11 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.slots import PackedStep, Piece
+from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
-from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room, ending_tokens, finish_reason
+from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import warpers
 from sparsekv.runtime.decoding.shared_step import SharedStep
@@ -98,7 +99,7 @@ class Batch:
         self.shared = SharedStep(index.model, self.packed, index.split.tokens, slots, capture=on_gpu)
         self.active: dict[int, _Sequence] = {}
         self.read: tuple[float, int] | None = None
-        self.ends = ending_tokens(index.model)
+        self.ends = ending_tokens(index)
 
     @torch.inference_mode()
     def one_step(self) -> None:
@@ -226,7 +227,7 @@ class Batch:
         steps, seconds = len(done.answer) - 1, done.last - done.first
         read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
         return Answer(
-            text=str(self.index.tokenizer.decode(done.answer, skip_special_tokens=True)),
+            text=answer_text(self.index, done.answer, self.ends),
             ids=done.answer,
             prompt_tokens=self.index.split.tokens + len(done.question),
             generated_tokens=len(done.answer),

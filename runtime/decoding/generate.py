@@ -13,16 +13,17 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteriaList,
     TextStreamer,
 )
 
-from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.border import Border
+from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
+from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
@@ -70,18 +71,18 @@ def question_ids(index: OpenIndex, question: str, *, raw: bool = False, special_
         UsageError: the question is empty.
         SparsekvError: its special tokens cannot be read as plain text.
     """
-    chat = None if raw else index.artifact.manifest.prompt.chat
-    return framed_ids(index, question, chat, special_tokens=special_tokens)
+    prompt = index.artifact.manifest.prompt
+    return framed_ids(index, question, None if raw else prompt.chat, prompt.border, special_tokens=special_tokens)
 
 
 def framed_ids(
-    index: OpenIndex, question: str, chat: ChatFrame | None, *, special_tokens: bool = False
+    index: OpenIndex, question: str, chat: ChatFrame | None, border: Border | None, *, special_tokens: bool = False
 ) -> torch.Tensor:
-    """Token ids [Q] of a question with what a chat frame puts around it; raises what `question_ids` raises."""
+    """Token ids [Q] of a question with what a chat frame puts around it, behind a border; raises what `question_ids`
+    raises."""
     if not question.strip():
         raise UsageError("the question is empty; give it as an argument, with --prompt-file or on standard input")
-    parts = [question] if chat is None else [Trusted(chat.between), question, Trusted(chat.after)]
-    return torch.tensor(encode_text(index.tokenizer, *parts, special_tokens=special_tokens).ids)
+    return torch.tensor(encode_question(index.tokenizer, border, chat, question, special_tokens=special_tokens))
 
 
 def generate(
@@ -137,7 +138,7 @@ def answer_after(
     cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling.max_new_tokens, answer_room(index, prompt.shape[1]))
-    streamer = Streamer(index.tokenizer, on_text)
+    streamer = Streamer(index.tokenizer, on_text, ending_tokens(index))
     with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
         cache.expect_prompt(prompt.shape[1])
         start = time.perf_counter()
@@ -152,10 +153,11 @@ def answer_after(
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
-    ended = finish_reason(generated.tolist(), ending_tokens(index.model))
+    ids, ends = generated.tolist(), ending_tokens(index)
+    ended = finish_reason(ids, ends)
     return Answer(
-        text=str(index.tokenizer.decode(generated, skip_special_tokens=True)),
-        ids=generated.tolist(),
+        text=answer_text(index, ids, ends),
+        ids=ids,
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),
         finish_reason="interrupted" if ended == "length" and stop is not None and stop() else ended,
@@ -164,17 +166,6 @@ def answer_after(
         kv_fraction=cache.kv_fraction(),
         layers=cache.stats(),
     )
-
-
-def ending_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens with which the model ends an answer."""
-    ends = model.generation_config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())
-
-
-def finish_reason(answer: list[int], ends: set[int]) -> str:
-    """Why an answer has no more tokens."""
-    return "stop" if answer and answer[-1] in ends else "length"
 
 
 def _decoding(index: OpenIndex, cache: IndexCache, sampling: Sampling, streamer: TextStreamer) -> dict[str, Any]:
@@ -222,6 +213,6 @@ def _generation_config(index: OpenIndex, tokens: int, room: int | None) -> Gener
         do_sample=False,
         num_beams=1,
         bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
+        eos_token_id=sorted(ending_tokens(index)) or None,
         pad_token_id=own.pad_token_id if own.pad_token_id is not None else index.tokenizer.pad_token_id,
     )

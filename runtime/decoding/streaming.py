@@ -1,7 +1,7 @@
 """What a decoding loop calls for each token: one passes text on, one says when to stop."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
@@ -10,17 +10,23 @@ from sparsekv.kernels.common.hook import calling_back
 
 
 class Streamer(TextStreamer):
-    """Passes text on as it is decoded, and records the times of the first and the last token."""
+    """Passes text on as it is decoded, and records the times of the first and the last token.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
+    Args:
+        ends: tokens that end an answer and are no part of its text, whether they are marked special or not.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
+        self.on_text, self.ends = on_text, ends
         self.first = self.last = 0.0
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.last = time.perf_counter()
             self.first = self.first or self.last
+            if self.ends and int(value) in self.ends:
+                return
         before = self.token_cache
         super().put(value)  # type: ignore[no-untyped-call]
         if not self.token_cache and not self.next_tokens_are_prompt:

@@ -8,49 +8,67 @@ beside the document, so this costs little.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from sparsekv.formats.border import Border
+from sparsekv.formats.documents.continuation import border_behind
 from sparsekv.formats.documents.turns import next_turn
 from sparsekv.formats.errors import UsageError
-from sparsekv.formats.schema import ChatFrame
+from sparsekv.formats.schema import ChatFrame, Prompt
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.endings import ending_tokens, finish_reason
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
-from sparsekv.runtime.decoding.generate import (
-    Answer,
-    Sampling,
-    answer_after,
-    answer_room,
-    ending_tokens,
-    framed_ids,
-)
+from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_after, answer_room, framed_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question's token ids [Q], with what the chat frame puts around it, and its answer's."""
+    """A question's token ids [Q], with what the chat frame puts around it, and its answer's.
+
+    `closed`: the frame of the next question has the end of this turn, in place of the answer's last token.
+    """
 
     question: torch.Tensor
     answer: list[int]
+    closed: bool = False
+
+    @property
+    def said(self) -> torch.Tensor:
+        """Token ids [A] of the answer that stay in the conversation."""
+        return torch.tensor(self.answer[:-1] if self.closed else self.answer, dtype=torch.int64)
 
     @property
     def tokens(self) -> torch.Tensor:
         """Token ids [Q + A] of both."""
-        return torch.cat([self.question, torch.tensor(self.answer)])
+        return torch.cat([self.question, self.said])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the next question stands: in which frame, None for none, and behind which text, None for an unknown one."""
+
+    chat: ChatFrame | None
+    border: Border | None
+
+    @classmethod
+    def behind(cls, prompt: Prompt) -> "Place":
+        """That of a question behind the stored prompt."""
+        return cls(prompt.chat, prompt.border)
 
 
 class Talk:
     """Questions that follow one another over an open index.
 
-    `turns` are those that were answered, `chat` is the frame of the next question, and `setting` what it is answered
+    `turns` are those that were answered, `place` is that of the next question, and `setting` what it is answered
     with. Allocates the setting's cache; errors are those of `OpenIndex.sparse_cache`.
 
     Args:
@@ -73,7 +91,7 @@ class Talk:
         self.index, self.setting = index, setting
         self.placement, self.prefill, self.raw, self.special_tokens = placement, prefill, raw, special_tokens
         self.turns: list[Turn] = []
-        self.chat = index.artifact.manifest.prompt.chat
+        self.place = Place.behind(index.artifact.manifest.prompt)
         self._asker: Asker | None = None
         with exclusive(index.model):
             self._cache()
@@ -108,7 +126,8 @@ class Talk:
             SparsekvError: its special tokens cannot be read as plain text, or the logits are not finite.
         """
         with exclusive(self.index.model):
-            ids = framed_ids(self.index, question, None if self.raw else self.chat, special_tokens=self.special_tokens)
+            chat, border = None if self.raw else self.place.chat, self.place.border
+            ids = framed_ids(self.index, question, chat, border, special_tokens=self.special_tokens)
             before = self.before(len(self.turns))
             self._check_room(len(before) + len(ids))
             cache = self._cache()
@@ -126,7 +145,7 @@ class Talk:
             asker, self._asker = self._asker, None  # some layers may be rewound and others not
             if asker is not None:
                 asker.cache.rewind()
-            self.turns, self.chat, self._asker = [], self.index.artifact.manifest.prompt.chat, asker
+            self.turns, self.place, self._asker = [], Place.behind(self.index.artifact.manifest.prompt), asker
 
     def switch(self, setting: Setting) -> None:
         """Answer with another setting from now on, over the same turns, which are prefilled again.
@@ -155,7 +174,8 @@ class Talk:
                 )
             for turn in self.turns:
                 self._feed(asker.cache, turn.question)
-                self._feed(asker.cache, torch.tensor(turn.answer))
+                if len(turn.said):
+                    self._feed(asker.cache, turn.said)
             self._asker = asker
         return self._asker.cache
 
@@ -184,16 +204,19 @@ class Talk:
             raise UsageError(f"{error}; or forget the {spoken} tokens of the talk so far") from None
 
     def _add(self, turn: Turn) -> None:
+        turn, self.place = add_turn(self.index, self.place, turn, raw=self.raw)
         self.turns.append(turn)
-        if not self.raw:
-            self.chat = chat_after(self.index, self.chat, turn)
 
 
-def chat_after(index: OpenIndex, chat: ChatFrame | None, turn: Turn) -> ChatFrame | None:
-    """The frame of the question that follows a turn, whose own question had the frame `chat`; None without one."""
-    if chat is None:
-        return None
-    # Only the end of a turn stands in the frame too: an answer that was cut off may end with text like it.
-    last = turn.answer[-1:]
-    ending = last if set(last) <= ending_tokens(index.model) else []
-    return next_turn(index.tokenizer, chat, str(index.tokenizer.decode(ending)))
+def add_turn(index: OpenIndex, place: Place, turn: Turn, *, raw: bool) -> tuple[Turn, Place]:
+    """A turn as the next question sees it, and the place of that question.
+
+    Args:
+        place: that of the turn's own question.
+        raw: questions have no chat frame around them.
+    """
+    chat = None if raw or place.chat is None else next_turn(index.tokenizer, place.chat)
+    if chat is not None and finish_reason(turn.answer, ending_tokens(index)) == "stop":
+        turn = replace(turn, closed=True)
+    border = None if place.border is None else border_behind(index.tokenizer, turn.said.tolist())
+    return turn, Place(place.chat if chat is None else chat, border)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
@@ -50,15 +50,16 @@ class Comparison:
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
         """Token ids [Q] after the document: the question in the chat template if there is one, and its answer's
         beginning; of a continuation its first tokens."""
-        parts = [f"\n{question.text} {question.prefix}".rstrip()]
+        tokenizer, border = self.loaded.tokenizer, prompt.border
         if METRICS[question.metric].continuation:
-            parts = [question.answers[0]]
-        elif prompt.chat is not None:
-            parts = [Trusted(prompt.chat.between), question.text, Trusted(prompt.chat.after), question.prefix]
-        elif context.length is None:
-            parts = [question.text, question.prefix]
-        ids = encode_text(self.loaded.tokenizer, *parts).ids
-        return torch.tensor(ids[: question.max_new_tokens] if METRICS[question.metric].continuation else ids)
+            return torch.tensor(
+                encode_question(tokenizer, border, None, question.answers[0])[: question.max_new_tokens]
+            )
+        if prompt.chat is not None:
+            return torch.tensor(encode_question(tokenizer, border, prompt.chat, question.text, question.prefix))
+        text = f"\n{question.text} {question.prefix}".rstrip()
+        parts = [question.text, question.prefix] if context.length is None else [text]
+        return torch.tensor(encode_question(tokenizer, border, None, *parts))
 
     def longest(self, question: Question) -> int:
         """Tokens that an answer may have."""

@@ -41,7 +41,7 @@ def _plan(family: str = "llama", text: str = FIRST) -> BuildPlan:
 
 def _grow(folder: Path, loaded: LoadedModel, text: str = MORE) -> Manifest:
     artifact = Artifact(folder)
-    addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat)
+    addition = encode_addition(loaded.tokenizer, text, artifact.manifest.prompt.chat, artifact.manifest.prompt.border)
     return build_index(growing_plan(artifact, loaded, addition), folder)
 
 

@@ -1,21 +1,22 @@
 """A conversation that goes on reads as the chat template itself would write all of it."""
 
 import pytest
-from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, END, VOCABULARY, tiny_tokenizer
 
 from sparsekv.formats.documents.prompt import chat_frame
-from sparsekv.formats.documents.turns import next_turn
+from sparsekv.formats.documents.turns import end_of_turn, next_turn
 from sparsekv.formats.schema import ChatFrame
 
 DOCUMENT, QUESTION, ANSWER, NEXT = "The document.", "Why?", "Because.", "And then?"
+UNUSED = VOCABULARY - 1
 
 
-@pytest.mark.parametrize("ending", ["<|end|>", ""], ids=["ended by its token", "cut short"])
-def test_document_answer_and_next_question_are_one_chat(ending: str) -> None:
+def test_document_answer_and_next_question_are_one_chat() -> None:
     tokenizer = tiny_tokenizer()
     first = chat_frame(tokenizer)
     assert first is not None
-    second = next_turn(tokenizer, first, ending or ANSWER[-1])
+    second = next_turn(tokenizer, first)
+    assert second is not None
     asked = f"{first.before}{DOCUMENT}{first.between}{QUESTION}{first.after}"
     messages = [
         {"role": "user", "content": f"{DOCUMENT}{first.between}{QUESTION}"},
@@ -23,18 +24,31 @@ def test_document_answer_and_next_question_are_one_chat(ending: str) -> None:
         {"role": "user", "content": NEXT},
     ]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert f"{asked}{ANSWER}{ending}{second.between}{NEXT}{second.after}" == whole
+    assert f"{asked}{ANSWER}{second.between}{NEXT}{second.after}" == whole
 
 
-def test_a_template_that_hides_earlier_answers_keeps_its_frame() -> None:
+def test_a_template_that_hides_earlier_answers_has_no_next_turn() -> None:
     shown = "message['role'] == 'user'"
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("for message in messages", f"for message in messages if {shown}"))
-    frame = ChatFrame(before="<", between="\n\n", after=">")
-    assert next_turn(tokenizer, frame, "") == frame
+    assert next_turn(tokenizer, ChatFrame(before="<", between="\n\n", after=">")) is None
+    assert end_of_turn(tokenizer) is None
 
 
-def test_a_template_that_allows_one_turn_alone_leaves_the_frame() -> None:
+def test_a_template_that_allows_one_turn_alone_has_no_next_one() -> None:
     tokenizer = tiny_tokenizer("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}" + CHAT_TEMPLATE)
     frame = chat_frame(tokenizer)
     assert frame is not None
-    assert next_turn(tokenizer, frame, "<|end|>") == frame
+    assert next_turn(tokenizer, frame) is None
+
+
+@pytest.mark.parametrize(
+    ("behind", "end"),
+    [("<|end|>", END), ("\n<|end|>", END), ("<|unused|><|end|>", UNUSED), ("END<|end|>", None), ("\n", None)],
+)
+def test_the_end_of_a_turn_is_the_token_behind_an_answer(behind: str, end: int | None) -> None:
+    template = "{% for message in messages %}<|start|>{{ message['content'] }}" + behind + "{% endfor %}"
+    assert end_of_turn(tiny_tokenizer(template)) == end
+
+
+def test_without_a_template_no_turn_ends() -> None:
+    assert end_of_turn(tiny_tokenizer(None)) is None

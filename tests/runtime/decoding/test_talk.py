@@ -17,7 +17,7 @@ from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.step import DecodeStep
-from sparsekv.runtime.decoding.talk import Talk, Turn, chat_after
+from sparsekv.runtime.decoding.talk import Place, Talk, Turn, add_turn
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
@@ -233,17 +233,19 @@ def test_questions_have_their_frame_or_none(every_index: OpenIndex, raw: bool) -
 
 
 @pytest.mark.parametrize(
-    ("ending", "between"),
-    [([END], "\n<|start|>user\n"), ([*b"1 <"], "<|end|>\n<|start|>user\n"), ([], "<|end|>\n<|start|>user\n")],
+    ("ending", "closed"),
+    [([END], True), ([*b"1 <"], False), ([], False)],
     ids=["ended", "cut off before text like an end", "nothing"],
 )
-def test_a_turn_ends_once(every_index: OpenIndex, ending: list[int], between: str) -> None:
-    chat = every_index.artifact.manifest.prompt.chat
+def test_a_turn_ends_once(every_index: OpenIndex, ending: list[int], closed: bool) -> None:
     ids = every_index.tokenizer.convert_tokens_to_ids
     answer = [token if token == END else int(ids("\u0120" if token == 32 else chr(token))) for token in ending]
-    after = chat_after(every_index, chat, Turn(torch.tensor([1]), answer))
-    assert after is not None
-    assert after.between == between
+    before = Place.behind(every_index.artifact.manifest.prompt)
+    turn, place = add_turn(every_index, before, Turn(torch.tensor([1]), answer), raw=False)
+    assert place.chat is not None
+    assert place.chat.between == "<|end|>\n<|start|>user\n"
+    assert (turn.closed, turn.said.tolist()) == (closed, answer[:-1] if closed else answer)
+    assert turn.tokens.dtype == torch.int64
 
 
 def test_a_full_model_is_told_from_a_long_question(every_index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
