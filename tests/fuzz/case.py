@@ -17,8 +17,8 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights. Document: `tokens` of the whole prompt, `text` its seed, `tokenizer`
-    and `template` by name, `raw` without a template. Index: `indexers` by name with their options. Answers: `method`
+    family's own, `weights` the seed of its weights. Document: `tokens` of the whole prompt, `text` its seed,
+    `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` by name with their options. Answers: `method`
     with its options at `budget`, `questions` by their lengths in characters, 1 to 2 of them raw one-token questions.
     `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
     """

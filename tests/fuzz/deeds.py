@@ -12,8 +12,8 @@ Run = Callable[[World, OpenIndex], None]
 
 @dataclass(frozen=True)
 class Deed:
-    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds take
-    so long that one answer has to do."""
+    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds
+    take so long that one answer has to do."""
 
     run: Run
     weight: int
@@ -33,4 +33,4 @@ def deed(name: str, weight: int, *, asks: bool = True) -> Callable[[Run], Run]:
     return add
 
 
-from . import asking, building  # noqa: E402, F401  # they register deeds of theirs
+from . import asking, building, commands, numbers, talking  # noqa: E402, F401  # they register deeds of theirs

@@ -33,7 +33,7 @@ class Checks:
         self.sampling = Sampling(self.case.answer)
 
     def run(self, *, all_of_them: bool = True) -> None:
-        """Hold token ids and the answers to the first question to their oracles; without `all_of_them` dense ones alone."""
+        """Hold token ids and answers to the first question to their oracles; without `all_of_them` dense ones alone."""
         question = self.world.question(0)
         asked = question_ids(self.index, question, raw=self.case.raw)
         whole = self.world.whole_ids(question)
@@ -132,4 +132,5 @@ def _apart(world: World, ours: list[int], whole: list[int]) -> str:
         (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
     )
     near = slice(max(0, place - 5), place + 10)
-    return f"{world.tokenizer.decode(ours[near])!r} at token {place}, and {world.tokenizer.decode(whole[near])!r} in the template"
+    found, expected = (world.tokenizer.decode(ids[near]) for ids in (ours, whole))
+    return f"{found!r} at token {place}, and {expected!r} in the template"

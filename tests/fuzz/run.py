@@ -1,4 +1,6 @@
-"""Runs the fuzzer, over all cores: `python tests/fuzz/run.py --seconds 60`. One case: `--seed N`, or `--case "Case(...)"`.
+"""Runs the fuzzer, over all cores: `python tests/fuzz/run.py --seconds 60`.
+
+One case alone: `--seed N`, or `--case "Case(...)"`.
 
 Each worker is a process of one thread. One that crashes, or is silent for longer than a case may take, is a failure of
 its seed; another takes its place. The exit code is 1 where a case failed.
@@ -105,7 +107,7 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request; where there is none in time the process ends, and the next request begins another."""
+        """The answer to a request; where there is none in time the process ends, and the next one begins another."""
         if self.process is None:
             self._start()
             seconds += FIRST_CASE
