@@ -17,9 +17,9 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights. Document: `tokens` of the whole prompt, `text` its seed,
-    `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` by name with their options. Answers: `method`
-    with its options at `budget`, `questions` by their lengths in characters, 1 to 2 of them raw one-token questions.
+    family's own, `weights` the seed of its weights, `ends` for short answers. Document: `tokens` of the whole prompt,
+    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` by name with their options.
+    Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
     """
 
@@ -35,6 +35,7 @@ class Case:
     softcap: float = 0.0
     tied: bool = False
     weights: int = 0
+    ends: bool = False
     tokenizer: str = "bytes"
     template: str = "chatml"
     raw: bool = False
@@ -102,7 +103,7 @@ def _draw_model(random: Random) -> Case:
     rope = scaled if random.random() < 0.4 else "default"
     return Case(
         family=family,
-        layers=random.choice([1, 2, 2, 3, 3, 4]),
+        layers=random.choice([1, 2, 2, 2, 3, 4]),
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
@@ -111,6 +112,7 @@ def _draw_model(random: Random) -> Case:
         softcap=random.choice([0.0, 3.0, 30.0]) if family == "gemma2" else 0.0,
         tied=random.random() < 0.3,
         weights=random.randint(0, 3),
+        ends=random.random() < 0.2,
     )
 
 
@@ -126,7 +128,7 @@ def _draw_document(random: Random, case: Case) -> Case:
         positions=random.choice([0, 0, 0, 0, tokens + 64]) if case.rope == "default" else 0,
         text=random.randint(0, 1_000_000),
         raw=random.random() < 0.3,
-        tokenizer="letters" if random.random() < 0.1 else "bytes",
+        tokenizer=random.choices(["bytes", "letters", "begins"], [0.8, 0.1, 0.1])[0],
         template=random.choice(["chatml", "chatml", "chatml", "bos", "inst"]),
     )
 
@@ -136,13 +138,16 @@ def _draw_index(random: Random, case: Case) -> Case:
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.15 else "dense"
+    prefill = random.choice([*prefills()]) if random.random() < 0.2 else "dense"
     options = draw_options(random, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
     chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
+    if prefill != "dense" and random.random() < 0.5:  # where chunks and documents end together
+        whole = max(1, case.tokens // chunk) * chunk + random.choice([-1, 0, 0, 0, 1])
+        case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
         case,

@@ -147,7 +147,7 @@ def many_commands(world: World, index: OpenIndex) -> None:
         elif kind == "tune":
             ran(world, kind, *where, *quiet, "--target-recall", "0.5", "--method", case.method, "--dry-run")
         elif kind == "inspect":
-            found = _json(ran(world, kind, "index.skv", "--json"))
+            found = _json(ran(world, kind, *where, "--json"))
             expect(str(case.tokens) in json.dumps(found), "inspect", "does not have the tokens of the prompt")
         else:
             evaluated(world)
@@ -156,7 +156,7 @@ def many_commands(world: World, index: OpenIndex) -> None:
 def evaluated(world: World) -> None:
     """An evaluation at 1 token and at everything has a row for each, and the second is that of dense attention."""
     pairs = Path("pairs.jsonl")
-    pairs.write_text(json.dumps({"question": "q?", "answers": ["a"]}) + "\n")
+    pairs.write_text(json.dumps({"question": "q?", "answers": ["forty-two"]}) + "\n")
     outcome = ran(
         world,
         *("eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(min(world.case.tokens, 150))),

@@ -11,7 +11,6 @@ from sparsekv.runtime.reporting.report import GROUPS, recall_report
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.registry import methods_of
 
-from .case import draw_budget
 from .deeds import deed
 from .oracles import expect
 from .questions import NEVER_EVERYTHING
@@ -71,10 +70,14 @@ class Truth:
 def report(world: World, index: OpenIndex) -> None:
     """A recall report of the oracle and of none are those of their definitions, and of everything there is no loss."""
     random = Random(world.case.more)
-    budgets = list(dict.fromkeys([Budget.parse(draw_budget(random, world.case.middle)), Budget(1.0), Budget(1)]))
+    budgets = [Budget(1.0), Budget(1), Budget.parse(f"{random.randint(2, 99)}%")]
     names = [name for name in methods_of(index.artifact) if name in (world.case.method, "oracle", "window")]
     found = recall_report(index.artifact, names, budgets, MeasuredQueries(index.artifact), device=index.device)
     expect(all(str(one) != "nan" for row in found.rows for one in vars(row).values()), "report", "has a NaN")
+    heads = sum(index.artifact.heads_and_channels(layer)[0] for layer in index.artifact.manifest.indexed_layers)
+    for name, variant in {(row.method, row.variant) for row in found.rows}:
+        rows = sum((row.method, row.variant) == (name, variant) for row in found.rows)
+        expect(rows == len(budgets) * heads, "report's budgets", f"{rows} rows of {name} {variant} at {budgets}")
     truths = {layer: Truth(world, layer) for layer in index.artifact.manifest.indexed_layers}
     for row in found.rows:
         truth, head, told = truths[row.layer], row.kv_head, f"{row.name} at {row.budget} of layer {row.layer}"
