@@ -24,7 +24,7 @@ from .questions import IN_8_BITS, Checks
 from .world import World, files_of, stored_rows
 
 
-@deed("grow", 12, asks=False)
+@deed("grow", 14, asks=False)
 def grow(world: World, index: OpenIndex) -> None:
     """Text that is appended, once or twice, gives the rows of a build of all of it."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
@@ -45,13 +45,15 @@ def _chunk(world: World, random: Random) -> int | None:
     return None if world.case.prefill != "dense" else random.choice([None, 64, 100, 256])
 
 
-@deed("edit", 12, asks=False)
+@deed("edit", 16, asks=False)
 def edit(world: World, index: OpenIndex) -> None:
     """The index of an edited, longer or shorter text, or with other settings, is that of a build from nothing."""
     case, random, text = world.case, Random(world.case.more), world.document
     plan = world.plan()
     known = ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8", "prefill"]
     kinds = random.sample(known, random.choice([1, 1, 2]))
+    if not plan.prefill.exact and random.random() < 0.7:  # whose rows depend on more
+        kinds.append(random.choice(["sinks", "prefill", "longer"]))
 
     if "edit" in kinds:
         place = random.randint(len(text) // 2, len(text) - 1)

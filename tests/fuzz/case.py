@@ -18,7 +18,7 @@ class Case:
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
     family's own, `weights` the seed of its weights, `ends` for short answers. Document: `tokens` of the whole prompt,
-    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` by name with their options.
+    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
     `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
     """
@@ -138,7 +138,7 @@ def _draw_index(random: Random, case: Case) -> Case:
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.2 else "dense"
+    prefill = random.choice([*prefills()]) if random.random() < 0.25 else "dense"
     options = draw_options(random, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))

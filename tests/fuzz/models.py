@@ -162,7 +162,7 @@ def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
-        if case.ends:  # of all tokens the end is the likeliest or the unlikeliest
+        if case.ends:  # often the likeliest of all tokens
             model.get_output_embeddings().weight[END] *= 4.0
     return model.to(device)
 
@@ -182,8 +182,8 @@ TEMPLATES = {
 
 @lru_cache(maxsize=16)
 def tokenizer_of(kind: str, template: str) -> PreTrainedTokenizerFast:
-    """One token a byte, with `begins` after one that begins each text; or one a letter, with a sign for spaces, which also
-    stands before the first word."""
+    """One token a byte, with `begins` after one that begins each text; or one a letter, with a sign for spaces, which
+    stands before the first word, too."""
     tokenizer = tiny_tokenizer(TEMPLATES[template])
     if kind == "begins":
         beginning = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", START)])
