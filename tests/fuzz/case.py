@@ -20,7 +20,7 @@ class Case:
     family's own, `weights` the seed of its weights, `ends` for short answers. Document: `tokens` of the whole prompt,
     `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` with their options.
     Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
-    `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
+    `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
     """
 
     family: str = "llama"
@@ -59,6 +59,7 @@ class Case:
     guard: float | None = None
     questions: tuple[int, ...] = (12,)
     answer: int = 3
+    threads: int = 1
     deed: str = ""
     more: int = 0
 
@@ -86,7 +87,8 @@ def draw(seed: int) -> Case:
     case = _draw_index(random, case)
     case = _draw_answers(random, case)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
-    return replace(case, deed=deed, more=random.randint(0, 1_000_000))
+    threads = random.choice([2, 3]) if random.random() < 0.1 else 1
+    return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 
 
 def _draw_model(random: Random) -> Case:

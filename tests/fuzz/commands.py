@@ -2,17 +2,21 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 from support.command import Outcome, run_here
 from transformers import AutoTokenizer
 
 from sparsekv.formats.models.identify import tokenizer_identity
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.selection.budget import Budget
 
 from .case import draw_budget
@@ -186,6 +190,42 @@ def evaluated(world: World) -> None:
 
 def _json(outcome: Outcome) -> Any:
     return json.loads(outcome.stdout) if outcome.code == 0 else {}
+
+
+@deed("compiled", 0.05, asks=False)
+def compiled(world: World, index: OpenIndex) -> None:
+    """A model whose layers are compiled answers as one whose layers are not; rarely drawn, as it takes so long."""
+    if not is_read_back(world) or world.case.guard is not None:
+        return
+    question = world.question(0)
+    with placed(world):
+        asking = [*_asking(world, world.case.budget), "--json"]
+        outcome = ran(world, "generate", "--index", "index.skv", *asking, "--compile", "on", "--", question)
+    if outcome.code == 0:
+        asked = question_ids(index, question, raw=world.case.raw)
+        expected = world.asker(index).ask(asked, Sampling(world.case.answer))
+        found = json.loads(outcome.stdout)["text"]
+        expect(found == expected.text, "compiled answer", f"{found!r}, not {expected.text!r}")
+
+
+@deed("chat command", 3, asks=False)
+def chat_command(world: World, index: OpenIndex) -> None:
+    """`chat` with questions on standard input prints the answers of a talk."""
+    case = world.case
+    if not is_read_back(world) or case.ahead or case.guard is not None:
+        return
+    questions = [world.question(0), world.question(1)]
+    with placed(world):
+        Path("questions.txt").write_text("".join(f"{one}\n" for one in questions))
+        with Path("questions.txt").open() as lines, mock.patch.object(sys, "stdin", lines):
+            outcome = ran(world, "chat", "--index", "index.skv", *_asking(world, case.budget))
+    if outcome.code == 0:
+        asker = world.asker(index)
+        prefilling = prefill_method(index.artifact, case.question_prefill)
+        asking = question_prefill(case.question_prefill, case.prefill_budget, prefilling, dict(case.options))
+        one = Talk(index, asker.setting, placement=case.placement, prefill=asking, raw=case.raw)
+        expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
+        expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
 
 
 @deed("api", 3)

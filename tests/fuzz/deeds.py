@@ -16,14 +16,14 @@ class Deed:
     take so long that one answer has to do."""
 
     run: Run
-    weight: int
+    weight: float
     asks: bool = True
 
 
 DEEDS: dict[str, Deed] = {}
 
 
-def deed(name: str, weight: int, *, asks: bool = True) -> Callable[[Run], Run]:
+def deed(name: str, weight: float, *, asks: bool = True) -> Callable[[Run], Run]:
     """Decorator that registers a deed."""
 
     def add(run: Run) -> Run:

@@ -11,6 +11,7 @@ DUE = (
     r"how this model turns its keys is not known",
     r"--select-layer",
     r"this index has one level",
+    r"--stream: tokens that it moves into the index would be lost to --prefill",
     r"turns keys by the (prompt's )?length",
 )
 """Parts of the messages of refusals that may be due."""
