@@ -4,7 +4,7 @@ import torch
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.generate import Sampling, ending_tokens, question_ids
+from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 
 from .case import Case
@@ -89,7 +89,7 @@ class Checks:
         steps = logits[question - 1 :]
         expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
         most = min(self.case.answer, self.world.room(len(self.index.input_ids) + question))
-        ended = answer[-1] in ending_tokens(self.world.model)
+        ended = answer[-1] in self.world.ends
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
         found = stepped(self.index, asker, fed, question)
         apart = error_of(found[question - 1 :], steps)

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.cli.answering.session import save_session
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.decoding.generate import Answer, Sampling, ending_tokens, question_ids
+from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.talk import Talk
 
@@ -65,7 +65,7 @@ def _follows(world: World, one: Talk, number: int, question: str) -> None:
             f"{world.tokenizer.decode(asked)!r} asks {question!r}",
         )
         return
-    ended = answer[-1:] if answer[-1] in ending_tokens(world.model) else []
+    ended = answer[-1:] if answer[-1] in world.ends else []
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": MARK},
