@@ -74,7 +74,7 @@ class Case:
 
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3")
-ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope")
+ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope", "longrope")
 
 
 def draw(seed: int) -> Case:
@@ -87,6 +87,8 @@ def draw(seed: int) -> Case:
     case = _draw_index(random, case)
     case = _draw_answers(random, case)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
+    if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
+        deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 

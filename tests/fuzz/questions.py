@@ -118,6 +118,8 @@ def stepped(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int) ->
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
     once, then one by one."""
     asker.cache.rewind()
+    if (expect_prompt := getattr(asker.cache, "expect_prompt", None)) is not None:
+        expect_prompt(index.split.tokens + question)
     parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
     with route_attention(index.model, asker.cache.attend):
         steps = [

@@ -65,7 +65,6 @@ def _follows(world: World, one: Talk, number: int, question: str) -> None:
             f"{world.tokenizer.decode(asked)!r} asks {question!r}",
         )
         return
-    ended = answer[-1:] if answer[-1] in world.ends else []
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": MARK},
@@ -73,7 +72,9 @@ def _follows(world: World, one: Talk, number: int, question: str) -> None:
     ]
     rendered = str(world.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     expected = rendered.rpartition(MARK)[2].lstrip()
-    ours = str(world.tokenizer.decode([*ended, *asked.tolist()])).lstrip()
+    since = torch.cat([one.before(number), asked])[len(one.before(number - 1)) + len(one.turns[number - 1].question) :]
+    said = len(answer) - (answer[-1] in world.ends)  # an end of turn is the template's
+    ours = str(world.tokenizer.decode(since[said:])).lstrip()
     expect(ours == expected, "talk ids", f"{ours!r} follows an answer, and {expected!r} in the template")
 
 
