@@ -9,13 +9,15 @@ export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs clean FORCE
+.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs fuzz fuzz-mutations clean FORCE
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
+	@echo "make fuzz          drawn cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda"
+	@echo "make fuzz-mutations  faults put back into a copy of the code, each to be found by fuzzing"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
 	@echo "make docs          write the command reference anew"
@@ -76,6 +78,15 @@ test: style
 
 test-slow: .venv/installed
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
+
+SECONDS ?= 60
+DEVICE ?= cpu
+
+fuzz: .venv/installed
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) --device $(DEVICE) $(if $(WORKERS),--workers $(WORKERS))
+
+fuzz-mutations: .venv/installed
+	$(BIN)/python tests/fuzz/mutations.py $(if $(WORKERS),--workers $(WORKERS))
 
 .venv/browser: .venv/installed
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,browser]' --config-settings editable_mode=strict

@@ -1,14 +1,18 @@
 """Deeds that ask: several questions at once, from other places, in other forms."""
 
+import json
 from contextlib import suppress
 from random import Random
 
 import torch
 
+from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import why_alone
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
 from .oracles import ROUNDING, error_of, expect, expect_greedy
@@ -85,3 +89,20 @@ def broken_off(world: World, index: OpenIndex) -> None:
         asker.ask(asked[1], sampling, stop)
     again = asker.ask(asked[0], sampling)
     expect(again.ids == expected.ids, "after a broken answer", f"{again.ids}, not {expected.ids}")
+
+
+@deed("trace", 4)
+def trace(world: World, index: OpenIndex) -> None:
+    """A traced answer is the answer, and what a step gave to the document's tokens and to others is finite."""
+    case = world.case
+    asked = question_ids(index, world.question(0), raw=case.raw)
+    asker = world.asker(index, guard=None, ahead=False, placement="device")
+    if appends(asker.cache.stored_layers):
+        return  # a trace is of tokens that stay where they are
+    prefilling = prefill_method(index.artifact, case.question_prefill)
+    prefill = question_prefill(case.question_prefill, case.prefill_budget, prefilling, dict(case.options))
+    traced = TracedIndex(index, asker.setting, prefill)
+    answer, document = traced.trace(asked, case.answer, truth=bool(case.more % 2))
+    steps = stepped(index, asker, fed_with(asked, answer.ids), len(asked))[len(asked) - 1 :]
+    expect_greedy(steps, answer.ids, "traced answer", "against the same steps untraced")
+    expect("NaN" not in json.dumps(document), "trace", "has a NaN")

@@ -13,6 +13,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.more_methods import adding_plan
 from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
 from .case import from_options
@@ -23,7 +24,7 @@ from .questions import IN_8_BITS, Checks
 from .world import World, files_of, stored_rows
 
 
-@deed("grow", 12, asks=False)
+@deed("grow", 14, asks=False)
 def grow(world: World, index: OpenIndex) -> None:
     """Text that is appended, once or twice, gives the rows of a build of all of it."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
@@ -44,14 +45,16 @@ def _chunk(world: World, random: Random) -> int | None:
     return None if world.case.prefill != "dense" else random.choice([None, 64, 100, 256])
 
 
-@deed("edit", 12, asks=False)
+@deed("edit", 16, asks=False)
 def edit(world: World, index: OpenIndex) -> None:
     """The index of an edited, longer or shorter text, or with other settings, is that of a build from nothing."""
     case, random, text = world.case, Random(world.case.more), world.document
     plan = world.plan()
-    kinds = random.sample(
-        ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8"], random.choice([1, 1, 2])
-    )
+    known = ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8", "prefill"]
+    kinds = random.sample(known, random.choice([1, 1, 2]))
+    if not plan.prefill.exact and random.random() < 0.7:  # whose rows depend on more
+        kinds.append(random.choice(["sinks", "prefill", "longer"]))
+
     if "edit" in kinds:
         place = random.randint(len(text) // 2, len(text) - 1)
         text = (
@@ -65,6 +68,9 @@ def edit(world: World, index: OpenIndex) -> None:
         plan = replace(plan, sinks=random.choice([1, 2, 5, 11, 30]))
     if "tail" in kinds:
         plan = replace(plan, tail=random.choice([2, 5, 20, 40]))
+    if "prefill" in kinds and not plan.prefill.exact:
+        kind = random.choice([*prefills()])
+        plan = replace(plan, prefill=from_options(prefills(), kind, draw_options(random, prefills()[kind])))
     if "int8" in kinds:
         plan = replace(plan, kv_dtype=None if plan.kv_dtype else "int8")
     plan = replace(plan, prompt=world.prompt(text), chunk_size=_again(plan, random))

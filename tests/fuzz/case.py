@@ -17,10 +17,10 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights. Document: `tokens` of the whole prompt, `text` its seed, `tokenizer`
-    and `template` by name, `raw` without a template. Index: `indexers` by name with their options. Answers: `method`
-    with its options at `budget`, `questions` by their lengths in characters, 1 to 2 of them raw one-token questions.
-    `deed` is the part of `deeds.py` that follows the checks of all cases; `more` a number for it.
+    family's own, `weights` the seed of its weights, `ends` for short answers. Document: `tokens` of the whole prompt,
+    `text` its seed, `tokenizer` and `template` by name, `raw` without a template. Index: `indexers` with their options.
+    Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
+    `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
     """
 
     family: str = "llama"
@@ -35,6 +35,7 @@ class Case:
     softcap: float = 0.0
     tied: bool = False
     weights: int = 0
+    ends: bool = False
     tokenizer: str = "bytes"
     template: str = "chatml"
     raw: bool = False
@@ -58,6 +59,7 @@ class Case:
     guard: float | None = None
     questions: tuple[int, ...] = (12,)
     answer: int = 3
+    threads: int = 1
     deed: str = ""
     more: int = 0
 
@@ -72,7 +74,7 @@ class Case:
 
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3")
-ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope")
+ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope", "longrope")
 
 
 def draw(seed: int) -> Case:
@@ -85,7 +87,10 @@ def draw(seed: int) -> Case:
     case = _draw_index(random, case)
     case = _draw_answers(random, case)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
-    return replace(case, deed=deed, more=random.randint(0, 1_000_000))
+    if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
+        deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
+    threads = random.choice([2, 3]) if random.random() < 0.1 else 1
+    return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 
 
 def _draw_model(random: Random) -> Case:
@@ -102,7 +107,7 @@ def _draw_model(random: Random) -> Case:
     rope = scaled if random.random() < 0.4 else "default"
     return Case(
         family=family,
-        layers=random.choice([1, 2, 2, 3, 3, 4]),
+        layers=random.choice([1, 2, 2, 2, 3, 4]),
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
@@ -111,6 +116,7 @@ def _draw_model(random: Random) -> Case:
         softcap=random.choice([0.0, 3.0, 30.0]) if family == "gemma2" else 0.0,
         tied=random.random() < 0.3,
         weights=random.randint(0, 3),
+        ends=random.random() < 0.2,
     )
 
 
@@ -126,7 +132,7 @@ def _draw_document(random: Random, case: Case) -> Case:
         positions=random.choice([0, 0, 0, 0, tokens + 64]) if case.rope == "default" else 0,
         text=random.randint(0, 1_000_000),
         raw=random.random() < 0.3,
-        tokenizer="letters" if random.random() < 0.1 else "bytes",
+        tokenizer=random.choices(["bytes", "letters", "begins"], [0.8, 0.1, 0.1])[0],
         template=random.choice(["chatml", "chatml", "chatml", "bos", "inst"]),
     )
 
@@ -136,13 +142,16 @@ def _draw_index(random: Random, case: Case) -> Case:
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.15 else "dense"
+    prefill = random.choice([*prefills()]) if random.random() < 0.25 else "dense"
     options = draw_options(random, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
     chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
+    if prefill != "dense" and random.random() < 0.5:  # where chunks and documents end together
+        whole = max(1, case.tokens // chunk) * chunk + random.choice([-1, 0, 0, 0, 1])
+        case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
         case,

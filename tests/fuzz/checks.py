@@ -5,6 +5,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import torch
+
 from sparsekv.formats.errors import SparsekvError
 
 from .case import Case
@@ -26,8 +28,9 @@ def check(case: Case, device: str = "cpu") -> str:
     Raises:
         Wrong: something that must agree does not, or a refusal that is not due.
     """
-    folder = Path(tempfile.mkdtemp(prefix="sparsekv-fuzz-", dir=ROOM))
+    folder, threads = Path(tempfile.mkdtemp(prefix="sparsekv-fuzz-", dir=ROOM)), torch.get_num_threads()
     try:
+        torch.set_num_threads(case.threads)
         world = World(case, folder, device)
         try:
             index = world.build("index.skv")
@@ -40,6 +43,7 @@ def check(case: Case, device: str = "cpu") -> str:
                 raise Wrong(f"refused: {str(error)[:30]}", str(error)) from error
             return str(error)
     finally:
+        torch.set_num_threads(threads)
         shutil.rmtree(folder, ignore_errors=True)
     return ""
 

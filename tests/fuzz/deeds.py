@@ -12,18 +12,18 @@ Run = Callable[[World, OpenIndex], None]
 
 @dataclass(frozen=True)
 class Deed:
-    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds take
-    so long that one answer has to do."""
+    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds
+    take so long that one answer has to do."""
 
     run: Run
-    weight: int
+    weight: float
     asks: bool = True
 
 
 DEEDS: dict[str, Deed] = {}
 
 
-def deed(name: str, weight: int, *, asks: bool = True) -> Callable[[Run], Run]:
+def deed(name: str, weight: float, *, asks: bool = True) -> Callable[[Run], Run]:
     """Decorator that registers a deed."""
 
     def add(run: Run) -> Run:
@@ -33,4 +33,4 @@ def deed(name: str, weight: int, *, asks: bool = True) -> Callable[[Run], Run]:
     return add
 
 
-from . import asking, building  # noqa: E402, F401  # they register deeds of theirs
+from . import asking, building, commands, reporting, talking  # noqa: E402, F401  # they register deeds of theirs

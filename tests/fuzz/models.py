@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from support.tiny_models import CHAT_TEMPLATE, COMMON, END, PAD, START, tiny_tokenizer
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from .case import Case
@@ -96,7 +96,7 @@ def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
     """Of these kinds of scaled positions those that a family's config takes."""
     if family in BY_LAYER_TYPE:
         return ()
-    return ("longrope",) if family in ("phi3", "phimoe") else ropes
+    return {"phi3": ("longrope",), "phimoe": ()}.get(family, ropes)
 
 
 def rope_parameters(case: Case) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def config_of(case: Case) -> Any:
 
 
 MODEL_FIELDS = ("family", "layers", "kv_heads", "group", "head_dim", "rope", "original", "positions", "window",
-                "softcap", "tied", "weights")  # fmt: skip
+                "softcap", "tied", "weights", "ends")  # fmt: skip
 """The fields of a case that decide its model."""
 
 
@@ -162,6 +162,8 @@ def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
+        if case.ends:  # often the likeliest of all tokens
+            model.get_output_embeddings().weight[END] *= 4.0
     return model.to(device)
 
 
@@ -180,9 +182,13 @@ TEMPLATES = {
 
 @lru_cache(maxsize=16)
 def tokenizer_of(kind: str, template: str) -> PreTrainedTokenizerFast:
-    """One token a byte; or one a letter with a sign for spaces, which also stands before the first word."""
+    """One token a byte, with `begins` after one that begins each text; or one a letter, with a sign for spaces, which
+    stands before the first word, too."""
     tokenizer = tiny_tokenizer(TEMPLATES[template])
-    if kind == "bytes":
+    if kind == "begins":
+        beginning = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", START)])
+        tokenizer.backend_tokenizer.post_processor = beginning
+    if kind != "letters":
         return tokenizer
     letters = [chr(code) for code in range(33, 127)] + [SPACE_SIGN, "\n"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}

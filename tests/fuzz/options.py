@@ -35,12 +35,12 @@ def draw_options(random: Random, kind: type, *, often: float = 0.4, head_dim: in
 
 
 def draw_fitting(random: Random, kind: type, chosen: dict[str, Any], head_dim: int | None) -> Options:
-    """The options with those drawn again that a class refuses by their defaults, as a number that has to divide."""
-    for field in fields(kind):
-        for _ in range(TRIES):
-            changed = chosen | {field.name: _draw(random, kind, field)}
-            if _accepts(kind, changed, head_dim):
-                return tuple(changed.items())
+    """The options with one number more, where a class refuses its default, as one that has to divide another."""
+    numbers = [field.name for field in fields(kind) if type(_default(field)) is int]
+    changes = [(name, value) for name in numbers for value in range(1, 65)]
+    for name, value in random.sample(changes, len(changes)):
+        if _accepts(kind, chosen | {name: value}, head_dim):
+            return tuple((chosen | {name: value}).items())
     return tuple(chosen.items())
 
 

@@ -4,7 +4,6 @@ import torch
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.endings import ending_tokens
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -34,7 +33,7 @@ class Checks:
         self.sampling = Sampling(self.case.answer)
 
     def run(self, *, all_of_them: bool = True) -> None:
-        """Hold token ids and the answers to the first question to their oracles; without `all_of_them` dense ones alone."""
+        """Hold token ids and answers to the first question to their oracles; without `all_of_them` dense ones alone."""
         question = self.world.question(0)
         asked = question_ids(self.index, question, raw=self.case.raw)
         whole = self.world.whole_ids(question)
@@ -90,7 +89,7 @@ class Checks:
         steps = logits[question - 1 :]
         expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
         most = min(self.case.answer, self.world.room(len(self.index.input_ids) + question))
-        ended = answer[-1] in ending_tokens(self.index)
+        ended = answer[-1] in self.world.ends
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
         found = stepped(self.index, asker, fed, question)
         apart = error_of(found[question - 1 :], steps)
@@ -119,7 +118,8 @@ def stepped(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int) ->
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
     once, then one by one."""
     asker.cache.rewind()
-    asker.cache.expect_prompt(len(index.input_ids) + question)
+    if (expect_prompt := getattr(asker.cache, "expect_prompt", None)) is not None:
+        expect_prompt(index.split.tokens + question)
     parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
     with route_attention(index.model, asker.cache.attend):
         steps = [
@@ -134,4 +134,5 @@ def _apart(world: World, ours: list[int], whole: list[int]) -> str:
         (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
     )
     near = slice(max(0, place - 5), place + 10)
-    return f"{world.tokenizer.decode(ours[near])!r} at token {place}, and {world.tokenizer.decode(whole[near])!r} in the template"
+    found, expected = (world.tokenizer.decode(ids[near]) for ids in (ours, whole))
+    return f"{found!r} at token {place}, and {expected!r} in the template"

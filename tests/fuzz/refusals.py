@@ -11,6 +11,9 @@ DUE = (
     r"how this model turns its keys is not known",
     r"--select-layer",
     r"this index has one level",
+    r"no setting reads less than everything",
+    r"every layer of .* has a sliding window",
+    r"--stream: tokens that it moves into the index would be lost to --prefill",
     r"turns keys by the (prompt's )?length",
 )
 """Parts of the messages of refusals that may be due."""

@@ -1,4 +1,6 @@
-"""Runs the fuzzer, over all cores: `python tests/fuzz/run.py --seconds 60`. One case: `--seed N`, or `--case "Case(...)"`.
+"""Runs the fuzzer, over all cores: `python tests/fuzz/run.py --seconds 60`.
+
+One case alone: `--seed N`, or `--case "Case(...)"`.
 
 Each worker is a process of one thread. One that crashes, or is silent for longer than a case may take, is a failure of
 its seed; another takes its place. The exit code is 1 where a case failed.
@@ -13,11 +15,12 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[0] = str(HERE.parents[1])  # not this folder, whose names would stand for other modules
 
 FIRST_CASE, EACH_CASE, SHRINKING = 300.0, 60.0, 40.0
 """Seconds that a worker's first case may take, which imports and compiles, each other one, and making it simple."""
@@ -36,6 +39,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--log", type=Path, help="a file to which each failure is added, a line of JSON")
     parser.add_argument("--until-failures", type=int, default=None, help="stop after so many failures")
+    parser.add_argument("--except", dest="left_out", type=Path, help="a file of seeds that are not run, one a line")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
     parser.add_argument("--seed", type=int, help="run this seed alone, here, and show its case and traceback")
     parser.add_argument("--case", help="run this case alone, here")
@@ -63,6 +67,7 @@ def prepare() -> None:
     os.environ["SPARSEKV_CACHE"] = tempfile.mkdtemp(prefix="sparsekv-fuzz-cache-")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def one_case(given: argparse.Namespace) -> int:
@@ -105,7 +110,7 @@ class Worker:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request; where there is none in time the process ends, and the next request begins another."""
+        """The answer to a request; where there is none in time the process ends, and the next one begins another."""
         if self.process is None:
             self._start()
             seconds += FIRST_CASE
@@ -127,6 +132,8 @@ class Worker:
             answer: dict[str, Any] = json.loads(line)
             return answer
         self.process = None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
         process.kill()
         code = process.wait()
         ended = f"no end after {seconds:.0f} s" if late else f"its process ended with {code}"
@@ -158,6 +165,8 @@ class Fuzzing:
         self.kinds: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.failed: dict[int, str] = {}
+        out = given.left_out.read_text().split() if given.left_out is not None else []
+        self.left_out = {int(seed) for seed in out}
         self.errors: queue.Queue[BaseException] = queue.Queue()
 
     def run(self) -> int:
@@ -190,6 +199,8 @@ class Fuzzing:
         worker = Worker(self.given.device)
         try:
             while (seed := self._next()) is not None:
+                if seed in self.left_out:
+                    continue
                 self._take(worker, seed, worker.ask({"seed": seed}, EACH_CASE))
         except BaseException as error:
             self.errors.put(error)

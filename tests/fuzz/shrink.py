@@ -7,9 +7,11 @@ from typing import Any
 
 from .case import Case
 
-ORDER = ("deed", "placement", "ahead", "guard", "residual", "question_prefill", "prefill_budget", "kv_dtype", "prefill",
-         "prefill_options", "options", "indexers", "questions", "answer", "rope", "window", "softcap", "tied", "template",
-         "tokenizer", "family")  # fmt: skip
+ORDER = (
+    *("deed", "placement", "ahead", "guard", "residual", "question_prefill", "prefill_budget", "kv_dtype", "prefill"),
+    *("prefill_options", "options", "indexers", "questions", "answer", "rope", "window", "softcap", "tied", "template"),
+    *("tokenizer", "family"),
+)
 """What is made simple first: what leaves most out."""
 
 
@@ -53,4 +55,4 @@ def _values(value: Any, default: Any) -> Iterator[Any]:
             if isinstance(part, tuple) and len(part) == 2 and isinstance(part[1], tuple) and part[1]:
                 options = part[1]
                 fewer = (options[:one] + options[one + 1 :] for one in range(len(options)))
-                yield from (value[:place] + ((part[0], some),) + value[place + 1 :] for some in fewer)
+                yield from ((*value[:place], (part[0], some), *value[place + 1 :]) for some in fewer)

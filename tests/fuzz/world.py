@@ -64,6 +64,12 @@ class World:
         rendered = str(self.tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True))
         return len(self.tokenizer(rendered.partition("@@@")[0], add_special_tokens=False).input_ids)
 
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end an answer."""
+        ends = self.model.generation_config.eos_token_id
+        return {ends} if isinstance(ends, int) else set(ends)
+
     def room(self, tokens: int) -> int:
         """How many tokens an answer may have after so many others."""
         case = self.case

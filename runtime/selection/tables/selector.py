@@ -192,6 +192,7 @@ class TableSelector(Selector):
         self.tables = replace(old, tokens=tokens, scores=kept, key_mean=mean, keys=old.keys + new)
         self.keys.write(old.keys, keys)
         self.open_row = self.tables.keys
+        self.held.clear()  # a choice made before has none of these tokens, which are attended exactly no more
         read = old.tokens[0].numel() * ENTRY_BYTES / self.row_bytes
         if self.recent:
             self.tables = self._with_lists_of(torch.cat(self.recent, 2))

@@ -208,10 +208,12 @@ def tabled_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return build_small(folder, request.param, methods={"csattention": indexer})
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["exact", "streamed"])
-def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: OpenIndex, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("stream", "step"), [(False, 1), (True, 1), (True, 100)], ids=["exact", "streamed", "streamed between searches"]
+)
+def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: OpenIndex, stream: bool, step: int) -> None:
     tokens = random_ids(60)
-    cache = tabled_index.sparse_cache("csattention", CSAttention(stream=stream, buffer=8), Budget(1.0))
+    cache = tabled_index.sparse_cache("csattention", CSAttention(stream=stream, buffer=8, step=step), Budget(1.0))
     logits = stepped_logits(tabled_index, cache, tokens, question=20)
     plain = plain_logits(tabled_index.model, torch.cat([tabled_index.input_ids, tokens]))[-60:]
     assert_close(logits, plain, 1e-4)

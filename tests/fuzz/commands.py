@@ -1,0 +1,252 @@
+"""Deeds that run the command itself: what it prints is what the API and the parts below it give."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from support.command import Outcome, run_here
+from transformers import AutoTokenizer
+
+from sparsekv.formats.models.identify import tokenizer_identity
+from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
+from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.talk import Talk
+from sparsekv.runtime.selection.budget import Budget
+
+from .case import draw_budget
+from .deeds import deed
+from .options import Options
+from .oracles import error_of, expect
+from .refusals import is_due
+from .world import World, stored_rows
+
+
+def as_arguments(options: Options) -> list[str]:
+    """Options as a person writes them."""
+    found: list[str] = []
+    for name, value in options:
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            found.append(f"--{dashed}={text}")
+    return found
+
+
+@contextlib.contextmanager
+def placed(world: World) -> Iterator[None]:
+    """Within the context the case's folder is the current one, with the model and the document in it."""
+    if not (world.folder / "model").exists():
+        world.model.save_pretrained(world.folder / "model")
+        world.tokenizer.save_pretrained(world.folder / "model")
+        (world.folder / "doc.txt").write_text(world.document)
+    with contextlib.chdir(world.folder):
+        yield
+
+
+def is_read_back(world: World) -> bool:
+    """Whether transformers loads the tokenizer that was saved, and none of the model's family instead."""
+    with placed(world):
+        loaded = AutoTokenizer.from_pretrained("model")
+    return tokenizer_identity(loaded) == tokenizer_identity(world.tokenizer)
+
+
+def ran(world: World, *arguments: str) -> Outcome:
+    """A run that ends well or is refused as is due; raises Wrong where it does neither."""
+    outcome = run_here(*arguments)
+    told = outcome.stderr.strip().splitlines()[-1] if outcome.stderr.strip() else ""
+    due = outcome.code in (1, 2) and is_due(world.case, told)
+    expect(outcome.code == 0 or due, "command", f"{' '.join(arguments)}: ends with {outcome.code}: {told[:300]}")
+    return outcome
+
+
+def _asking(world: World, budget: str) -> list[str]:
+    case = world.case
+    prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
+    of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
+    return [
+        *("--method", case.method, "--budget", budget, *as_arguments(case.options), *prefill, *of_prefill),
+        *("--placement", case.placement, "--max-new-tokens", str(case.answer), "--model", "model", "-q"),
+        *("--residual",) * case.residual,
+        *("--ahead",) * case.ahead,
+        *("--raw",) * case.raw,
+        *("--device", world.device),
+    ]
+
+
+@deed("command", 4)
+def command(world: World, index: OpenIndex) -> None:
+    """`build-index` and `generate` give the rows and the answer that the parts below them give."""
+    if not is_read_back(world):
+        return
+    case = world.case
+    name, options = case.indexers[0]
+    from sparsekv.indexing.prefill.interface import prefills
+
+    build = ["build-index", "doc.txt", "-o", "cli.skv", "--model", "model", "-q", "--device", world.device]
+    build += ["--sinks", str(case.sinks), "--tail", str(case.tail), "--chunk-size", str(case.chunk_size)]
+    build += ["--method", name, *as_arguments(options), *("--raw",) * case.raw, "--prefill", case.prefill]
+    build += as_arguments(case.prefill_options) if case.prefill in prefills() else []
+    build += [] if case.kv_dtype is None else ["--kv-dtype", case.kv_dtype]
+    with placed(world):
+        if ran(world, *build).code:
+            return
+        pairs = zip(stored_rows(Path("cli.skv"), case.layers), stored_rows(Path("index.skv"), case.layers), strict=True)
+        for ours, theirs in pairs:
+            apart = max(error_of(*both) for both in zip(ours, theirs, strict=True))
+            expect(apart <= 1e-5, "command's rows", f"are {apart:.2e} from those of the plan")
+        if case.guard is not None or len(case.indexers) > 1 or case.prefill_options:
+            return
+        question = world.question(0)
+        outcome = ran(world, "generate", "--index", "index.skv", *_asking(world, case.budget), "--json", "--", question)
+        if outcome.code == 0:
+            expected = world.asker(index).ask(question_ids(index, question, raw=case.raw), Sampling(case.answer))
+            found = json.loads(outcome.stdout)
+            expect(found["text"] == expected.text, "command's answer", f"{found['text']!r}, not {expected.text!r}")
+            apart = abs(found["kv_fraction"] - expected.kv_fraction)
+            expect(apart <= 1e-6, "command's kv_fraction", f"{found['kv_fraction']}, not {expected.kv_fraction}")
+
+
+@deed("resume", 4, asks=False)
+def resume(world: World, index: OpenIndex) -> None:
+    """Answers are taken over from a file only where the same budget was asked for, however it is written."""
+    if not is_read_back(world):
+        return
+    random = Random(world.case.more)
+    clash = [*random.choice([("1", "100%"), ("1.0", "1"), ("1", "1.0"), ("100%", "1.0"), ("0.5", "50%"), ("2", "3")])]
+    budgets = clash if random.random() < 0.6 else [draw_budget(random, world.case.middle) for _ in range(2)]
+    random.shuffle(budgets)
+    with placed(world):
+        Path("q.txt").write_text("".join(f"q{number}\n" for number in range(2)))
+        asking = [
+            [*_asking(world, budget), "--batch-file", "q.txt", "--batch-size", "1", "--json", "--resume", "a.jsonl"]
+            for budget in budgets
+        ]
+        first = ran(world, "generate", "--index", "index.skv", *asking[0])
+        if first.code:
+            return
+        second = run_here("generate", "--index", "index.skv", *asking[1])
+        same = Budget.parse(budgets[0]) == Budget.parse(budgets[1])
+        told = f"{budgets[0]}, then {budgets[1]}: {second.code}, {second.stderr.strip()[-200:]}"
+        expect((second.code == 0) == same, "resumed", told)
+        if same:
+            expect(second.stdout == first.stdout, "resumed", told)
+
+
+@deed("many commands", 2, asks=False)
+def many_commands(world: World, index: OpenIndex) -> None:
+    """Reports, traces, tuning and evaluation end well, with finite numbers, and distinguish 1 from 100%."""
+    if not is_read_back(world):
+        return
+    random, case = Random(world.case.more), world.case
+    with placed(world):
+        kind = random.choice(["recall-report", "trace", "tune", "eval", "inspect"])
+        where, quiet = ("--index", "index.skv"), ("-q", "--json")
+        if kind == "recall-report":
+            outcome = ran(world, kind, *where, *quiet, "--budget", "1", "--budget", "100%", "--method", case.method)
+            budgets = (
+                {repr(row["budget"]) for row in _json(outcome).get("rows", [])} if outcome.code == 0 else {"1", "1.0"}
+            )
+            expect(budgets == {"1", "1.0"}, "report's budgets", f"{budgets}")
+        elif kind == "trace":
+            asking = [*_asking(world, case.budget)]
+            for left_out in ("--ahead",):
+                asking = [one for one in asking if one != left_out]
+            place = asking.index("--placement")
+            del asking[place : place + 2]
+            truth = ("--truth",) * random.randint(0, 1)
+            ran(world, kind, *where, *asking, "--json", *truth, "--", world.question(0))
+        elif kind == "tune":
+            ran(world, kind, *where, *quiet, "--target-recall", "0.5", "--method", case.method, "--dry-run")
+        elif kind == "inspect":
+            found = _json(ran(world, kind, *where, "--json"))
+            expect(str(case.tokens) in json.dumps(found), "inspect", "does not have the tokens of the prompt")
+        else:
+            evaluated(world)
+
+
+def evaluated(world: World) -> None:
+    """An evaluation at 1 token and at everything has a row for each, and the second is that of dense attention."""
+    pairs = Path("pairs.jsonl")
+    pairs.write_text(json.dumps({"question": "q?", "answers": ["forty-two"]}) + "\n")
+    outcome = ran(
+        world,
+        *("eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(min(world.case.tokens, 150))),
+        *("--contexts", "1", "--questions", "1", "--model", "model", "--method", "oracle", "--budget", "1"),
+        *("--budget", "100%", "--max-new-tokens", "3", "--sinks", "2", "--tail", "4", "--json", "-q"),
+        *("--device", world.device),
+    )
+    if outcome.code == 0:
+        rows = outcome.stdout
+        expect(rows.count('"oracle"') >= 2, "eval", f"has not two rows of the oracle: {rows[:400]}")
+
+
+def _json(outcome: Outcome) -> Any:
+    return json.loads(outcome.stdout) if outcome.code == 0 else {}
+
+
+@deed("compiled", 0.05, asks=False)
+def compiled(world: World, index: OpenIndex) -> None:
+    """A model whose layers are compiled answers as one whose layers are not; rarely drawn, as it takes so long."""
+    if not is_read_back(world) or world.case.guard is not None:
+        return
+    question = world.question(0)
+    with placed(world):
+        asking = [*_asking(world, world.case.budget), "--json"]
+        outcome = ran(world, "generate", "--index", "index.skv", *asking, "--compile", "on", "--", question)
+    if outcome.code == 0:
+        asked = question_ids(index, question, raw=world.case.raw)
+        expected = world.asker(index).ask(asked, Sampling(world.case.answer))
+        found = json.loads(outcome.stdout)["text"]
+        expect(found == expected.text, "compiled answer", f"{found!r}, not {expected.text!r}")
+
+
+@deed("chat command", 3, asks=False)
+def chat_command(world: World, index: OpenIndex) -> None:
+    """`chat` with questions on standard input prints the answers of a talk."""
+    case = world.case
+    if not is_read_back(world) or case.ahead or case.guard is not None:
+        return
+    questions = [world.question(0), world.question(1)]
+    with placed(world):
+        Path("questions.txt").write_text("".join(f"{one}\n" for one in questions))
+        with Path("questions.txt").open() as lines, mock.patch.object(sys, "stdin", lines):
+            outcome = ran(world, "chat", "--index", "index.skv", *_asking(world, case.budget))
+    if outcome.code == 0:
+        asker = world.asker(index)
+        prefilling = prefill_method(index.artifact, case.question_prefill)
+        asking = question_prefill(case.question_prefill, case.prefill_budget, prefilling, dict(case.options))
+        one = Talk(index, asker.setting, placement=case.placement, prefill=asking, raw=case.raw)
+        expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
+        expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
+
+
+@deed("api", 3)
+def api(world: World, index: OpenIndex) -> None:
+    """The Python API answers as the parts below it do."""
+    from sparsekv.runtime import api as front
+
+    case = world.case
+    if case.guard is not None or case.raw or case.ahead or not is_read_back(world):
+        return
+    with placed(world):
+        opened = front.open_index("index.skv", "model", device=world.device)
+        setting = {"prefill": case.question_prefill, "prefill_budget": case.prefill_budget, "placement": case.placement}
+        answer = opened.ask(
+            world.question(0),
+            Sampling(case.answer),
+            method=case.method,
+            budget=case.budget,
+            residual=case.residual,
+            **setting,
+            **dict(case.options),
+        )
+    expected = world.asker(index).ask(question_ids(index, world.question(0)), Sampling(case.answer))
+    expect(answer.ids == expected.ids, "API", f"{answer.ids}, not {expected.ids}")

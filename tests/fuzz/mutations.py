@@ -1,0 +1,215 @@
+"""Puts faults of known kinds back into a copy of the code, one at a time, and fuzzes until each is found.
+
+`python tests/fuzz/mutations.py --workers 4`; `--fault WORD` for those whose name has the word. A fault's old text must
+stand exactly once in its file, else the run ends before it begins: mend the patch. Seeds that fail without any fault
+are left out. The exit code is 1 where a fault was not found.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A text of a file that is replaced by another."""
+
+    file: str
+    old: str
+    new: str
+
+    def times(self, tree: Path) -> int:
+        """How often the old text stands in the file."""
+        path = tree / self.file
+        return path.read_text().count(self.old) if path.exists() else 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and the patch that makes it; of several the first whose old text stands once in its file."""
+
+    name: str
+    patches: tuple[Patch, ...]
+
+    def patch(self, tree: Path) -> Patch:
+        """Raises SystemExit where no patch fits."""
+        found = [one for one in self.patches if one.times(tree) == 1]
+        if not found:
+            tried = "; ".join(f"{one.file}: {one.old!r} stands there {one.times(tree)} times" for one in self.patches)
+            raise SystemExit(f"no patch of the fault '{self.name}' fits any more: {tried}")
+        return found[0]
+
+
+HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/talk.py"
+SHARED, LAYER, ROPE = "indexing/shared_prefix.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
+FAULTS = (
+    Fault(
+        "attention ignores the model's window",
+        (
+            Patch(HOOK, "softcap, window_of(mask), sink_logits", "softcap, None, sink_logits"),
+            Patch(HOOK, 'kwargs.get("sliding_window"),', "None,"),
+        ),
+    ),
+    Fault("attention ignores the model's soft cap", (Patch(HOOK, 'kwargs.get("softcap"),', "None,"),)),
+    Fault(
+        "a question follows the one before it",
+        (
+            Patch(
+                "runtime/cache/stored_layer.py", "self.used = self.first\n", "self.used = max(self.used, self.first)\n"
+            ),
+        ),
+    ),
+    Fault(
+        "rows stay under other settings",
+        (
+            Patch(SHARED, "== row_settings(job.model, job.split, ", "== row_settings(job.model, base.split, "),
+            Patch(SHARED, "decides_context(base.prefill) == decides_context(job.plan.prefill_record)", "True"),
+        ),
+    ),
+    Fault(
+        "a sparse prefill goes on within a chunk",
+        (
+            Patch(SHARED, "min(shared, base.split.tokens - 1)", "min(shared, base.split.tokens)"),
+            Patch(SHARED, "chunk = 1 if exact else job.plan.chunk_size", "chunk = 1"),
+        ),
+    ),
+    Fault(
+        "a short question is taken for a decode step",
+        (
+            Patch(LAYER, "not self.prefills(call.query.shape[1])", "call.query.shape[1] == 1"),
+            Patch(
+                LAYER, "decodes = self.plan, call.query.shape[1] == 1", "decodes = self.plan, call.query.shape[1] <= 2"
+            ),
+        ),
+    ),
+    Fault(
+        "one token and everything are one budget",
+        (Patch("runtime/selection/budget.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),),
+    ),
+    Fault(
+        "positions that change are ignored",
+        (
+            Patch(
+                ROPE, "return min((switch for switch in switches if switch is not None), default=None)", "return None"
+            ),
+            Patch(
+                "runtime/decoding/generate.py", "if switch is not None and index.split.tokens <= switch <", "if 1 < 0 <"
+            ),
+        ),
+    ),
+    Fault(
+        "the template's head begins with a token too many",
+        (
+            Patch(
+                "formats/documents/prompt.py",
+                "encode_text(tokenizer, Trusted(chat.before)).ids",
+                "encode_text(tokenizer, Trusted(chat.before), add_special_tokens=True).ids",
+            ),
+            Patch("formats/documents/prompt.py", "add_special_tokens=chat is None", "add_special_tokens=True"),
+        ),
+    ),
+    Fault(
+        "a turn ends twice",
+        (
+            Patch(TALK, 'finish_reason(turn.answer, ending_tokens(index)) == "stop"', "False"),
+            Patch(TALK, "ending = last if set(last) <= ending_tokens(index.model) else []", "ending = []"),
+        ),
+    ),
+    Fault(
+        "an offset of 8 bits is taken the wrong way",
+        (
+            Patch(
+                "formats/int8_rows.py", "rows.mul_(of_channels).add_(offsets)", "rows.mul_(of_channels).sub_(offsets)"
+            ),
+        ),
+    ),
+    Fault(
+        "the tail begins a token too early",
+        (
+            Patch(
+                "runtime/decoding/sparse_layers.py",
+                "sinks, end = self.split.sinks, self.split.sinks + self.split.middle\n",
+                "sinks, end = self.split.sinks, self.split.sinks + self.split.middle - 1\n",
+            ),
+        ),
+    ),
+    Fault(
+        "questions that share a step are a position too late",
+        (
+            Patch(
+                BATCH, "(self.index.split.tokens + step.rows)[None]", "(self.index.split.tokens + 1 + step.rows)[None]"
+            ),
+        ),
+    ),
+)
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the tree's files, and beside it a folder in which it is `sparsekv`."""
+    tree = folder / "tree"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tree / name)
+    (folder / "path").mkdir()
+    (folder / "path" / "sparsekv").symlink_to(tree)
+    return tree
+
+
+def fuzzed(folder: Path, given: argparse.Namespace, log: Path, *more: str) -> list[dict[str, object]]:
+    """The failures of a run over the copy, in order of seeds."""
+    log.unlink(missing_ok=True)
+    command = [sys.executable, str(folder / "tree/tests/fuzz/run.py"), "--no-shrink", "--log", str(log)]
+    command += ["--first-seed", str(given.first_seed), "--cases", str(given.cases), "--workers", str(given.workers)]
+    environment = os.environ | {"PYTHONPATH": str(folder / "path")}
+    subprocess.run([*command, *more], env=environment, stdout=subprocess.DEVNULL, check=False)
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sorted((json.loads(line) for line in lines), key=lambda one: int(one["seed"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=300, help="within which a fault must be found")
+    parser.add_argument("--fault", default="", help="only those whose name has this word")
+    given = parser.parse_args()
+    faults = [one for one in FAULTS if given.fault in one.name]
+    with tempfile.TemporaryDirectory(prefix="sparsekv-mutations-") as name:
+        folder = Path(name)
+        tree, known = copied(folder), folder / "known.txt"
+        patches = [one.patch(tree) for one in faults]
+        without = fuzzed(folder, given, folder / "log.jsonl")
+        known.write_text("".join(f"{one['seed']}\n" for one in without))
+        print(f"without a fault: {len(without)} of {given.cases} cases fail, and are left out", flush=True)
+        missed = 0
+        for fault, patch in zip(faults, patches, strict=True):
+            began, path = time.monotonic(), tree / patch.file
+            whole = path.read_text()
+            path.write_text(whole.replace(patch.old, patch.new))
+            found = fuzzed(folder, given, folder / "log.jsonl", "--until-failures", "1", "--except", str(known))
+            path.write_text(whole)
+            missed += not found
+            told = f"case {int(str(found[0]['seed'])) - given.first_seed + 1}" if found else "NOT FOUND"
+            how = str(found[0]["told"])[:90] if found else ""
+            print(f"{fault.name:54} {told:10} {time.monotonic() - began:4.0f} s  {how}", flush=True)
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

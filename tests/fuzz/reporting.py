@@ -1,0 +1,109 @@
+"""Deeds that recompute printed numbers in float64 from the safetensors files."""
+
+import json
+from random import Random
+
+import torch
+
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.report import GROUPS, recall_report
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.registry import methods_of
+
+from .deeds import deed
+from .oracles import expect
+from .questions import NEVER_EVERYTHING
+from .world import World, files_of, stored_rows
+
+APART = 1e-3
+"""The largest difference of shares and of errors, which are of the order of 1, from those in float64."""
+
+
+class Truth:
+    """One layer's dense attention of the held-out queries, in float64 from the files alone."""
+
+    def __init__(self, world: World, layer: int):
+        folder = world.folder / "index.skv"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        facts, split = manifest["layers"][layer], manifest["split"]
+        stored = files_of(folder)[f"queries/layer_{layer:03d}.safetensors"]
+        keys, values = (rows.double() for rows in stored_rows(folder, world.case.layers)[layer])
+        first = split["tail"] // 2
+        queries = stored["tail"][:, first:].double().unflatten(0, (len(keys), -1))  # [Hk, G, Q, D]
+        logits = torch.einsum("hgqd,htd->hgqt", queries, keys) * facts["softmax_scale"]
+        if facts["softcap"] is not None:
+            logits = facts["softcap"] * (logits / facts["softcap"]).tanh()
+        tokens, tail = keys.shape[1], split["tail"]
+        seen = torch.arange(tokens) <= torch.arange(tokens - tail + first, tokens)[:, None]
+        self.logits = logits.masked_fill(~seen, -torch.inf)
+        self.values, self.sinks = values, stored.get("sink_logits")
+        self.middle = slice(split["sinks"], split["sinks"] + split["middle"])
+        self.probability = self.weights(torch.ones(tokens, dtype=torch.bool))[..., self.middle].mean(1)  # [Hk, Q, M]
+        self.output = self.of(torch.ones(tokens, dtype=torch.bool))
+
+    def weights(self, attended: torch.Tensor) -> torch.Tensor:
+        logits = self.logits.masked_fill(~attended, -torch.inf)
+        if self.sinks is None:
+            return logits.softmax(-1)
+        beside = self.sinks.double().view(len(logits), -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, beside], -1).softmax(-1)[..., :-1]
+
+    def of(self, attended: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hgqt,htd->hgqd", self.weights(attended), self.values)
+
+    def measured(self, chosen: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Means [Hk] of what a choice [Hk, Q, M] keeps."""
+        attended = torch.ones(chosen.shape[0], 1, chosen.shape[1], self.logits.shape[-1], dtype=torch.bool)
+        attended[..., self.middle] = chosen[:, None]
+        whole, kept = self.probability.sum(-1), (self.probability * chosen).sum(-1)
+        apart = (self.of(attended) - self.output).norm(dim=-1) / self.output.norm(dim=-1)
+        return {
+            "attention_mass": (kept / whole).mean(1),
+            "missed_mass": (whole - kept).mean(1),
+            "output_error": apart.mean((1, 2)),
+            "selected_tokens": chosen.double().sum(-1).mean(1),
+        }
+
+
+@deed("report", 5)
+def report(world: World, index: OpenIndex) -> None:
+    """A recall report of the oracle and of none are those of their definitions, and of everything there is no loss."""
+    random = Random(world.case.more)
+    budgets = [Budget(1.0), Budget(1), Budget.parse(f"{random.randint(2, 99)}%")]
+    names = [name for name in methods_of(index.artifact) if name in (world.case.method, "oracle", "window")]
+    found = recall_report(index.artifact, names, budgets, MeasuredQueries(index.artifact), device=index.device)
+    expect(all(str(one) != "nan" for row in found.rows for one in vars(row).values()), "report", "has a NaN")
+    heads = sum(index.artifact.heads_and_channels(layer)[0] for layer in index.artifact.manifest.indexed_layers)
+    for name, variant in {(row.method, row.variant) for row in found.rows}:
+        rows = sum((row.method, row.variant) == (name, variant) for row in found.rows)
+        expect(rows == len(budgets) * heads, "report's budgets", f"{rows} rows of {name} {variant} at {budgets}")
+    truths = {layer: Truth(world, layer) for layer in index.artifact.manifest.indexed_layers}
+    for row in found.rows:
+        truth, head, told = truths[row.layer], row.kv_head, f"{row.name} at {row.budget} of layer {row.layer}"
+        tokens = row.budget_tokens
+        if row.method in ("oracle", "window"):
+            best = truth.probability.topk(tokens, -1).indices
+            chosen = torch.zeros_like(truth.probability, dtype=torch.bool)
+            if row.method == "oracle":
+                chosen.scatter_(-1, best, True)
+            for name, expected in truth.measured(chosen).items():
+                apart = abs(getattr(row, name) - float(expected[head]))
+                expect(
+                    apart <= APART * max(1, abs(float(expected[head]))),
+                    "report",
+                    f"{name} of {told} is {apart:.2e} off",
+                )
+            expect(
+                abs(row.recall - float(row.method == "oracle")) <= APART, "report", f"recall of {told}: {row.recall}"
+            )
+        elif tokens == world.case.middle and row.method not in NEVER_EVERYTHING:
+            exact = abs(row.attention_mass - 1) + row.output_error + abs(row.recall - 1)
+            expect(exact <= 3 * APART, "report of everything", f"{told}: {row}")
+    for names_of in (GROUPS, GROUPS[:1], ()):
+        means = found.by(*names_of)
+        for name in ("recall", "output_error", "kv_fraction"):
+            both = [sum(getattr(row, name) for row in rows) / len(rows) for rows in (means, found.rows)]
+            expect(
+                abs(both[0] - both[1]) <= APART * max(1, both[1]), "report", f"means of {name} by {names_of}: {both}"
+            )

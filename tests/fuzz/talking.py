@@ -1,0 +1,132 @@
+"""Deeds that talk: several turns, a talk that is saved, and threads that ask at once."""
+
+from random import Random
+from threading import Thread
+
+import torch
+
+from sparsekv.cli.answering.session import save_session
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.talk import Talk
+
+from .deeds import deed
+from .oracles import expect, expect_greedy, plain, plain_over
+from .questions import Checks, takes_everything
+from .world import Rows, World, stored_rows
+
+MARK = "@@@"
+
+
+def _turns(world: World) -> int:
+    return 2 + world.case.more % 2
+
+
+@deed("talk", 7)
+def talk(world: World, index: OpenIndex) -> None:
+    """Each answer of a talk is plain transformers' own, after the tokens that the template has for the talk."""
+    case = world.case
+    stored = stored_rows(world.folder / "index.skv", case.layers)
+    settings = [world.dense(index).setting]
+    if takes_everything(case) and case.guard is None:
+        settings.append(world.asker(index, "100%", question_prefill=None, prefill_budget=None).setting)
+    for setting in settings[-1:] if case.more % 3 else settings:
+        one = Talk(index, setting, raw=case.raw)
+        for number in range(_turns(world)):
+            _turn(world, index, one, number, stored, "talk")
+
+
+def _turn(world: World, index: OpenIndex, one: Talk, number: int, stored: Rows, kind: str) -> None:
+    question, before = world.question(number), one.before(len(one.turns))
+    answer = one.ask(question, Sampling(world.case.answer))
+    asked = one.turns[-1].question
+    if number:
+        _follows(world, one, number, question)
+    fed = torch.cat([before, asked, torch.tensor(answer.ids[:-1], dtype=torch.long)])
+    logits = _truth(world, index, fed, stored)[-len(answer.ids) :]
+    expect_greedy(logits, answer.ids, f"{kind} answer", f"turn {number}, against plain transformers")
+
+
+def _truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> torch.Tensor:
+    """Logits of token ids that begin with an index's, after the index's."""
+    if world.case.prefill == "dense" and world.case.kv_dtype is None:
+        return plain(world, ids)[0]
+    return plain_over(world, stored, ids[len(index.input_ids) :])
+
+
+def _follows(world: World, one: Talk, number: int, question: str) -> None:
+    """What stands between an answer and the next question's end is what the template puts there."""
+    answer, asked = one.turns[number - 1].answer, one.turns[number].question
+    if world.case.raw:
+        expect(
+            world.tokenizer.decode(asked) == question,
+            "talk ids",
+            f"{world.tokenizer.decode(asked)!r} asks {question!r}",
+        )
+        return
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": MARK},
+        {"role": "user", "content": question},
+    ]
+    rendered = str(world.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    expected = rendered.rpartition(MARK)[2].lstrip()
+    since = torch.cat([one.before(number), asked])[len(one.before(number - 1)) + len(one.turns[number - 1].question) :]
+    said = len(answer) - (answer[-1] in world.ends)  # an end of turn is the template's
+    ours = str(world.tokenizer.decode(since[said:])).lstrip()
+    expect(ours == expected, "talk ids", f"{ours!r} follows an answer, and {expected!r} in the template")
+
+
+@deed("saved", 6, asks=False)
+def saved(world: World, index: OpenIndex) -> None:
+    """A talk that was saved has the talk's tokens, the rows of a build of them, and goes on as the talk would."""
+    case = world.case
+    one = Talk(index, world.dense(index).setting, raw=case.raw)
+    stored = stored_rows(world.folder / "index.skv", case.layers)
+    for number in range(_turns(world) - 1):
+        _turn(world, index, one, number, stored, "talk")
+    save_session(index, world.folder / "saved.skv", one.turns, raw=case.raw, special_tokens=False, quiet=True)
+    other = world.open("saved.skv")
+    expect(other.input_ids.tolist() == one.before(len(one.turns)).tolist(), "saved ids", "are not those of the talk")
+    question = world.question(2)
+    asked = question_ids(other, question, raw=case.raw)
+    one.ask(question, Sampling(1))
+    expect(asked.tolist() == one.turns[-1].question.tolist(), "saved ids", "of the next question are not the talk's")
+    answer = world.dense(other).ask(asked, Sampling(case.answer)).ids
+    fed = torch.cat([other.input_ids, asked, torch.tensor(answer[:-1], dtype=torch.long)])
+    logits = _truth(world, other, fed, stored_rows(world.folder / "saved.skv", case.layers))
+    expect_greedy(logits[-len(answer) :], answer, "saved answer", "against plain transformers")
+
+
+@deed("threads", 3)
+def threads(world: World, index: OpenIndex) -> None:
+    """Threads that ask one asker at the same time get the answers of plain transformers, or are refused."""
+    case, checks = world.case, Checks(world, index)
+    random = Random(case.more)
+    asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(3)]
+    everything = takes_everything(case) and random.random() < 0.6
+    asker = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill()) if everything else world.dense(index)
+    answers: dict[int, Answer] = {}
+    errors: list[BaseException] = []
+
+    def ask(place: int) -> None:
+        try:
+            answers[place] = asker.ask(asked[place], Sampling(case.answer + 2))
+        except SparsekvError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    running = [Thread(target=ask, args=(place,), daemon=True) for place in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join(40)
+    if errors:
+        raise errors[0]
+    expect(not any(one.is_alive() for one in running), "threads", "do not end")
+    for place, answer in answers.items():
+        fed = torch.cat([asked[place], torch.tensor(answer.ids[:-1], dtype=torch.long)])
+        logits = checks.truth(fed)[len(asked[place]) - 1 :]
+        expect_greedy(logits, answer.ids, "threads", "an answer beside others against plain transformers")
