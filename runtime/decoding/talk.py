@@ -22,6 +22,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.generate import (
     Answer,
     Sampling,
@@ -164,7 +165,7 @@ class Talk:
         """Prefill token ids [T], which attend as a question's do: each piece selects for itself."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
-        with route_attention(model, cache.attend), all_cores(model):
+        with route_attention(model, cache.attend), free_cores(model), all_cores(model):
             model(
                 input_ids=ids[None].to(model.device),
                 position_ids=positions,
