@@ -25,6 +25,7 @@ from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
+from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import warpers
@@ -105,7 +106,7 @@ class Batch:
     def one_step(self) -> None:
         """A step of as many sequences as there is room for, with nothing asked: what it compiles and captures stays."""
         last, model = int(self.index.input_ids[-1]), self.index.model
-        with exclusive(model), route_attention(model, self.packed.attend), all_cores(model):
+        with exclusive(model), route_attention(model, self.packed.attend), free_cores(model), all_cores(model):
             self.shared([last] * self.slots, list(range(self.slots)), [0] * self.slots)
 
     def answers(self, questions: Sequence[torch.Tensor]) -> Iterator[tuple[int, Answer]]:
@@ -132,16 +133,17 @@ class Batch:
     @torch.inference_mode()
     def _until_answered(self, waiting: list[tuple[int, torch.Tensor, int]]) -> list[tuple[int, Answer]]:
         """Steps up to the first in which questions are answered: their numbers and answers."""
-        with route_attention(self.index.model, self.packed.attend):
-            done: list[tuple[int, Answer]] = []
+        model, done = self.index.model, list[tuple[int, Answer]]()
+        with route_attention(model, self.packed.attend), free_cores(model) as cores, all_cores(model):
             while not done:
+                cores.follow()
                 self._admit(waiting)
                 for slot, token in self._step():
                     sequence = self.active[slot]
                     sequence.take(token)
                     if token in self.ends or len(sequence.answer) == sequence.longest:
                         done.append((sequence.number, self._answer(self.active.pop(slot))))
-            return done
+        return done
 
     def _longest(self, question: torch.Tensor) -> int:
         room = answer_room(self.index, len(self.index.input_ids) + len(question))
@@ -166,12 +168,11 @@ class Batch:
         self.read = None
         slots = sorted(self.active)
         fed = [self.active[slot].next_tokens() for slot in slots]
-        with all_cores(self.index.model):
-            if all(self.active[slot].answer for slot in slots):
-                used = [self.active[slot].used for slot in slots]
-                logits = self.shared([tokens[0] for tokens in fed], slots, used)
-            else:
-                logits = self._begin(slots, fed)
+        if all(self.active[slot].answer for slot in slots):
+            used = [self.active[slot].used for slot in slots]
+            logits = self.shared([tokens[0] for tokens in fed], slots, used)
+        else:
+            logits = self._begin(slots, fed)
         return list(zip(slots, self._choose(logits, slots), strict=True))
 
     def _begin(self, slots: list[int], fed: list[list[int]]) -> torch.Tensor:

@@ -27,6 +27,7 @@ from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
+from sparsekv.runtime.decoding.free_cores import Following, free_cores
 from sparsekv.runtime.decoding.loop import DecodeLoop
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.own_settings import only_special_tokens
@@ -139,15 +140,21 @@ def answer_after(
     prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling.max_new_tokens, answer_room(index, prompt.shape[1]))
     streamer = Streamer(index.tokenizer, on_text, ending_tokens(index))
-    with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
+    model = index.model
+    with (
+        route_attention(model, cache.attend),
+        only_special_tokens(model),
+        free_cores(model) as cores,
+        all_cores(model),
+    ):
         cache.expect_prompt(prompt.shape[1])
         start = time.perf_counter()
-        output = index.model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
+        output = model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),
             past_key_values=cache,
             generation_config=config,
-            stopping_criteria=None if stop is None else StoppingCriteriaList([Stopping(stop)]),
+            stopping_criteria=StoppingCriteriaList([Following(cores), *([] if stop is None else [Stopping(stop)])]),
             streamer=streamer,
             **_decoding(index, cache, sampling, streamer),
         )

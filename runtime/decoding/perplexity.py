@@ -11,6 +11,7 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.open import OpenIndex
 
 DENSE_CHUNK = 256  # tokens per forward pass without sparse layers; the logits are [256, vocabulary]
@@ -56,9 +57,10 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
         prompt = index.dense_cache(after - 1)
         with route_attention(index.model, prompt.attend):
             found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
-        with route_attention(index.model, cache.attend), all_cores(index.model):
-            starts = range(0, len(ids) - 1, step)
-            found += [_losses(index, cache, ids[start : start + step + 1]) for start in starts]
+        with route_attention(index.model, cache.attend), free_cores(index.model) as cores, all_cores(index.model):
+            for start in range(0, len(ids) - 1, step):
+                cores.follow()
+                found.append(_losses(index, cache, ids[start : start + step + 1]))
     return torch.cat(found)
 
 

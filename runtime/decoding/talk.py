@@ -25,6 +25,7 @@ from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.endings import ending_tokens, finish_reason
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_after, answer_room, framed_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.setting import Setting
@@ -185,7 +186,7 @@ class Talk:
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
         cache.expect_prompt(known + len(ids))
-        with route_attention(model, cache.attend), all_cores(model):
+        with route_attention(model, cache.attend), free_cores(model), all_cores(model):
             model(
                 input_ids=ids[None].to(model.device),
                 position_ids=positions,

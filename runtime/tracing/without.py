@@ -13,6 +13,7 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.open import OpenIndex
 
 MOST_FOUND = 64
@@ -68,11 +69,13 @@ def log_probability(
     said = torch.tensor(answer, dtype=question.dtype)
     fed = [torch.cat([question, said[:-1]])] if at_once else [question, *said[:-1, None]]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    with exclusive(index.model), route_attention(index.model, cache.attend), all_cores(index.model):
+    model = index.model
+    with exclusive(model), route_attention(model, cache.attend), free_cores(model) as cores, all_cores(model):
         cache.rewind()
         cache.expect_prompt(index.split.tokens + len(question))
         for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
+            cores.follow()
             model_input = {"input_ids": ids[None].to(device), "past_key_values": cache, "use_cache": True}
-            logits = index.model(**model_input, logits_to_keep=len(next_ids)).logits[0]
+            logits = model(**model_input, logits_to_keep=len(next_ids)).logits[0]
             total += log_softmax(logits.double(), -1).gather(1, next_ids[:, None].to(device)).sum()
     return float(total)
