@@ -60,6 +60,7 @@ def encode_prompt(
     text: str | Document,
     *,
     raw: bool = False,
+    head: str | None = None,
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
@@ -67,6 +68,8 @@ def encode_prompt(
 
     Args:
         text: of a `Document`, only as much is kept in memory as these tokens need.
+        head: the text before the document instead of the chat template's: a template with the date in it gives another
+            one every day. Without a template it means nothing.
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
@@ -74,6 +77,8 @@ def encode_prompt(
         SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
     chat = None if raw else chat_frame(tokenizer)
+    if chat is not None and head is not None:
+        chat = chat.model_copy(update={"before": head})
     head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
     document = Document.of(text) if isinstance(text, str) else text
 
