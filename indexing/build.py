@@ -82,9 +82,11 @@ def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
 
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
-    """Whether a finished index differs from this one at most in time, version of sparsekv and chunk size."""
-    fields = ("model", "tokenizer", "prompt", "kv_storage", "rope", "methods", "files")
-    return all(getattr(base, field) == getattr(manifest, field) for field in fields)
+    """Whether a finished index differs from this one at most in how it came about and in what `tune` found of it."""
+    came_about = {*("writer_version", "uuid", "parent_uuid", "created", "versions", "defaults", "manifest_sha256")}
+    if manifest.prefill.exact:
+        base = base.model_copy(update={"prefill": manifest.prefill}) if base.prefill.exact else base
+    return base.model_dump(exclude=came_about) == manifest.model_dump(exclude=came_about)
 
 
 def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecord]) -> Manifest:

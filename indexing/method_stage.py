@@ -36,8 +36,10 @@ def build_files(job: MethodJob, name: str, indexer: Indexer, facts: ContextFacts
     """Reuse or write each layer's file."""
     work, layers = _work(job, name, indexer, facts), facts.indexed_layers
     form = [FORM] if work.in_8_bits else []
-    recipe = hash_json([name, indexer.revision, stored_parameters(indexer), job.split.model_dump(), *form])
-    recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer in layers}
+    decides = [name, indexer.revision, stored_parameters(indexer), job.split.model_dump(), job.dtype, *form]
+    # The first layer's keys are the same whatever a model's config makes of their logits.
+    made = {layer: hash_json([*decides, work.facts[layer].model_dump()]) for layer in layers}
+    recipes = {layer: _layer_recipe(job, layer_file(name, layer), recipe) for layer, recipe in made.items()}
     missing = [one for one in layers if not job.writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
     with closing(job.make_layers(work, missing, job.writer, job.device)) as built:
         for done, (layer, tensors) in enumerate(zip(missing, built, strict=True), len(recipes) - len(missing) + 1):

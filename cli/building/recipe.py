@@ -11,16 +11,18 @@ from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.device_memory import peak_told
 from sparsekv.formats.documents.document import open_document
-from sparsekv.formats.documents.prompt import FixedPrompt, departure, encode_prompt
+from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.models.identify import tokenizer_identity
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.ours import check_output
 from sparsekv.formats.schema import Manifest
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
+from sparsekv.indexing.earlier_index import first_difference
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
 from sparsekv.indexing.prefill.interface import Prefill
@@ -72,11 +74,12 @@ class BuildRecipe:
         """
         with open_document(target.document, whole=self.max_tokens is None) as text:
             check_output(target.folder)
-            model = loaded()
+            model, before = loaded(), _finished(target.folder)
             prompt = encode_prompt(
                 model.tokenizer,
                 text,
                 raw=self.raw,
+                head=self._kept_head(model, before, target.folder),
                 max_tokens=self.max_tokens,
                 special_tokens=self.special_tokens,
             )
@@ -87,13 +90,30 @@ class BuildRecipe:
         if prompt.cut:
             note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
         plan = self._plan(model, prompt)
-        before = _finished(target.folder)
         tell = partial(note, quiet=self.quiet)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
         if built and (peak := peak_told(model.model)) is not None:
             tell(f"the build {peak}")
         tell_built(target.folder, before, manifest, quiet=self.quiet)
+
+    def _kept_head(self, model: LoadedModel, before: Manifest | None, folder: Path) -> str | None:
+        """The chat template's head as the index in the folder has it, where the same template now gives another one.
+
+        Such a template has the date in it. With another head the whole document would be prefilled again.
+        """
+        if before is None or before.prompt.chat is None or self.raw or self.force:
+            return None
+        head, chat = before.prompt.chat.before, chat_frame(model.tokenizer)
+        if chat is None or chat.before == head or before.tokenizer != tokenizer_identity(model.tokenizer):
+            return None
+        has, gives = first_difference(head, chat.before)
+        note(
+            f"{folder} keeps the head of the chat template that it was built with: {has!r}, where the template now "
+            f"gives {gives!r}; --force takes the new one and prefills all again",
+            quiet=self.quiet,
+        )
+        return head
 
     def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:
         return BuildPlan(

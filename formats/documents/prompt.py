@@ -76,6 +76,7 @@ def encode_prompt(
     text: str | Document,
     *,
     raw: bool = False,
+    head: str | None = None,
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
@@ -83,6 +84,8 @@ def encode_prompt(
 
     Args:
         text: of a `Document`, only as much is kept in memory as these tokens need.
+        head: the text before the document instead of the chat template's: a template with the date in it gives another
+            one every day. Without a template it means nothing.
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
@@ -90,10 +93,12 @@ def encode_prompt(
         SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
     chat = None if raw else chat_frame(tokenizer)
-    head = Trusted("" if chat is None else chat.before)
-    framed = len(encode_text(tokenizer, head).ids)
+    if chat is not None and head is not None:
+        chat = chat.model_copy(update={"before": head})
+    before = Trusted("" if chat is None else chat.before)
+    framed = len(encode_text(tokenizer, before).ids)
     document = Document.of(text) if isinstance(text, str) else text
-    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens)
+    encode = _encoder(tokenizer, before, chat, special_tokens=special_tokens)
     if max_tokens is None:
         encoded, cut = encode(document.whole()), False
     else:
@@ -104,7 +109,7 @@ def encode_prompt(
         plain = {token: kept.count(token) for token in plain if token in kept}
         border = border_behind(tokenizer, ids[framed:])
     else:
-        end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
+        end = plain_end(tokenizer, before) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
     held = len(ids) - framed if cut else None
     return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border)

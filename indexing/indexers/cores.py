@@ -16,14 +16,18 @@ MOST_TOKENS = 1 << 18
 """Of these items together: each takes memory of its own, some 20 KB a token with `codes` and an 8B's heads."""
 
 
-def share_cores(items: Sequence[S], tokens: int, work: Callable[[S], T]) -> Generator[T, None, None]:
+def share_cores(
+    items: Sequence[S], tokens: int, work: Callable[[S], T], of: int | None = None
+) -> Generator[T, None, None]:
     """Yields `work(item)` for each item, in order, several at a time, among which torch's threads are divided.
 
     Args:
         tokens: that the work on one item is over.
+        of: number of items that the threads are divided among, where `items` are only some of them; as many as there
+            are by default. Sums depend on the threads of an item, and must not depend on the items that are missing.
     """
     threads = torch.get_num_threads()
-    together = max(1, min(threads, MOST, len(items), MOST_TOKENS // max(1, tokens)))
+    together = max(1, min(threads, MOST, of or len(items), MOST_TOKENS // max(1, tokens)))
 
     def begin() -> None:
         torch.set_num_threads(threads // together)

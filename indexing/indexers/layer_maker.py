@@ -55,7 +55,8 @@ def make_layers_from(
         return work.input(layer, read)
 
     if device.type == "cpu":
-        yield from share_cores(layers, work.split.middle, lambda layer: work.build(layer, read_input(layer)))
+        indexed = sum(layer.sliding_window is None for layer in work.facts)
+        yield from share_cores(layers, work.split.middle, lambda layer: work.build(layer, read_input(layer)), indexed)
     else:
         with closing(ahead_on(device, layers, read_input)) as inputs:
             yield from map(work.build, layers, inputs)

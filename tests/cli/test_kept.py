@@ -209,3 +209,36 @@ def test_help_shows_the_options_of_the_method_that_is_named() -> None:
     assert "--hash-bits" not in quest
     assert all(text in every for text in ("Tokens a page", "Bits of a key's code", "Sampling:"))
     assert len(plain.splitlines()) < len(every.splitlines())
+
+
+def test_a_template_with_the_time_in_it_keeps_the_head_that_its_index_has(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else the whole document would be prefilled again each time."""
+    (place / "model").unlink()
+    save_tiny(place / "model")
+    template = place / "model" / "chat_template.jinja"
+    template.write_text("now {{ strftime_now('%S.%f') }}\n" + template.read_text())
+    assert run_here(*BUILD, "--force").code == 0
+    before = read_manifest(place / "doc.skv")
+    assert before.prompt.chat is not None
+    head = before.prompt.chat.before.splitlines()[0]
+    again = run_here(*BUILD[:-1])
+    assert f"doc.skv keeps the head of the chat template that it was built with: {head!r}, where" in again.stderr
+    assert read_manifest(place / "doc.skv") == before
+    (place / "doc.txt").write_text((place / "doc.txt").read_text() + "One line more.\n")
+    assert run_here(*BUILD).code == 0
+    longer = read_manifest(place / "doc.skv").prompt
+    assert longer.chat == before.prompt.chat
+    assert longer.block_hashes[0] == before.prompt.block_hashes[0]
+    assert run_here(*BUILD, "--force").code == 0
+    forced = read_manifest(place / "doc.skv").prompt.chat
+    assert forced is not None
+    assert forced.before != before.prompt.chat.before
+
+
+@pytest.mark.parametrize(("first", "reason"), [(("--raw",), "--raw"), ((), "a chat template")], ids=["raw", "framed"])
+def test_why_the_same_text_is_prefilled_again_is_told(place: Path, first: tuple[str, ...], reason: str) -> None:
+    assert run_here(*BUILD, *first, "--force").code == 0
+    told = run_here(*BUILD[:-1], *([] if first else ["--raw"])).stderr
+    assert f"and was built with {reason}, which this call does not give" in told

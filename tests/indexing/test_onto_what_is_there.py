@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close
 from support.small_index import INDEXERS, TEXT, small_plan
-from support.tiny_models import tiny_tokenizer
+from support.tiny_models import build_tiny, tiny_tokenizer
+from transformers import Gemma2Config
 
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import ArtifactError
@@ -237,3 +238,25 @@ def test_a_longer_sparse_index_has_no_row_of_a_token_that_ran_alone(tokens: int,
         index.text = TEXT[: tokens + 100]
         index.build()
     _assert_as_from_nothing(index.folder, tmp_path / "b.skv", grown=append)
+
+
+def test_a_config_that_changes_logits_alone_makes_all_tensors_of_methods_again(tmp_path: Path) -> None:
+    """The keys of the first layer stay the same, and a build that goes on finds them there."""
+    sums, folder = [], tmp_path / "a.skv"
+
+    def stop(stage: str, done: int, of: int) -> None:
+        if stage == "write context" and done == of:
+            raise _Killed
+
+    for softcap, place in ((3.0, folder), (50.0, folder), (50.0, tmp_path / "b.skv")):
+        model = build_tiny(Gemma2Config, layer_types=["full_attention"] * 3, attn_logit_softcapping=softcap)()
+        plan = small_plan(methods={"codes": INDEXERS["codes"]})
+        plan = replace(plan, loaded=replace(plan.loaded, model=model))
+        with pytest.raises(_Killed):
+            build_index(plan, place, stop)
+        build_index(plan, place)
+        sums.append({name: file.sha256 for name, file in Artifact(place).manifest.files.items()})
+    context, codes = layer_file("context", 0), layer_file("codes", 0)
+    assert sums[0][context] == sums[1][context]
+    assert sums[0][codes] != sums[1][codes]
+    assert sums[1] == sums[2]

@@ -13,9 +13,12 @@ from support.kernel_runs import with_threads
 from support.small_index import small_plan
 
 from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.cores import MOST, MOST_TOKENS, share_cores
+from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 
 
 def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) -> None:
@@ -42,6 +45,25 @@ def test_items_come_in_order_and_the_threads_are_given_back(threads: int, tokens
         assert list(share_cores([0], tokens, lambda _: torch.get_num_threads())) == [threads]
         assert list(share_cores([], tokens, lambda _: 0)) == []
         assert torch.get_num_threads() == threads
+
+
+def test_layers_that_are_missing_have_the_threads_that_they_have_among_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more threads a layer's sums are rounded otherwise: a build that goes on would differ from a straight one."""
+    plan, threads, folder = small_plan(), list[int](), tmp_path / "a.skv"
+    build = SqueezedIndexer.build_layer
+
+    def counted(indexer: SqueezedIndexer, layer: LayerInput) -> dict[str, torch.Tensor]:
+        threads.append(torch.get_num_threads())
+        return build(indexer, layer)
+
+    monkeypatch.setattr(SqueezedIndexer, "build_layer", counted)
+    with with_threads(6):
+        manifest = build_index(plan, folder)
+        (folder / manifest.files[layer_file("squeezed", 1)].path).unlink()
+        build_index(plan, folder)
+    assert threads == [2] * 4
 
 
 def test_an_interruption_does_not_wait_for_what_has_begun() -> None:
