@@ -182,4 +182,3 @@ def _measure(
 def _thinned(queries: list[int], keys: int) -> list[int]:
     most = max(LEAST_ROWS, MEASURED_ELEMENTS // keys)
     return queries[:: -(-len(queries) // most)]
-
