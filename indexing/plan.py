@@ -9,7 +9,7 @@ from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
 from sparsekv.formats.parameters import stored_parameters
 from sparsekv.formats.schema import AdditionRecord, ModelIdentity, PrefillRecord, Split, TokenizerIdentity
 from sparsekv.formats.writer import ArtifactWriter
@@ -129,7 +129,7 @@ class BuildPlan:
             UsageError: the document is no longer than sinks and tail, or has more tokens than the model has positions.
         """
         tokens = len(self.prompt.input_ids)
-        positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        positions = positions_of(self.loaded.model.config)
         if tokens <= self.sinks + self.tail:
             more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer one or lower"
             raise UsageError(
@@ -137,16 +137,17 @@ class BuildPlan:
                 f"alone take {self.sinks + self.tail}; {more} --sinks and --tail"
             )
         if positions is not None and tokens > positions:
-            factor = -(-tokens // positions)
+            stretch = f"--rope-scaling yarn:{-(-tokens // positions)}" if stretchable(self.loaded.model.config) else ""
             if self.growth is not None:
+                again = f", or build the index again with {stretch}" if stretch else ""
                 raise UsageError(
                     f"the document and what is added have {tokens:,} tokens and {self.loaded.name} has {positions:,} "
-                    f"positions; add less, or build the index again with --rope-scaling yarn:{factor}"
+                    f"positions; add less{again}"
                 )
+            longer = f", or stretch the model with {stretch}" if stretch else ""
             raise UsageError(
                 f"the document has {tokens:,} tokens and {self.loaded.name} has {positions:,} positions; shorten it "
-                f"with --max-tokens {most_tokens(positions)}, which leaves room for questions, or stretch the model "
-                f"with --rope-scaling yarn:{factor}"
+                f"with --max-tokens {most_tokens(positions)}, which leaves room for questions{longer}"
             )
         return Split(sinks=self.sinks, middle=tokens - self.sinks - self.tail, tail=self.tail)
 

@@ -142,8 +142,9 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
         return ""
     frame, question = prompt.chat, SAMPLES[0]
     shown = f"{_shown(text, frame)}{BETWEEN}{question}"
-    if render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
-        f"{frame.before}{shown}{frame.after}"
+    now = chat_frame(tokenizer)  # its head may have another date in it than the prompt's
+    if now is None or render(tokenizer, [{"role": "user", "content": f"{text}{BETWEEN}{question}"}]) != (
+        f"{now.before}{shown}{frame.after}"
     ):
         return "the model's chat template would change the text, which is indexed as it is"
     parts = [Trusted(frame.before), shown, Trusted(frame.after)]

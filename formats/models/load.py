@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # transformers takes a second to import, which listing models
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+PLAIN_ATTENTION = (None, "eager", "sdpa")
+"""Attention that a config may ask for and every machine has. Another one, such as flash attention, is not loaded, since
+this program's own attention replaces it."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -177,6 +181,8 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
         raise UsageError(f"model '{name}' has an adapter, which needs peft: install it, or merge it into the weights")
     if scaling is not None:
         scaling.stretch(config)
+    if config._attn_implementation not in PLAIN_ATTENTION:
+        config._attn_implementation = None
     return config
 
 

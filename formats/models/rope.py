@@ -6,15 +6,73 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sparsekv.formats.errors import UsageError
 
+STRETCHED = ("linear", "llama3", "longrope", "yarn")
+"""Kinds of RoPE that give a model more positions than its original ones, by a factor that holds for any length."""
+
 if TYPE_CHECKING:  # as in load.py
     from transformers import PreTrainedConfig
 
 
 def rope_depends_on_length(parameters: dict[str, Any] | None) -> bool:
     """Whether RoPE frequencies change with the sequence's length (dynamic, longrope), so that chunks would disagree."""
+    return any(kind.get("rope_type") in ("dynamic", "longrope") or "long_mscale" in kind for kind in _kinds(parameters))
+
+
+def positions_of(config: "PreTrainedConfig") -> int | None:
+    """The positions that a model holds; None if its config names no limit.
+
+    A config may leave `max_position_embeddings` at the original length, as Qwen's recipe for YaRN does. The model then
+    holds the original length times the factor. A dynamic RoPE changes beyond `max_position_embeddings`.
+    """
+    config = config.get_text_config()
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    full = rope.get("full_attention", rope)
+    original, factor = full.get("original_max_position_embeddings"), full.get("factor")
+    if full.get("rope_type") not in STRETCHED or original is None or factor is None:
+        return positions
+    return max(positions, int(original * factor))
+
+
+def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
+    """The positions that a model holds for a sequence that begins with a document of so many tokens.
+
+    Frequencies of a longrope are others for a sequence longer than the original length, those of its first tokens too.
+    An index has the document's keys for one of both, so that a sequence has to stay on its document's side.
+    """
+    positions, switch = positions_of(config), _switch(config.get_text_config())
+    if switch is None or document > switch:
+        return positions
+    return switch if positions is None else min(positions, switch)
+
+
+def stretchable(config: "PreTrainedConfig") -> bool:
+    """Whether `RopeScaling` can give a model more positions."""
+    try:
+        _plain_rope(config.get_text_config())
+    except UsageError:
+        return False
+    return True
+
+
+def _switch(config: "PreTrainedConfig") -> int | None:
+    """The length beyond which RoPE frequencies are others; None if there is none."""
+    # Phi-3 drops the cache, ours too, when a sequence grows past this, whatever the kind of its RoPE.
+    switches = [getattr(config, "original_max_position_embeddings", None)]
+    switches += [
+        kind.get("original_max_position_embeddings")
+        for kind in _kinds(getattr(config, "rope_parameters", None))
+        if kind.get("rope_type") == "longrope" or "long_mscale" in kind
+    ]
+    return min((switch for switch in switches if switch is not None), default=None)
+
+
+def _kinds(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A config's RoPE parameters, and those of each type of layer if they have their own."""
     rope = parameters or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 @dataclass(frozen=True)
@@ -52,7 +110,7 @@ class RopeScaling:
             UsageError: the model has no rotary positions, or they are scaled already.
         """
         config = config.get_text_config()
-        rope = self._plain_rope(config)
+        rope = _plain_rope(config)
         positions = config.max_position_embeddings
         config.max_position_embeddings = int(positions * self.factor)
         if self.kind == "yarn":
@@ -62,15 +120,16 @@ class RopeScaling:
         rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         rope["rope_theta"] *= (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
 
-    def _plain_rope(self, config: "PreTrainedConfig") -> dict[str, Any]:
-        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-        if any(isinstance(entry, dict) for entry in rope.values()):
-            rope = rope.get("full_attention") or {}
-        if "rope_theta" not in rope or not getattr(config, "max_position_embeddings", None):
-            raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch")
-        if rope.get("rope_type", "default") != "default":
-            raise UsageError(
-                f"--rope-scaling: the model's positions are scaled already ({rope['rope_type']}, "
-                f"{config.max_position_embeddings} positions); leave the option out"
-            )
-        return rope
+
+def _plain_rope(config: "PreTrainedConfig") -> dict[str, Any]:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(entry, dict) for entry in rope.values()):
+        rope = rope.get("full_attention") or {}
+    if "rope_theta" not in rope or not getattr(config, "max_position_embeddings", None):
+        raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch")
+    if rope.get("rope_type", "default") != "default":
+        raise UsageError(
+            f"--rope-scaling: the model's positions are scaled already ({rope['rope_type']}, "
+            f"{positions_of(config)} positions); leave the option out"
+        )
+    return rope

@@ -17,6 +17,7 @@ from sparsekv.formats.schema import LayerFacts, Probe
 from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
 PROBE_LOGITS = 32
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
@@ -209,7 +210,10 @@ def capture(
     with route_attention(model, recorder):
         for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
             chunk = input_ids[None, start:end].to(model.device)
-            logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            try:
+                logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            except UnsupportedAttentionError as error:
+                raise SparsekvError(str(error)) from error
             if len(recorder.facts) < len(layers):
                 raise SparsekvError(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "

@@ -42,8 +42,10 @@ def queries_of_tokens(
             return _attend_at(call, at, *rows(call.layer))
 
         with route_attention(model, attend_to_rows):
-            ids = input_ids.to(model.device)[at]
-            model(input_ids=ids[None], position_ids=at[None], use_cache=False, logits_to_keep=1)
+            ids = input_ids.to(model.device)[at][None]
+            # With a mask of its own transformers does not take a gap between positions for the start of another text.
+            whole = torch.ones_like(ids)
+            model(input_ids=ids, attention_mask=whole, position_ids=at[None], use_cache=False, logits_to_keep=1)
     return {layer: torch.cat(parts, 1) for layer, parts in queries.items()}
 
 

@@ -10,9 +10,38 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import wrap_torch_function
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sparsekv.kernels.common.mask import UnsupportedAttentionError, make_mask, window_of
 
 IMPLEMENTATION = "sparsekv"
+FOLLOWED = frozenset({"softcap", "s_aux", "is_causal"})
+"""Keyword arguments of an attention call that change the result, beside its scale, mask and dropout."""
+HARMLESS = frozenset(
+    {
+        "sliding_window",  # transformers' own attention takes it from the mask too
+        "position_ids",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+"""Those that do not: models pass on what their own forward pass is given. Nor does any that is None, True or False."""
+WAYS = {
+    "indices": "chooses keys by an indexer of the model's own",
+    "block_indices": "chooses keys by an indexer of the model's own",
+    "position_bias": "adds a bias by position to its logits",
+    "alibi": "adds a bias by position to its logits",
+    "head_mask": "scales its heads by a mask",
+    "sinks": "has sinks of the model's own kind",
+}
+"""How a model attends that passes any other, as far as it is known."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +119,10 @@ def called_back() -> bool:
 def route_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
     """Within the context, every attention layer of the model calls `function`, which returns [Hq, Q, D].
 
-    transformers makes no mask: the function itself has to mask what a query may not see. Threads that have one model
-    wait for each other, since the choice of the function is the model's.
+    The function itself has to mask what a query may not see: what comes after it, and what lies before the call's
+    window, which is that of the mask that transformers would have made. Threads that have one model wait for each
+    other, since the choice of the function is the model's. A model whose attention cannot be followed ends with
+    UnsupportedAttentionError, before the layer attends.
     """
     with alone(model):
         previous = model.config._attn_implementation
@@ -114,6 +145,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    _refuse_unfollowed(module, query, key, dropout, kwargs)
     batch, sinks = len(query), kwargs.get("s_aux")
     attend = _compiled_attend if torch.compiler.is_compiling() else _attend
     output = attend(
@@ -123,10 +155,26 @@ def _attention(
         module.layer_idx,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("softcap"),
-        kwargs.get("sliding_window"),
+        attention_mask,
         sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
-    return output.unflatten(0, (batch, -1)).transpose(1, 2), None
+    # Contiguous, as that of transformers' own attention: some models view it in another shape.
+    return output.unflatten(0, (batch, -1)).transpose(1, 2).contiguous(), None
+
+
+def _refuse_unfollowed(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, dropout: float, more: dict[str, Any]
+) -> None:
+    for name, value in more.items():
+        if name not in FOLLOWED | HARMLESS and not (value is None or isinstance(value, bool)):
+            raise UnsupportedAttentionError(WAYS.get(name, f"depends on its argument `{name}`"))
+    if dropout:
+        raise UnsupportedAttentionError("drops some of its weights at random")
+    causal = more.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedAttentionError("lets tokens see those after them")
+    if query.shape[2] > key.shape[2]:
+        raise UnsupportedAttentionError("has more queries than keys")
 
 
 # To a mode that looks at torch's functions, as one for a model's linear layers does, all of a layer's attention is one
@@ -139,10 +187,12 @@ def _attend(
     layer: int,
     softmax_scale: float,
     softcap: float | None,
-    window: int | None,
+    mask: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    call = AttentionCall(int(layer), query, keys, values, softmax_scale, softcap, window, sink_logits)
+    if mask is None:
+        raise UnsupportedAttentionError("has a layer without a mask")
+    call = AttentionCall(int(layer), query, keys, values, softmax_scale, softcap, window_of(mask), sink_logits)
     route = _active.get()
     if route is None or route.function is None or route.thread != get_ident():
         raise RuntimeError(
@@ -160,14 +210,14 @@ def _compiled_attend(
     layer: int,
     softmax_scale: float,
     softcap: float | None,
-    window: int | None,
+    mask: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same as one operator to torch's compiler, which compiles what is around it and need not look into it.
 
     It is told how the output lies in memory: token by token, as the model wants it next.
     """
-    output = _attend(query, keys, values, layer, softmax_scale, softcap, window, sink_logits)
+    output = _attend(query, keys, values, layer, softmax_scale, softcap, mask, sink_logits)
     return output.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -177,3 +227,4 @@ def _output_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, make_mask)

@@ -20,6 +20,7 @@ from transformers import (
 from sparsekv.formats.border import Border
 from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
@@ -192,25 +193,22 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     Raises:
         UsageError: no position of the model is left for an answer.
     """
-    config = index.model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    # Phi-3 drops the cache, ours too, when a sequence grows past this, because its rotary frequencies may change there.
-    switch = getattr(config, "original_max_position_embeddings", None)
-    if switch is not None and index.split.tokens <= switch < (positions or math.inf):
-        if prompt_tokens >= switch:
-            raise UsageError(
-                f"document and question have {prompt_tokens} tokens and positions of this model change at {switch}, "
-                f"where no index can follow; ask less, or index a document of more than {switch} tokens"
-            )
-        positions = switch
+    config = index.model.config
+    positions, held = positions_after(config, index.split.tokens), positions_of(config)
+    if positions is not None and positions != held and prompt_tokens >= positions:
+        raise UsageError(
+            f"document and question have {prompt_tokens} tokens and positions of this model change at {positions}, "
+            f"where no index can follow; ask less, or index a document of more than {positions} tokens"
+        )
     if positions is None:
         return None
     if prompt_tokens >= positions:
+        stretch = ", or build the index with --rope-scaling" if stretchable(config) else ""
         raise UsageError(
             f"document and question have {prompt_tokens} tokens and the model has {positions} positions; ask a shorter "
-            "question, or build the index with --rope-scaling"
+            f"question{stretch}"
         )
-    return int(positions) - prompt_tokens
+    return positions - prompt_tokens
 
 
 def _generation_config(index: OpenIndex, tokens: int, room: int | None) -> GenerationConfig:

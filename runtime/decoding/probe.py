@@ -3,12 +3,13 @@
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
+from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
@@ -32,6 +33,7 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: 
     Raises:
         IdentityError: they differ beyond rounding, so the index was built with another model.
         ArtifactError: its tensors have other sizes than the model's.
+        SparsekvError: the model attends in a way that no index can follow.
     """
     probe = artifact.manifest.probe
 
@@ -41,7 +43,10 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: 
 
     with route_attention(model, attend), all_cores(model):
         ids = torch.tensor([[last]], device=model.device)
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+        try:
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+        except UnsupportedAttentionError as error:
+            raise SparsekvError(str(error)) from error
     stored = torch.tensor(probe.logits)
     difference = float((logits[probe.token_ids] - stored).abs().max() / stored.abs().max())
     if not difference <= _tolerance(artifact.manifest, model.dtype):

@@ -8,6 +8,7 @@ from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.rope import positions_after, positions_of
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.evaluation.builder import Builder
@@ -67,14 +68,19 @@ class Comparison:
             return question.max_new_tokens
         return self.max_new_tokens
 
-    def room(self, context: Context) -> int | None:
-        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any."""
-        positions = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    def room(self, context: Context, document: int | None = None) -> int | None:
+        """Tokens that a document may have, so that each of its questions and answers fits behind it; None for any.
+
+        Args:
+            document: the tokens it has, which decide where some models' positions change; None if they are not known.
+        """
+        config = self.loaded.model.config
+        positions = positions_of(config) if document is None else positions_after(config, document)
         if positions is None:
             return None
         empty = self.prompt("", bare=context.bare)
         asked = (len(self.question_ids(context, one, empty)) + self.longest(one) for one in context.questions)
-        return int(positions) - max(asked)
+        return positions - max(asked)
 
     def ways(self) -> list[tuple[Way, Budget | None]]:
         """Every way in which a question is answered, dense attention first."""
@@ -97,7 +103,8 @@ class Comparison:
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
     """Raise UsageError where a document, its question and the answer are more than the model has positions."""
     for context in contexts:
-        tokens, room = len(comparison.prompt(context.text, bare=context.bare).input_ids), comparison.room(context)
+        tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
+        room = comparison.room(context, tokens)
         if room is not None and tokens > room:
             raise UsageError(
                 f"a document of {context.task} has {tokens} tokens, where {comparison.loaded.name} has room for {room} "

@@ -1,0 +1,184 @@
+"""The mask that transformers would give a layer, measured: causal, or causal within a sliding window.
+
+transformers describes a mask as a function of positions, and asks an attention implementation to make the mask of it
+(`AttentionMaskInterface`). Our implementation makes none. It finds out whether the function is causal within a window,
+and hands the layer a marker of one element, which stands for that window in the layer's attention call.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface
+
+MOST_POSITIONS = 2**21
+"""Positions that a mask is measured over, unless a sequence is longer."""
+MEASURED_ELEMENTS = 2**22
+"""Elements of a mask that are measured, at least LEAST_ROWS queries' of them."""
+LEAST_ROWS = 24
+
+MaskFunction = Callable[..., torch.Tensor]
+Window = int | None
+"""How many keys a query sees, its own last; None for all up to its own."""
+
+
+class UnsupportedAttentionError(Exception):
+    """The model attends in a way that our attention does not follow; the message names the way and the remedy."""
+
+    def __init__(self, way: str):
+        super().__init__(
+            f"the model's attention {way}, which no index can follow; choose a model with causal attention, over all "
+            "tokens or a sliding window"
+        )
+
+
+_windows: dict[object, Window] = {}
+"""By the code and the constants of a mask function, and the positions it was measured over."""
+_markers: dict[tuple[torch.device, torch.dtype, Window], torch.Tensor] = {}
+_marked: dict[tuple[torch.device, int], Window] = {}
+"""By a marker's device and address, which views of the marker share."""
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: MaskFunction,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """The marker [1, 1, 1, 1] of a mask; transformers calls it once a forward pass and kind of layer.
+
+    Sequences are never padded here, so that a padding mask is all ones and left out. A mask of constants is measured
+    once, on the CPU, over all positions that the model has; one that depends on tensors, which may differ from pass to
+    pass, is measured in each, over the pass's own positions, which waits for the device.
+
+    Args:
+        mask_function: maps a batch's, head's, query's and key's numbers to whether the query sees the key.
+        local_size: the sliding window or chunk that transformers names beside the function.
+
+    Raises:
+        UnsupportedAttentionError: it is neither causal nor causal within a sliding window.
+    """
+    constants = _constants(mask_function)
+    end = max(q_offset + q_length, kv_offset + kv_length)
+    if constants is None:
+        queries = _some(q_offset, q_offset + q_length, q_offset + q_length - 1)
+        window = _measure(mask_function, queries, kv_offset, kv_length, use_vmap=use_vmap, device=device)
+    else:
+        known = getattr(config, "max_position_embeddings", None)
+        horizon = max(known if isinstance(known, int) else 0, 2 * (local_size or 0), 64)
+        positions = max(min(horizon, MOST_POSITIONS), 2 ** (end - 1).bit_length())
+        key = constants, positions
+        if key not in _windows:
+            queries = _some(0, positions, positions - 1)
+            _windows[key] = _measure(mask_function, queries, 0, positions, use_vmap=use_vmap, device="cpu")
+        window = _windows[key]
+    return _marker(torch.device(device), dtype, window)
+
+
+def window_of(mask: torch.Tensor) -> Window:
+    """The window that a layer's mask stands for.
+
+    Raises:
+        UnsupportedAttentionError: it is not a marker of `make_mask`, nor a view of one.
+    """
+    try:
+        return _marked[mask.device, mask.untyped_storage().data_ptr()]
+    except KeyError:
+        raise UnsupportedAttentionError("has a mask that the model itself makes or changes") from None
+
+
+def _marker(device: torch.device, dtype: torch.dtype, window: Window) -> torch.Tensor:
+    found = _markers.get((device, dtype, window))
+    if found is None:
+        # Not a number: whatever a model computes with it shows. It lives as long as its address stands for the window.
+        with torch.inference_mode(False):
+            found = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=device)
+        _marked[found.device, found.untyped_storage().data_ptr()] = window
+        _markers[device, dtype, window] = found
+    return found
+
+
+def _constants(function: object) -> tuple[object, ...] | None:
+    """A function's code and the constants that it closes over, those of inner functions too; None if there is anything
+    else, such as a tensor."""
+    if not isinstance(function, FunctionType):
+        return None
+    found: list[object] = [function.__code__]
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    while values:
+        value = values.pop(0)
+        if isinstance(value, tuple | list):
+            values[:0] = value
+            found.append(len(value))
+        elif isinstance(value, FunctionType):
+            inner = _constants(value)
+            if inner is None:
+                return None
+            found.append(inner)
+        elif value is None or isinstance(value, int | float | str):
+            found.append(value)
+        else:
+            return None
+    return tuple(found)
+
+
+def _some(first: int, last: int, *more: int) -> list[int]:
+    """Numbers of queries from `first` up to `last`: the first ones, powers of two and their neighbours, the last, and
+    some between."""
+    powers = [first + 2**power + step for power in range(2, (last - first).bit_length()) for step in (-1, 0, 1)]
+    between = [first + (last - first) * part // 13 + part for part in range(13)]
+    return sorted({number for number in (first, *powers, *between, *more) if first <= number < last})
+
+
+def _measure(
+    function: MaskFunction,
+    queries: list[int],
+    first: int,
+    keys: int,
+    *,
+    use_vmap: bool,
+    device: torch.device | str,
+) -> Window:
+    """The window of a mask function, by what some queries see of `keys` keys from `first` on."""
+    row = AttentionMaskInterface()["sdpa"]
+    numbers = torch.arange(first, first + keys, device=device)
+
+    def seen_by(query: int) -> torch.Tensor:
+        made = row(
+            batch_size=1,
+            q_length=1,
+            kv_length=keys,
+            q_offset=query,
+            kv_offset=first,
+            mask_function=function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return made.reshape(keys)
+
+    last = queries[-1]
+    window = int(seen_by(last).sum())
+    if not window:
+        raise UnsupportedAttentionError("hides a token from itself")
+    sizes = [window, window - 1, window + 1, 2 * window - 1, 2 * window]
+    for query in _thinned(queries, keys) + [size for size in sizes if queries[0] <= size <= last]:
+        if not torch.equal(seen_by(query), (numbers <= query) & (numbers > query - window)):
+            raise UnsupportedAttentionError("is neither causal nor causal within one sliding window")
+    return None if window == last - first + 1 else window
+
+
+def _thinned(queries: list[int], keys: int) -> list[int]:
+    most = max(LEAST_ROWS, MEASURED_ELEMENTS // keys)
+    return queries[:: -(-len(queries) // most)]
