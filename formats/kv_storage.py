@@ -29,12 +29,15 @@ class KVStorage(Record):
     `errors` has for each layer the relative error of dense attention over the stored rows against dense attention over
     the exact ones, the mean over the tail's queries and the heads. It was measured on a prompt of `measured_tokens`
     tokens whose hash is `measured_ids`: an earlier one than the index's where rows of that one were taken over.
+    `exact_probe`: the logits of probe and canary are those over the rows before they were rounded, as a conversion,
+    which runs no model, takes them over.
     """
 
     dtype: KVDtype
     errors: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
     measured_ids: Sha256
     measured_tokens: Size
+    exact_probe: bool = True
 
     @property
     def error(self) -> float:

@@ -87,6 +87,8 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
         raise ArtifactError(remedy.format(f"its split has {split.tokens} tokens, its prompt {manifest.prompt.tokens}"))
     if not manifest.indexed_layers:
         raise ArtifactError(remedy.format("no layer is indexed"))
+    if any(token.position >= split.tokens for token in manifest.canary):
+        raise ArtifactError(remedy.format("its canary is behind its prompt"))
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
         raise ArtifactError(remedy.format("two files lie at one path"))
     stored = manifest.kv_storage

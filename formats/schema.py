@@ -125,7 +125,8 @@ class MethodRecord(Record):
 
 
 class Probe(Record):
-    """Top logits of the last prompt token; recomputing them over the stored context checks that a model is the same."""
+    """Top logits of the last prompt token by the model's own attention over the stored context (before there was a
+    canary: by the prefill); recomputing them checks that a model is the same."""
 
     token_ids: list[Count] = Field(min_length=1)
     logits: list[float] = Field(min_length=1)
@@ -135,6 +136,12 @@ class Probe(Record):
         if len(self.token_ids) != len(self.logits):
             raise ValueError("as many logits as tokens")
         return self
+
+
+class CanaryToken(Probe):
+    """The same of the token at a position before the last: a build compared its attention there with the model's."""
+
+    position: Count
 
 
 class TensorRecord(Record):
@@ -227,6 +234,7 @@ class Manifest(Record):
     versions: dict[str, str]
     methods: dict[MethodName, MethodRecord]
     probe: Probe
+    canary: list[CanaryToken] = Field(default=[], max_length=64, description="none in an index of an earlier version")
     files: dict[FileName, FileRecord]
     additions: list[AdditionRecord] = Field(default=[], description="what was appended since it was built, in order")
     defaults: Defaults | None = Field(default=None, description="null where no setting was measured")

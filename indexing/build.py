@@ -123,6 +123,7 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         versions=library_versions(),
         methods=methods,
         probe=facts.probe,
+        canary=facts.canary,
         files=job.writer.files,
         additions=_additions(plan, job.writer.base),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.context_rows import Pair
+from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.growing_file import RemoteSum
 from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
@@ -52,6 +52,27 @@ class TakenOver:
     storage: KVStorage
 
 
+def rows_as_stored(
+    rows: Callable[[int], Pair], layer: int, kv_dtype: KVDtype | None, taken: TakenOver | None = None
+) -> Pair:
+    """Keys and values [Hk, N, D] of a layer as whoever reads the index's files will get them.
+
+    Args:
+        rows: returns the exact ones of a layer.
+    """
+    exact = rows(layer)
+    return exact if kv_dtype is None else context_rows(in_8_bits(exact, layer, taken), exact[0].dtype).part(slice(None))
+
+
+def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's file for exact rows [Hk, N, D], of which the first may have been taken over."""
+    if taken is None:
+        return quantise(*rows)
+    first = first_tokens(taken.tensors(layer), taken.tokens)
+    keys, values = (of[:, taken.tokens :] for of in rows)
+    return joined(first, quantise(keys, values, like=first))
+
+
 @dataclass
 class ContextFiles:
     """Writes a context's files, layer by layer.
@@ -81,7 +102,7 @@ class ContextFiles:
         """
         tensors = {"keys": rows[0], "values": rows[1]}
         if self.kv_dtype is not None:
-            tensors = self._in_8_bits(layer, rows)
+            tensors = in_8_bits(rows, layer, self.taken_over)
             if self.taken_over is None:
                 self.errors.append(storing_error(queries["tail"], rows, tensors, facts, queries.get("sink_logits")))
         # Rows in 8 bits take less than the exact ones, which are dropped for them.
@@ -106,22 +127,24 @@ class ContextFiles:
             self.writer.end_rows(name, self.recipe, remote_sum)
         self._write(layer_file("queries", layer), queries)
 
-    def storage(self, ids_sha256: str, tokens: int) -> KVStorage | None:
-        """The manifest's record of what was written, for a prompt of so many tokens with this hash."""
+    def storage(self, ids_sha256: str, tokens: int, *, exact_probe: bool) -> KVStorage | None:
+        """The manifest's record of what was written, for a prompt of so many tokens with this hash.
+
+        Args:
+            exact_probe: the probe's logits are those over the exact rows.
+        """
         if self.kv_dtype is None:
             return None
         if self.taken_over is not None:
-            return self.taken_over.storage
-        return KVStorage(dtype=self.kv_dtype, errors=self.errors, measured_ids=ids_sha256, measured_tokens=tokens)
+            return self.taken_over.storage.model_copy(update={"exact_probe": exact_probe})
+        return KVStorage(
+            dtype=self.kv_dtype,
+            errors=self.errors,
+            measured_ids=ids_sha256,
+            measured_tokens=tokens,
+            exact_probe=exact_probe,
+        )
 
     def _write(self, name: str, tensors: Tensors) -> None:
         if name in self.missing:
             self.writer.write(name, tensors, self.recipe, wait=self.copies)
-
-    def _in_8_bits(self, layer: int, rows: Pair) -> dict[str, torch.Tensor]:
-        if self.taken_over is None:
-            return quantise(*rows)
-        tokens = self.taken_over.tokens
-        first = first_tokens(self.taken_over.tensors(layer), tokens)
-        keys, values = (of[:, tokens:] for of in rows)
-        return joined(first, quantise(keys, values, like=first))

@@ -1,7 +1,7 @@
-"""The first stage of a build: every layer's keys and values as attended, the held-out queries, and the probe."""
+"""The first stage of a build: every layer's keys and values as attended, the held-out queries, probe and canary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.schema import TOKENS, LayerFacts, Probe, layer_file
+from sparsekv.formats.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
+from sparsekv.indexing.capture.canary import judge_canary, run_canary
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
-from sparsekv.indexing.context_files import ContextFiles, context_recipe
+from sparsekv.indexing.context_files import ContextFiles, TakenOver, context_recipe, rows_as_stored
 from sparsekv.indexing.early_rows import early_rows
 from sparsekv.indexing.memory import tell_memory
 from sparsekv.indexing.plan import BuildJob
@@ -32,11 +33,13 @@ from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_is
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What a prefill yields besides tensors: how each layer attends, the probe, and what storing in 8 bits costs."""
+    """What a prefill yields besides tensors: how each layer attends, the probe, what storing in 8 bits costs, and the
+    canary; none in a build that an earlier version began."""
 
     layers: list[LayerFacts]
     probe: Probe
     storage: KVStorage | None = None
+    canary: list[CanaryToken] = field(default_factory=list)
 
     @property
     def indexed_layers(self) -> list[int]:
@@ -48,7 +51,8 @@ def build_context(job: BuildJob) -> ContextFacts:
     """Reuse or write the context's files; runs the model only if one of them is missing.
 
     Raises:
-        SparsekvError: every layer of the model has a sliding window, or keys, values, queries or logits are not finite.
+        SparsekvError: every layer of the model has a sliding window, keys, values, queries or logits are not finite, or
+            the model's own attention over the stored rows differs from ours.
     """
     ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
     recipe = _recipe(job, ids_sha256)
@@ -65,15 +69,16 @@ def build_context(job: BuildJob) -> ContextFacts:
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job, prefix_tokens)}")
+    taken = taken_over(job, prefix_tokens)
+    canary, probe = _canary(job, captured, taken)
     # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
     job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers]
     if all(layer.sliding_window is not None for layer in facts):
         raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
-    taken, copies = taken_over(job, prefix_tokens), not job.team.has_all_heads
-    files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies)
-    found = ContextFacts(facts, captured.probe)
+    files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies=not job.team.has_all_heads)
+    found = ContextFacts(facts, probe, canary=canary)
     if job.plan.kv_dtype is None:
         job.writer.note(recipe, _note(found))
     if TOKENS in missing:
@@ -81,7 +86,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     _write_layers(job, partial(early.write_layer, captured, files), facts, (positions, sampled))
     if job.plan.kv_dtype is not None:
         # Not earlier: what storing costs is known once all layers were written, as long as their exact rows are there.
-        found = replace(found, storage=files.storage(ids_sha256, job.split.tokens))
+        found = replace(found, storage=files.storage(ids_sha256, job.split.tokens, exact_probe=False))
         job.writer.note(recipe, _note(found))
     return found
 
@@ -127,6 +132,7 @@ def _note(facts: ContextFacts) -> dict[str, object]:
     return {
         "layers": [layer.model_dump() for layer in facts.layers],
         "probe": facts.probe.model_dump(),
+        "canary": [token.model_dump() for token in facts.canary],
         "kv_storage": storage,
     }
 
@@ -137,10 +143,11 @@ def _noted(note: object) -> ContextFacts | None:
         return None
     try:
         layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
-        # An earlier version wrote none of storage.
+        # Earlier versions wrote none of storage, or no canary.
         storage = note.get("kv_storage")
         storage = None if storage is None else KVStorage.model_validate(storage)
-        return ContextFacts(layers, Probe.model_validate(note["probe"]), storage)
+        canary = [CanaryToken.model_validate(token) for token in note.get("canary", [])]
+        return ContextFacts(layers, Probe.model_validate(note["probe"]), storage, canary)
     except (LookupError, TypeError, ValueError):
         return None
 
@@ -150,7 +157,7 @@ def _known_facts(job: BuildJob, recipe: str) -> ContextFacts | None:
         return noted
     base = job.writer.base
     if base and base.files[TOKENS].recipe == recipe:
-        return ContextFacts(base.layers, base.probe, base.kv_storage)
+        return ContextFacts(base.layers, base.probe, base.kv_storage, base.canary)
     return None
 
 
@@ -178,6 +185,15 @@ def _capture(job: BuildJob, positions: torch.Tensor, prefix_tokens: int, rows_do
         progress=lambda done: job.progress("prefill", done, len(input_ids)),
     )
     return job.team.whole(own)
+
+
+def _canary(job: BuildJob, captured: Captured, taken: TakenOver | None) -> tuple[list[CanaryToken], Probe]:
+    """Logits of the model's own attention over the rows as they will be stored; SparsekvError where ours differ."""
+    plan = job.plan
+    job.team.begin_canary(plan.prompt.input_ids, plan.kv_dtype)
+    rows = partial(rows_as_stored, captured.rows, kv_dtype=plan.kv_dtype, taken=taken)
+    runs = run_canary(plan.loaded.model, plan.prompt.input_ids, rows)
+    return judge_canary(runs, plan.loaded.model.dtype, plan.loaded.name)
 
 
 def _bytes_to_write(job: BuildJob, sampled: int, missing: int) -> int:

@@ -71,7 +71,7 @@ def _write_context(
             positions = sample["positions"].long()
             write_sample(writer, layer, sample["queries"], positions, sample_recipe(recipe, positions))
         progress("write context", layer + 1, len(manifest.layers))
-    storage = files.storage(ids_sha256, manifest.split.tokens)
+    storage = files.storage(ids_sha256, manifest.split.tokens, exact_probe=True)
     assert storage is not None
     return storage
 

@@ -13,13 +13,12 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.formats.schema import LayerFacts
 from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
-PROBE_LOGITS = 32
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that the model does not run over again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
@@ -111,18 +110,14 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the probe; `take` returns a layer and drops it from the cache, and
-    `take_queries` drops it and returns its queries alone."""
+    """A finished prefill: one entry per layer, and the last token's logits [vocabulary].
 
-    _logits: torch.Tensor
+    `take` returns a layer and drops it from the cache, and `take_queries` drops it and returns its queries alone.
+    """
+
+    logits: torch.Tensor
     _layers: list[ContextLayer]
     _recorder: _Recorder
-
-    @property
-    def probe(self) -> Probe:
-        """The PROBE_LOGITS highest logits of the last token; valid only if `not_finite` returns None."""
-        top = self._logits.topk(min(PROBE_LOGITS, len(self._logits)))
-        return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
@@ -135,15 +130,19 @@ class Capture:
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
                 if not all(_is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
-        return None if _is_finite(self._logits) else "logits"
+        return None if _is_finite(self.logits) else "logits"
 
-    def take(self, layer: int) -> CapturedLayer:
-        rows = self._layers[layer]
-        keys, values = rows.keys, rows.values
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hk, N, D] of a layer that was not taken."""
+        keys, values = self._layers[layer].keys, self._layers[layer].values
         assert keys is not None
         assert values is not None
+        return keys[0], values[0]
+
+    def take(self, layer: int) -> CapturedLayer:
+        keys, values = self.rows(layer)
         queries = self.take_queries(layer)
-        return CapturedLayer(queries.tail, queries.sink_logits, queries.sample, keys[0], values[0])
+        return CapturedLayer(queries.tail, queries.sink_logits, queries.sample, keys, values)
 
     def take_queries(self, layer: int) -> CapturedQueries:
         rows = self._layers[layer]

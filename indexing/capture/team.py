@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
-from sparsekv.formats.schema import LayerFacts, Probe
+from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.schema import LayerFacts
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.indexers.layer_maker import BuildFiles, Tensors, make_layers
@@ -18,12 +19,11 @@ from sparsekv.indexing.indexers.layer_work import LayerWork
 class Captured(Protocol):
     """What a build needs of a finished prefill; see `Capture`, which is one of a whole model."""
 
-    @property
-    def probe(self) -> Probe: ...
-
     def facts(self, layer: int) -> LayerFacts: ...
 
     def not_finite(self) -> str | None: ...
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def take(self, layer: int) -> CapturedLayer: ...
 
@@ -74,6 +74,10 @@ class Team(ABC):
         """What that call captured, with the heads of all processes."""
 
     @abstractmethod
+    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
+        """A call of `run_canary` over input_ids [N] follows, over each process's heads as `kv_dtype` stores them."""
+
+    @abstractmethod
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         """A call of `measure_rotations` over input_ids [N] follows."""
 
@@ -98,6 +102,9 @@ class Alone(Team):
 
     def whole(self, own: Capture) -> Captured:
         return own
+
+    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
+        """Nobody is to be told."""
 
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         """Nobody is to be told."""

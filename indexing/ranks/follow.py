@@ -14,8 +14,10 @@ from sparsekv.formats.part_writer import PartWriter
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.schema import layer_file
 from sparsekv.formats.whole_file import WholeFile, find_whole
+from sparsekv.indexing.capture.canary import run_canary
 from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.context_files import rows_as_stored
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
     CheckNumbers,
@@ -23,6 +25,7 @@ from sparsekv.indexing.ranks.requests import (
     MakeLayers,
     MeasureRotations,
     Request,
+    RunCanary,
     RunPrompt,
     SendLayer,
     ShareFiles,
@@ -72,6 +75,9 @@ class _Follower:
                 self.own = self._captured(request)
             case CheckNumbers():
                 self.ranks.collect(self._capture.not_finite())
+            case RunCanary():
+                own = partial(rows_as_stored, self._capture.rows, kv_dtype=request.kv_dtype)
+                run_canary(self.loaded.model, request.input_ids, own)
             case MeasureRotations():
                 measure_rotations(self.loaded.model, request.input_ids)
             case SendLayer():

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from sparsekv.formats.growing_file import ALL_HEADS, HeadPart, RemoteSum
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.ranks.ranks import Ranks
-from sparsekv.formats.schema import LayerFacts, Probe, layer_file
+from sparsekv.formats.schema import LayerFacts, layer_file
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQueries
 from sparsekv.indexing.capture.team import Captured, SharedRows, Team
@@ -22,6 +23,7 @@ from sparsekv.indexing.ranks.requests import (
     EndLayer,
     MakeLayers,
     MeasureRotations,
+    RunCanary,
     RunPrompt,
     SendLayer,
     ShareFiles,
@@ -85,6 +87,9 @@ class Leader(Team):
         self._rows.own = own
         return JoinedCapture(self.ranks, own)
 
+    def begin_canary(self, input_ids: torch.Tensor, kv_dtype: KVDtype | None) -> None:
+        self.ranks.share(RunCanary(input_ids, kv_dtype))
+
     def begin_rotations(self, input_ids: torch.Tensor) -> None:
         self.ranks.share(MeasureRotations(input_ids))
 
@@ -123,10 +128,6 @@ class JoinedCapture:
     ranks: Ranks
     own: Capture
 
-    @property
-    def probe(self) -> Probe:
-        return self.own.probe
-
     def facts(self, layer: int) -> LayerFacts:
         return self.own.facts(layer)
 
@@ -134,6 +135,10 @@ class JoinedCapture:
         """The first tensor of any rank with an infinity or NaN; None if all are finite."""
         self.ranks.share(CheckNumbers())
         return next((wrong for wrong in self.ranks.collect(self.own.not_finite()) if wrong), None)
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of this rank's heads."""
+        return self.own.rows(layer)
 
     def take(self, layer: int) -> CapturedLayer:
         self.ranks.share(SendLayer(layer))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.unfinished_file import SharedFile
 from sparsekv.indexing.indexers.layer_work import LayerWork
 
@@ -31,6 +32,14 @@ class RunPrompt:
 @dataclass(frozen=True)
 class CheckNumbers:
     """Tell whether all captured numbers are finite."""
+
+
+@dataclass(frozen=True)
+class RunCanary:
+    """Run the passes of `run_canary` over input_ids [N] and what was captured, as `kv_dtype` stores it."""
+
+    input_ids: torch.Tensor
+    kv_dtype: KVDtype | None
 
 
 @dataclass(frozen=True)
@@ -72,4 +81,4 @@ class End:
     """The build needs this rank no more."""
 
 
-Request = ShareFiles | RunPrompt | CheckNumbers | MeasureRotations | SendLayer | EndLayer | MakeLayers | End
+Request = ShareFiles | RunPrompt | CheckNumbers | RunCanary | MeasureRotations | SendLayer | EndLayer | MakeLayers | End

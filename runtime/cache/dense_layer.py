@@ -1,7 +1,5 @@
 """Cache layers that attend to the whole stored context, or to a sliding window."""
 
-from collections.abc import Callable
-
 import torch
 
 from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask
@@ -137,22 +135,3 @@ def attend_to(
     query = call.query[:, 0].unflatten(0, (Hk, -1))
     how = call.softmax_scale, call.softcap, sinks
     return decode_attention(query, runs, exact, (), *how, exact_count=exact_count).flatten(0, 1)[:, None]
-
-
-class MappedDenseLayer(DenseLayer):
-    """A dense layer that keeps no stored rows in memory: it loads them for each call and frees them after it.
-
-    Args:
-        rows: gives keys and values [Hk, tokens - out_of_sight, D].
-        nothing: [Hk, 0, D], on their device and of their dtype.
-    """
-
-    def __init__(
-        self,
-        rows: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-        nothing: torch.Tensor,
-        tokens: int,
-        out_of_sight: int = 0,
-    ):
-        super().__init__(nothing, nothing, out_of_sight)
-        self.stored, self.stored_rows = tokens, rows  # type: ignore[method-assign]

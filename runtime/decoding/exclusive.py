@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import all_alone, alone, called_back
+from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
 
 @contextmanager
@@ -16,10 +17,14 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UsageError: an answer's own callback asks, of this model or of another: two threads whose callbacks ask each
             other's model would wait for ever.
+        SparsekvError: the model attends in a way that no index can follow, as other code of it may since the build.
     """
     _refuse_callback()
     with alone(model):
-        yield
+        try:
+            yield
+        except UnsupportedAttentionError as error:
+            raise SparsekvError(str(error)) from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.question import QuestionPrefill
-from sparsekv.runtime.cache.dense_layer import DenseLayer, MappedDenseLayer
+from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import Pair, check_placement
@@ -26,7 +26,7 @@ from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
-from sparsekv.runtime.decoding.probe import compare_probe
+from sparsekv.runtime.decoding.probe import behind_zeros, compare_probe
 from sparsekv.runtime.decoding.room import check_room
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
 from sparsekv.runtime.selection.budget import Budget
@@ -156,7 +156,7 @@ class OpenIndex:
 
     def _dense_layer(self, layer: int, tokens: int) -> DenseLayer:
         """A dense layer; with a sliding window only of the rows that the next token can see."""
-        first, window = self._first_seen(layer, tokens), self.artifact.manifest.layers[layer].sliding_window
+        first, window = self._first_seen(layer, tokens), self._window(layer)
         held = self.take_rows(layer)
         if window is None and self.device.type == "cuda" and isinstance(held.stored_on(self.device), Int8Rows):
             stored = of_tokens(held.stored_on(self.device).tensors, slice(tokens))
@@ -164,31 +164,35 @@ class OpenIndex:
             return DenseLayerIn8Bits(lambda: stored, nothing, tokens)
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
-    def _probed_layer(self, layer: int, tokens: int, ahead: Executor | None, *, hold: bool) -> DenseLayer:
-        """A dense layer that reads its rows when it attends, or `ahead` does; with `hold` the next cache gets them."""
-        first, rows = self._first_seen(layer, tokens), self.rows.pop(layer, None) or LayerRows(self.artifact, layer)
+    def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
+        """What reads a layer's rows when it is called, or `ahead` does; with `hold` the next cache gets them.
+
+        Of a layer with a sliding window the last rows, twice as many as it has, in the place of all: a model that has
+        lost its window attends to zeros before them.
+        """
+        rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
-        if hold and not first:
+        if hold and window is None:
             self._held[layer] = rows
             early = ahead.submit(rows.stored_on, self.device) if ahead else None
-        Hk, D = self.artifact.heads_and_channels(layer)
-        nothing = torch.empty(Hk, 0, D, dtype=self.dtype, device=self.device)
-        if early and self.artifact.manifest.kv_storage is not None:
-            read_ahead = early
-            return DenseLayerIn8Bits(lambda: of_tokens(read_ahead.result().tensors, slice(tokens)), nothing, tokens)
 
         def read() -> Pair:
             if early:
                 early.result()
-            pair = self._rows(rows, slice(first, tokens))
+            tokens = self.split.tokens
+            first = 0 if window is None else max(0, tokens - 2 * window)
+            keys, values = self._rows(rows, slice(first, tokens))
             if layer not in self._held:
                 rows.release()
-            return pair
+            return behind_zeros(keys, first), behind_zeros(values, first)
 
-        return MappedDenseLayer(read, nothing, tokens, out_of_sight=first)
+        return read
+
+    def _window(self, layer: int) -> int | None:
+        return self.artifact.manifest.layers[layer].sliding_window
 
     def _first_seen(self, layer: int, tokens: int) -> int:
-        window = self.artifact.manifest.layers[layer].sliding_window
+        window = self._window(layer)
         return 0 if window is None else max(0, tokens - window + 1)
 
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
@@ -197,13 +201,14 @@ class OpenIndex:
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)
 
     def check_probe(self, *, hold: bool = False) -> None:
-        """Recompute the last prompt token over the stored context and compare its logits with the stored ones.
+        """Recompute the last prompt token over the stored context, by the model's own attention, and compare its logits
+        with the stored ones.
 
         Args:
             hold: keep the rows that it reads, on a GPU or mapped, for the cache that is made next.
 
         Raises:
-            IdentityError: they differ beyond rounding, so the index was built with another model.
+            IdentityError: they differ beyond rounding: the index was built with another model, or one of another mask.
             SparsekvError: what is kept does not fit the GPU.
         """
         if hold:
@@ -212,9 +217,8 @@ class OpenIndex:
         with ThreadPoolExecutor(AHEAD) as threads:
             # A mapping has nothing to read ahead: its pages come as they are accessed.
             ahead = threads if hold and self.device.type == "cuda" else None
-            tokens = self.split.tokens - 1
-            cache = IndexCache([self._probed_layer(layer, tokens, ahead, hold=hold) for layer in layers])
-            compare_probe(self.artifact, self.model, int(self.input_ids[-1]), cache)
+            rows = [self._probed_rows(layer, ahead, hold=hold) for layer in layers]
+            compare_probe(self.artifact, self.model, int(self.input_ids[-1]), lambda layer, own: rows[layer]())
 
 
 def open_index(

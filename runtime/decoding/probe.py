@@ -1,78 +1,103 @@
-"""The probe: whether a model computes over an index what the model computed that built it."""
+"""The probe: whether a model attends over an index as it did when the index was built."""
 
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
-from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.probe import PROBE_TOLERANCE, STORING_TOLERANCE, difference
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest
-from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.kernels.common.mask import UnsupportedAttentionError
-from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.kernels.common.given_rows import Pair, Rows, logits_over_rows
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 
-# Largest difference of a probe's logits, relative to the largest logit, that rounding can cause.
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-
-# The same for what storing in 8 bits changes: 0.003 for the embedded model over 6,144 tokens, at most 0.02 for random
-# models of every family. Other weights are further off: 0.15 where each of the embedded model's is off by 10% of their
-# standard deviation (docs/reference/eight-bits.md).
-STORING_TOLERANCE: dict[KVDtype, float] = {"int8": 5e-2}
+ROW_TOLERANCE = 4
+"""How many times as far as logits, relatively, a layer's rows of one token may be from the stored ones: rounding adds
+up over layers."""
 
 
-@torch.inference_mode()
-def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, cache: IndexCache) -> None:
+def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: Rows) -> None:
     """Compute the logits after the last prompt token and compare them with those that the index stores.
+
+    The model runs its own attention, in which none of ours takes part, so that a model with a mask of its own is
+    refused whatever ours does with it. It attends to the token's stored rows too, which are compared with those that it
+    computes.
 
     Args:
         last: the token's id.
-        cache: the stored context before it.
+        rows: returns a layer's stored keys and values of all tokens.
 
     Raises:
-        IdentityError: they differ beyond rounding, so the index was built with another model.
+        IdentityError: they differ beyond rounding, so the index was built with another model, or with one that attended
+            otherwise.
         ArtifactError: its tensors have other sizes than the model's.
-        SparsekvError: the model attends in a way that no index can follow.
     """
-    probe = artifact.manifest.probe
+    compared: list[Pair] = []
 
-    def attend(call: AttentionCall) -> torch.Tensor:
-        _check_heads(artifact, call)
-        return cache.attend(call)
+    def given(layer: int, own: Pair) -> Pair:
+        _check_heads(artifact, layer, own[0])
+        stored = rows(layer, own)
+        compared.append((_apart(own[0], stored[0]), _apart(own[1], stored[1])))
+        return stored
 
-    with route_attention(model, attend), all_cores(model):
-        ids = torch.tensor([[last]], device=model.device)
-        try:
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
-        except UnsupportedAttentionError as error:
-            raise SparsekvError(str(error)) from error
-    stored = torch.tensor(probe.logits)
-    difference = float((logits[probe.token_ids] - stored).abs().max() / stored.abs().max())
-    if not difference <= _tolerance(artifact.manifest, model.dtype):
-        raise IdentityError(
-            "the probe (logits of the last prompt token over the stored context)",
-            f"{probe.logits[0]:.4f} at its top",
-            f"{logits[probe.token_ids[0]]:.4f}, {difference:.1%} away",
-            "these are other weights: use the model it was built with "
-            f"(--model {artifact.manifest.model.id}) or build the index again for this one",
-        )
+    manifest = artifact.manifest
+    with all_cores(model):
+        logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given)[-1]
+    off = difference(manifest.probe, logits)
+    if not off <= _tolerance(manifest, model.dtype, over_exact=_is_exact(manifest)):
+        stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
+        raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
+    rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
+    if not rows_off <= ROW_TOLERANCE * _tolerance(manifest, model.dtype, over_exact=True):
+        raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
 
 
-def _check_heads(artifact: Artifact, call: AttentionCall) -> None:
+def behind_zeros(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows [Hk, T, D] with so many of zeros before them; the rows themselves, if none."""
+    if not first:
+        return rows
+    whole = rows.new_zeros(len(rows), first + rows.shape[1], rows.shape[2])
+    whole[:, first:] = rows
+    return whole
+
+
+def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:
+    return IdentityError(
+        f"the probe ({part} of the last prompt token over the stored context)",
+        stored,
+        found,
+        "these are other weights, or the model masks other tokens than it did: use the model it was built with "
+        f"(--model {manifest.model.id}) or build the index again for this one",
+    )
+
+
+def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """How far a token's rows [Hk, 1, D] are from the last stored ones [Hk, T, D], relative to these."""
+    last = stored[:, -1:].float()
+    return (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
     """Raise ArtifactError where a layer's tensors have other sizes than the model's: files may say what they like."""
-    layers, (heads, _, channels) = len(artifact.manifest.layers), call.keys.shape
-    if call.layer >= layers:
+    layers, (heads, _, channels) = len(artifact.manifest.layers), keys.shape
+    if layer >= layers:
         raise ArtifactError(f"{artifact.folder} has {layers} layers, and the model more; {REBUILD}")
-    if (found := artifact.heads_and_channels(call.layer)) != (heads, channels):
+    if (found := artifact.heads_and_channels(layer)) != (heads, channels):
         has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
-        raise ArtifactError(f"layer {call.layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
+        raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
 
 
-def _tolerance(manifest: Manifest, dtype: torch.dtype) -> float:
-    """The largest difference for a model in a dtype."""
+def _is_exact(manifest: Manifest) -> bool:
+    """Whether the probe's logits are those over the rows before they were rounded."""
+    return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
+
+
+def _tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool) -> float:
+    """The largest difference for a model in a dtype, which may be that of stored rows from exact ones."""
     rounding = max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[_dtype(manifest.dtype)])
-    return rounding if manifest.kv_storage is None else max(rounding, STORING_TOLERANCE[manifest.kv_storage.dtype])
+    if manifest.kv_storage is None or not over_exact:
+        return rounding
+    return max(rounding, STORING_TOLERANCE[manifest.kv_storage.dtype])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -7,6 +7,7 @@ from support.reference import assert_close
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.probe import top_logits
 from sparsekv.formats.schema import Probe
 from sparsekv.indexing.capture.capture import CapturedLayer, capture
 
@@ -18,7 +19,7 @@ def _captured(loaded: LoadedModel, chunk_size: int) -> Captured:
     """All layers of the prefilled document."""
     ids = encode_prompt(loaded.tokenizer, DOCUMENT, max_tokens=TOKENS).input_ids
     captured = capture(loaded.model, ids, tail=32, chunk_size=chunk_size)
-    return [captured.take(layer) for layer in range(loaded.model.config.num_hidden_layers)], captured.probe
+    return [captured.take(layer) for layer in range(loaded.model.config.num_hidden_layers)], top_logits(captured.logits)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.capture.canary import RUN
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
@@ -107,8 +108,9 @@ def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tenso
 
 
 def prefilled(outputs: list[list[torch.Tensor]]) -> int:
-    """Tokens of recorded passes that a build prefilled; passes over one token only measure how keys turn."""
-    return sum(len(rows) for rows in outputs[0] if len(rows) > 1)
+    """Tokens of recorded passes that a build prefilled: those over one token measure how keys turn, and those over RUN
+    tokens are the canary's."""
+    return sum(len(rows) for rows in outputs[0] if len(rows) not in (1, RUN))
 
 
 def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,64 @@
+"""A model's logits of a few tokens over given keys and values, in the place of a prefill of all before them."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.kernels.common.hook import alone
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Rows: TypeAlias = Callable[[int, Pair], Pair]
+"""Returns a layer's keys and values [Hk, T, D] of all tokens up to the last that runs, on the model's device. It gets
+the layer's number and the keys and values [Hk, Q, D] that the model has just computed of the tokens that run."""
+
+
+class GivenLayer(CacheLayerMixin):
+    """A cache layer that returns given rows, the running tokens' included, and stores none.
+
+    Its mask sizes are those of all tokens, also where the model attends in a window: the model masks them itself.
+    """
+
+    is_sliding = False
+
+    def __init__(self, layer: int, before: int, rows: Rows):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer, self.seen, self.rows = layer, before, rows
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to allocate."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen += key_states.shape[2]
+        keys, values = self.rows(self.layer, (key_states[0], value_states[0]))
+        return keys[None], values[None]
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@torch.inference_mode()
+def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows) -> torch.Tensor:
+    """Logits [Q, vocabulary] of tokens [Q] at positions from `before` on, float32 on the CPU.
+
+    The model attends by the implementation that it was loaded with and makes its own masks, unless `route_attention`
+    is active. Allocates what that implementation does for Q queries: without a mask nothing of the rows' size, with one
+    perhaps a layer's rows for each query head.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
+    with alone(model):
+        ids = input_ids[None].to(model.device)
+        logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+        return logits.float().cpu()
