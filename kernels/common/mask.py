@@ -155,7 +155,7 @@ def _measure(
     numbers = torch.arange(first, first + keys, device=device)
 
     def seen_by(query: int) -> torch.Tensor:
-        made = row(
+        made: torch.Tensor = row(
             batch_size=1,
             q_length=1,
             kv_length=keys,

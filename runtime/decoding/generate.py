@@ -3,7 +3,6 @@
 On a GPU the decoding loop replays a step captured as a CUDA graph, where the cache allows it.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -74,7 +74,8 @@ def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityEr
 def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """How far a token's rows [Hk, 1, D] are from the last stored ones [Hk, T, D], relative to these."""
     last = stored[:, -1:].float()
-    return (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    apart: torch.Tensor = (own.float() - last).norm() / last.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return apart
 
 
 def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:

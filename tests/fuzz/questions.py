@@ -88,7 +88,7 @@ class Checks:
         """An answer, and the logits of its steps, are those of an oracle."""
         steps = logits[question - 1 :]
         expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
-        most = min(self.case.answer, self.world.room(len(self.index.input_ids) + question))
+        most = min(self.case.answer, self.world.room(len(self.index.input_ids), question))
         ended = answer[-1] in self.world.ends
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
         found = stepped(self.index, asker, fed, question)

@@ -17,8 +17,11 @@ DUE = (
     r"turns keys by the (prompt's )?length",
 )
 """Parts of the messages of refusals that may be due."""
+OF_FAMILIES = {"doge": "has a mask that the model itself makes"}
+"""By family: the part of the message that refuses all of its models."""
 
 
 def is_due(case: Case, message: str) -> bool:
     """Whether a case may be refused so."""
-    return "\n" not in message.strip() and any(re.search(part, message) for part in DUE)
+    due = [*DUE, *(part for family, part in OF_FAMILIES.items() if family == case.family)]
+    return "\n" not in message.strip() and any(re.search(part, message) for part in due)

@@ -70,11 +70,11 @@ class World:
         ends = self.model.generation_config.eos_token_id
         return {ends} if isinstance(ends, int) else set(ends)
 
-    def room(self, tokens: int) -> int:
-        """How many tokens an answer may have after so many others."""
+    def room(self, stored: int, question: int) -> int:
+        """How many tokens an answer may have after a question of `question` tokens over an index of `stored` tokens."""
         case = self.case
-        changes = case.rope == "longrope" and len(self.prompt().input_ids) <= case.original
-        return (case.original if changes else case.positions or POSITIONS) - tokens
+        changes = case.rope == "longrope" and stored <= case.original
+        return (case.original if changes else case.positions or POSITIONS) - stored - question
 
     def question(self, number: int) -> str:
         """The text of a question by its number."""
