@@ -86,7 +86,7 @@ OWN_HEAD_DIM = ("phi3", "phimoe", "olmo2", "olmo3", "starcoder2", "stablelm", "q
 """Families whose heads divide the hidden size."""
 PARTIAL = ("phi3", "stablelm", "glm4", "nemotron")
 """Families that may turn a part of a head's channels alone."""
-BY_LAYER_TYPE = ("gemma3_text",)
+BY_LAYER_TYPE = ("gemma3_text", "olmo3")
 """Families with rotary parameters for each kind of layer."""
 EAGER_ONLY = ("gemma2", "gpt_oss")
 """Families whose soft cap or learned sinks torch's own attention has not."""
