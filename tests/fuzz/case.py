@@ -107,7 +107,7 @@ def _draw_model(random: Random) -> Case:
     rope = scaled if random.random() < 0.4 else "default"
     return Case(
         family=family,
-        layers=random.choice([1, 2, 2, 2, 3, 4]),
+        layers=random.choice([1, 2, 2, 2, 2, 3, 3, 4]),
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
@@ -121,8 +121,8 @@ def _draw_model(random: Random) -> Case:
 
 
 def _draw_document(random: Random, case: Case) -> Case:
-    near = random.choice([128, 128, 256, 256, 256, 512, 768])
-    tokens = near + random.choice([-2, -1, 0, 0, 0, 1, 2]) if random.random() < 0.5 else random.randint(60, 400)
+    near = random.choice([128, 128, 128, 128, 256, 256, 256, 256, 512, 768])
+    tokens = near + random.choice([-2, -1, 0, 0, 0, 1, 2]) if random.random() < 0.5 else random.randint(60, 300)
     # where positions change, if they do: near the end of the document, before it or far behind
     original = max(16, random.choice([tokens // 2, tokens - 1, tokens, tokens + 1, tokens + 9, tokens + 30, 2048]))
     return replace(
@@ -185,7 +185,7 @@ def _draw_answers(random: Random, case: Case) -> Case:
         ahead=random.random() < 0.1,
         guard=random.choice([0.01, 0.1, 0.5]) if random.random() < 0.1 else None,
         questions=tuple(random.choice([1, 1, 2, 5, 12, 30, 130]) for _ in range(random.choice([1, 1, 2, 3]))),
-        answer=random.choice([1, 2, 3, 3, 6, 12]),
+        answer=random.choice([1, 2, 3, 3, 3, 4, 6, 12]),
     )
 
 
