@@ -23,7 +23,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
-from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason
+from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason, unshown_endings
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
 from sparsekv.runtime.decoding.loop import DecodeLoop
@@ -159,7 +159,7 @@ def answer_after(
     """
     prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling, answer_room(index, prompt.shape[1]))
-    streamer = Streamer(index.tokenizer, on_text, ending_tokens(index))
+    streamer = Streamer(index.tokenizer, on_text, unshown_endings(index))
     with route_attention(index.model, cache.attend), only_special_tokens(index.model), all_cores(index.model):
         torch.manual_seed(sampling.seed)  # here, where no other thread answers
         cache.start_counting()
@@ -175,10 +175,10 @@ def answer_after(
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
-    ids, ends = generated.tolist(), ending_tokens(index)
-    ended = finish_reason(ids, ends)
+    ids = generated.tolist()
+    ended = finish_reason(ids, ending_tokens(index))
     return Answer(
-        text=answer_text(index, ids, ends),
+        text=answer_text(index, ids),
         ids=ids,
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),
