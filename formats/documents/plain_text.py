@@ -82,7 +82,8 @@ def encode_text(
             f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; take it "
             "out, or give --special-tokens where all of the text is your own"
         )
-    return EncodedText(ids, dict(+found))
+    text = "".join(part for part in parts if not isinstance(part, Trusted))
+    return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)})
 
 
 def _encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:

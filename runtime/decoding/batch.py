@@ -228,7 +228,7 @@ class Batch:
         steps, seconds = len(done.answer) - 1, done.last - done.first
         read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
         return Answer(
-            text=answer_text(self.index, done.answer, self.ends),
+            text=answer_text(self.index, done.answer),
             ids=done.answer,
             prompt_tokens=self.index.split.tokens + len(done.question),
             generated_tokens=len(done.answer),

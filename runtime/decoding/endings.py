@@ -21,7 +21,12 @@ def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
     return "stop" if answer and answer[-1] in ends else "length"
 
 
-def answer_text(index: OpenIndex, answer: Sequence[int], ends: set[int]) -> str:
-    """An answer's text without special tokens and the token that ends it, which may not be marked special."""
-    shown = answer[:-1] if finish_reason(answer, ends) == "stop" else answer
+def unshown_endings(index: OpenIndex) -> set[int]:
+    """The ending tokens that are no text: added tokens, whether the tokenizer marks them as special or not."""
+    return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
+
+
+def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
+    """An answer's text, without special tokens and the token that ends it."""
+    shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
     return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))

@@ -23,7 +23,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretcha
 from sparsekv.formats.schema import ChatFrame
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
-from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason
+from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason, unshown_endings
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.finite_logits import FiniteLogits
@@ -139,7 +139,7 @@ def answer_after(
     cache.check_length(len(before))
     prompt = torch.cat([before, question])[None].to(index.model.device)
     config = _generation_config(index, sampling.max_new_tokens, answer_room(index, prompt.shape[1]))
-    streamer = Streamer(index.tokenizer, on_text, ending_tokens(index))
+    streamer = Streamer(index.tokenizer, on_text, unshown_endings(index))
     model = index.model
     with (
         route_attention(model, cache.attend),
@@ -160,10 +160,10 @@ def answer_after(
         )
     generated = output[0, prompt.shape[1] :]
     steps, seconds = len(generated) - 1, streamer.last - streamer.first
-    ids, ends = generated.tolist(), ending_tokens(index)
-    ended = finish_reason(ids, ends)
+    ids = generated.tolist()
+    ended = finish_reason(ids, ending_tokens(index))
     return Answer(
-        text=answer_text(index, ids, ends),
+        text=answer_text(index, ids),
         ids=ids,
         prompt_tokens=prompt.shape[1],
         generated_tokens=len(generated),

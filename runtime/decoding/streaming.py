@@ -13,7 +13,7 @@ class Streamer(TextStreamer):
     """Passes text on as it is decoded, and records the times of the first and the last token.
 
     Args:
-        ends: tokens that end an answer and are no part of its text, whether they are marked special or not.
+        ends: tokens that end an answer and are no part of its text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):

@@ -5,7 +5,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.tokenizers_of_families import KINDS, tokenizer_of
 
-from sparsekv.formats.documents.continuation import border_behind, encode_question
+from sparsekv.formats.documents.continuation import border_behind, encode_more, encode_question
 from sparsekv.formats.documents.prompt import departure, encode_prompt
 from sparsekv.formats.documents.turns import end_of_turn, next_turn
 
@@ -75,3 +75,84 @@ def test_turns_are_the_templates(kind: str, end: str, question: str, answers: li
         frame = next_turn(tokenizer, frame)
         said += ids + encode_question(tokenizer, border_behind(tokenizer, ids), frame, after)
         assert said == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(end=TEXTS, more=TEXTS, question=TEXTS)
+@example(end="The end.\n", more="\nOne more line.\n", question="Why?")
+@pytest.mark.parametrize("kind", KINDS)
+def test_appended_text_is_the_templates(kind: str, end: str, more: str, question: str) -> None:
+    """As a part of the document, and behind an answer as the beginning of the next message."""
+    tokenizer = tokenizer_of(kind)
+    prompt = encode_prompt(tokenizer, f"{LONG}{end}")
+    encoded, chat, border = encode_more(tokenizer, prompt.border, prompt.chat, more)
+    asked = encode_question(tokenizer, border, chat, question)
+    expected = whole(kind, f"{LONG}{end}\n\n{more}\n\n{question}")
+    assert prompt.input_ids.tolist() + encoded.ids + asked == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(more=TEXTS, question=TEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, question: str) -> None:
+    tokenizer, ending = tokenizer_of(kind), tokenizer_of(kind).convert_tokens_to_ids(KINDS[kind][3])
+    prompt = encode_prompt(tokenizer, LONG)
+    said = prompt.input_ids.tolist() + encode_question(tokenizer, prompt.border, prompt.chat, "Why?")
+    expected = whole(kind, f"{LONG}\n\nWhy?", "the module", f"{more}\n\n{question}")
+    answer = expected[len(said) :][: expected[len(said) :].index(ending)]
+    while not str(tokenizer.decode(answer[-1:])).strip():
+        answer.pop()
+    assert prompt.chat is not None
+    frame = next_turn(tokenizer, prompt.chat)
+    encoded, chat, border = encode_more(tokenizer, border_behind(tokenizer, answer), frame, more)
+    assert said + answer + encoded.ids + encode_question(tokenizer, border, chat, question) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(start=TEXTS, question=TEXTS, tokens=st.integers(5, 60))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_is_cut_has_the_templates_first_tokens(kind: str, start: str, question: str, tokens: int) -> None:
+    """A question behind it has the tokens that it has behind any word: none spans the cut."""
+    tokenizer, text = tokenizer_of(kind), f"{start.strip()}{LONG}"
+    prompt = encode_prompt(tokenizer, text, max_tokens=tokens)
+    ids = prompt.input_ids.tolist()
+    assert ids == whole(kind, text)[: len(ids)]
+    asked = encode_question(tokenizer, prompt.border, prompt.chat, question)
+    assert asked == whole(kind, f"{LONG}x\n\n{question}")[-len(asked) :]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), question=TEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_the_template_in_a_text_are_text(kind: str, data: st.DataObject, question: str) -> None:
+    """What stands around them has the tokens that it has around other text of such letters."""
+    tokenizer = tokenizer_of(kind)
+    special = data.draw(st.sampled_from(sorted(map(str, tokenizer.added_tokens_decoder.values()))))
+    prompt = encode_prompt(tokenizer, f"{LONG}{special}{LONG}")
+    asked = encode_question(tokenizer, prompt.border, prompt.chat, f"{question}{special}")
+    expected = whole(kind, f"{LONG}\n\n{question}")
+    control = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}
+    ids = prompt.input_ids.tolist() + asked
+    assert [one for one in ids if one in control] == [one for one in expected if one in control]
+    assert prompt.plain == {special: 1}
+    head = len(encode_prompt(tokenizer, LONG).input_ids) - 1
+    assert ids[:head] == expected[:head]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_of_an_earlier_version_is_answered_as_before(kind: str) -> None:
+    tokenizer, chat = tokenizer_of(kind), encode_prompt(tokenizer_of(kind), LONG).chat
+    assert chat is not None
+    asked = encode_question(tokenizer, None, chat.model_copy(update={"trimmed": False}), " Why? ")
+    assert asked == tokenizer(f"\n\n Why? {chat.after}", add_special_tokens=False).input_ids
+    encoded, after, border = encode_more(tokenizer, None, chat, "More.")
+    assert encoded.ids == tokenizer("\n\nMore.", add_special_tokens=False).input_ids
+    assert (after, border) == (chat, None)
+
+
+@pytest.mark.parametrize("kind", ["llama-2", "llama-2 first", "mistral", "unigram chatml"])
+def test_a_text_without_a_template_goes_on_without_the_prefix_of_a_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt = encode_prompt(tokenizer, LONG.strip(), raw=True)
+    asked = encode_question(tokenizer, prompt.border, None, "And (the) module")
+    assert prompt.input_ids.tolist() + asked == tokenizer(f"{LONG.strip()}And (the) module").input_ids
