@@ -14,6 +14,7 @@ from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, LayerFacts, Probe, layer_file
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
+from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.context_files import ContextFiles, context_recipe
@@ -48,7 +49,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     """Reuse or write the context's files; runs the model only if one of them is missing.
 
     Raises:
-        SparsekvError: every layer of the model has a sliding window, or keys, values, queries or logits are not finite.
+        SparsekvError: an index cannot follow the model, or keys, values, queries or logits are not finite.
     """
     ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
     recipe = _recipe(job, ids_sha256)
@@ -60,6 +61,8 @@ def build_context(job: BuildJob) -> ContextFacts:
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
     _check_room(job, len(positions), sum(layer_file("context", layer) in missing for layer in layers))
+    job.team.begin_preflight(job.plan.prompt.input_ids)
+    preflight(job.plan.loaded.model, job.plan.prompt.input_ids, job.plan.loaded.name)
     prefix_tokens = shared_prefix(job, positions)
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
@@ -69,8 +72,6 @@ def build_context(job: BuildJob) -> ContextFacts:
     job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers]
-    if all(layer.sliding_window is not None for layer in facts):
-        raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
     taken, copies = taken_over(job, prefix_tokens), not job.team.has_all_heads
     files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies)
     found = ContextFacts(facts, captured.probe)

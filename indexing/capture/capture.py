@@ -66,9 +66,7 @@ class _Recorder:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         if call.keys.shape != call.values.shape:
-            raise SparsekvError(
-                "the model's keys and values have different sizes, which no index holds; choose another"
-            )
+            raise SparsekvError("the model's keys and values have different sizes, which no index holds")
         self.facts[call.layer] = LayerFacts(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
@@ -110,17 +108,20 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the probe; `take` returns a layer and drops it from the cache, and
-    `take_queries` drops it and returns its queries alone."""
+    """A finished prefill: one entry per layer, `logits` [vocabulary] float32 of the last token, and the probe; `take`
+    returns a layer and drops it from the cache, and `take_queries` drops it and returns its queries alone."""
 
-    _logits: torch.Tensor
+    logits: torch.Tensor
     _layers: list[ContextLayer]
     _recorder: _Recorder
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     @property
     def probe(self) -> Probe:
         """The PROBE_LOGITS highest logits of the last token; valid only if `not_finite` returns None."""
-        top = self._logits.topk(min(PROBE_LOGITS, len(self._logits)))
+        top = self.logits.topk(min(PROBE_LOGITS, len(self.logits)))
         return Probe(token_ids=top.indices.tolist(), logits=top.values.tolist())
 
     def facts(self, layer: int) -> LayerFacts:
@@ -134,7 +135,7 @@ class Capture:
             for name, rows in (("keys", [layer.keys]), ("values", [layer.values]), ("queries", queries)):
                 if not all(_is_finite(some) for some in rows if some is not None):
                     return f"{name} of layer {number}"
-        return None if _is_finite(self._logits) else "logits"
+        return None if _is_finite(self.logits) else "logits"
 
     def take(self, layer: int) -> CapturedLayer:
         rows = self._layers[layer]
@@ -213,11 +214,11 @@ def capture(
             if len(recorder.facts) < len(layers):
                 raise SparsekvError(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "
-                    "AttentionInterface; choose another model"
+                    "AttentionInterface"
                 )
             for layer, rows in enumerate(layers):
-                assert rows.keys is not None
-                assert rows.values is not None
+                if rows.keys is None or rows.values is None:
+                    raise SparsekvError(f"layer {layer} of the model has no keys and values of its own")
                 rows_done(layer, rows.keys[0], rows.values[0], end)
             progress(end)
     return Capture(logits[0, -1].float(), layers, recorder)

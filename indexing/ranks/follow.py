@@ -15,6 +15,7 @@ from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.schema import layer_file
 from sparsekv.formats.whole_file import WholeFile, find_whole
 from sparsekv.indexing.capture.capture import Capture, capture
+from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
@@ -26,6 +27,7 @@ from sparsekv.indexing.ranks.requests import (
     RunPrompt,
     SendLayer,
     ShareFiles,
+    TryModel,
 )
 from sparsekv.indexing.ranks.sums import SentSums
 from sparsekv.indexing.ranks.turns import give_memory_back, give_turns
@@ -41,6 +43,7 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 
     Raises:
         ArtifactError: its rows could not be written, or files not be read.
+        SparsekvError: an index cannot follow the model.
         UsageError: a method cannot be built for this model.
     """
     # The first rank's build begins with it, and weights that are shared out are gathered for it by all.
@@ -68,6 +71,8 @@ class _Follower:
         match request:
             case ShareFiles():
                 self._share_files(request)
+            case TryModel():
+                preflight(self.loaded.model, request.input_ids, self.loaded.name)
             case RunPrompt():
                 self.own = self._captured(request)
             case CheckNumbers():

@@ -14,6 +14,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.capture.preflight import SINGLE, TOKENS
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
@@ -107,8 +108,13 @@ def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tenso
 
 
 def prefilled(outputs: list[list[torch.Tensor]]) -> int:
-    """Tokens of recorded passes that a build prefilled; passes over one token only measure how keys turn."""
-    return sum(len(rows) for rows in outputs[0] if len(rows) > 1)
+    """Tokens of recorded passes that a build prefilled: those after its preflight. Passes over one token are the
+    preflight's too, or measure how keys turn."""
+    passes = [len(rows) for rows in outputs[0] if len(rows) > 1]
+    if not passes:
+        return 0
+    assert passes[0] == TOKENS
+    return sum(passes) - (2 * TOKENS - SINGLE)
 
 
 def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
