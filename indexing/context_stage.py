@@ -15,6 +15,7 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
 from sparsekv.indexing.capture.canary import judge_canary, run_canary
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
+from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured
 from sparsekv.indexing.context_files import ContextFiles, TakenOver, context_recipe, rows_as_stored
@@ -51,8 +52,8 @@ def build_context(job: BuildJob) -> ContextFacts:
     """Reuse or write the context's files; runs the model only if one of them is missing.
 
     Raises:
-        SparsekvError: every layer of the model has a sliding window, keys, values, queries or logits are not finite, or
-            the model's own attention over the stored rows differs from ours.
+        SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's own
+            attention over the stored rows differs from ours.
     """
     ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
     recipe = _recipe(job, ids_sha256)
@@ -64,6 +65,8 @@ def build_context(job: BuildJob) -> ContextFacts:
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
         return known
     _check_room(job, len(positions), sum(layer_file("context", layer) in missing for layer in layers))
+    job.team.begin_preflight(job.plan.prompt.input_ids)
+    preflight(job.plan.loaded.model, job.plan.prompt.input_ids, job.plan.loaded.name)
     prefix_tokens = shared_prefix(job, positions)
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
@@ -75,8 +78,6 @@ def build_context(job: BuildJob) -> ContextFacts:
     job.team.begin_rotations(job.plan.prompt.input_ids)
     rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
     facts = [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers]
-    if all(layer.sliding_window is not None for layer in facts):
-        raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
     files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies=not job.team.has_all_heads)
     found = ContextFacts(facts, probe, canary=canary)
     if job.plan.kv_dtype is None:

@@ -79,13 +79,10 @@ class BuildPlan:
             raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
         if self.chunk_size < 1:
             raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+        self._check_heads()
         for indexer in self.methods.values():
             indexer.check_channels(self.head_dim)
         config = self.loaded.model.config.get_text_config()
-        if getattr(config, "num_key_value_heads", None) is None:
-            raise UsageError(
-                f"{self.loaded.name} ({config.model_type}) has no KV heads in its config: choose another model"
-            )
         if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
             told = f"{self.loaded.name} has layers of {', '.join(others)}"
             raise UsageError(f"{told}; an index is of full attention, and of a sliding window's: choose another model")
@@ -95,6 +92,19 @@ class BuildPlan:
                 f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so "
                 "that it has to be run at once; leave the option out"
             )
+
+    def _check_heads(self) -> None:
+        """Raise UsageError for a model whose config has no one number and size of heads for all layers."""
+        config = self.loaded.model.config.get_text_config()
+        told = f"{self.loaded.name} ({config.model_type})"
+        try:
+            heads, _, _ = getattr(config, "num_key_value_heads", None), config.num_attention_heads, self.head_dim
+        except RuntimeError:  # as transformers raises for a field that differs between layers
+            raise UsageError(f"{told} has layers with heads of different sizes: choose another model") from None
+        except AttributeError:
+            heads = None
+        if heads is None:
+            raise UsageError(f"{told} has no KV heads in its config: choose another model")
 
     @property
     def prefill_record(self) -> PrefillRecord:

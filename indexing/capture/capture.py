@@ -66,9 +66,7 @@ class _Recorder:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         if call.keys.shape != call.values.shape:
-            raise SparsekvError(
-                "the model's keys and values have different sizes, which no index holds; choose another"
-            )
+            raise SparsekvError("the model's keys and values have different sizes, which no index holds")
         self.facts[call.layer] = LayerFacts(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap,
@@ -110,7 +108,7 @@ class _Recorder:
 
 @dataclass
 class Capture:
-    """A finished prefill: one entry per layer, and the last token's logits [vocabulary].
+    """A finished prefill: one entry per layer, and the last token's logits [vocabulary] in float32.
 
     `take` returns a layer and drops it from the cache, and `take_queries` drops it and returns its queries alone.
     """
@@ -118,6 +116,9 @@ class Capture:
     logits: torch.Tensor
     _layers: list[ContextLayer]
     _recorder: _Recorder
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def facts(self, layer: int) -> LayerFacts:
         return self._recorder.facts[layer]
@@ -216,11 +217,11 @@ def capture(
             if len(recorder.facts) < len(layers):
                 raise SparsekvError(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "
-                    "AttentionInterface; choose another model"
+                    "AttentionInterface"
                 )
             for layer, rows in enumerate(layers):
-                assert rows.keys is not None
-                assert rows.values is not None
+                if rows.keys is None or rows.values is None:
+                    raise SparsekvError(f"layer {layer} of the model has no keys and values of its own")
                 rows_done(layer, rows.keys[0], rows.values[0], end)
             progress(end)
     return Capture(logits[0, -1].float(), layers, recorder)

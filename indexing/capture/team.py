@@ -66,6 +66,10 @@ class Team(ABC):
         return self.part == ALL_HEADS
 
     @abstractmethod
+    def begin_preflight(self, input_ids: torch.Tensor) -> None:
+        """A call of `preflight` over input_ids [N] follows."""
+
+    @abstractmethod
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         """A call of `capture` follows, over input_ids [N] with these keyword arguments."""
 
@@ -96,6 +100,9 @@ class Alone(Team):
     """This process has the whole model."""
 
     part, shared_rows, starts_after_prefix = ALL_HEADS, None, True
+
+    def begin_preflight(self, input_ids: torch.Tensor) -> None:
+        """Nobody is to be told."""
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Nobody is to be told."""

@@ -16,6 +16,7 @@ from sparsekv.formats.schema import layer_file
 from sparsekv.formats.whole_file import WholeFile, find_whole
 from sparsekv.indexing.capture.canary import run_canary
 from sparsekv.indexing.capture.capture import Capture, capture
+from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.context_files import rows_as_stored
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
@@ -29,6 +30,7 @@ from sparsekv.indexing.ranks.requests import (
     RunPrompt,
     SendLayer,
     ShareFiles,
+    TryModel,
 )
 from sparsekv.indexing.ranks.sums import SentSums
 from sparsekv.indexing.ranks.turns import give_memory_back, give_turns
@@ -44,6 +46,7 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
 
     Raises:
         ArtifactError: its rows could not be written, or files not be read.
+        SparsekvError: an index cannot follow the model.
         UsageError: a method cannot be built for this model.
     """
     # The first rank's build begins with it, and weights that are shared out are gathered for it by all.
@@ -71,6 +74,8 @@ class _Follower:
         match request:
             case ShareFiles():
                 self._share_files(request)
+            case TryModel():
+                preflight(self.loaded.model, request.input_ids, self.loaded.name)
             case RunPrompt():
                 self.own = self._captured(request)
             case CheckNumbers():

@@ -27,6 +27,7 @@ from sparsekv.indexing.ranks.requests import (
     RunPrompt,
     SendLayer,
     ShareFiles,
+    TryModel,
 )
 from sparsekv.indexing.ranks.sums import ReceivedSums
 from sparsekv.indexing.ranks.turns import give_memory_back, take_turns
@@ -77,6 +78,9 @@ class Leader(Team):
         self.ranks, self.part = ranks, HeadPart(ranks.number, ranks.size) if split else ALL_HEADS
         self._rows = self.shared_rows = SplitRows(ranks) if split else None
         self._released = False
+
+    def begin_preflight(self, input_ids: torch.Tensor) -> None:
+        self.ranks.share(TryModel(input_ids))
 
     def begin_capture(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> None:
         self.ranks.share(RunPrompt(input_ids, options))

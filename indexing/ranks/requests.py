@@ -22,6 +22,13 @@ class ShareFiles:
 
 
 @dataclass(frozen=True)
+class TryModel:
+    """Run the passes of `preflight` over input_ids [N]."""
+
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RunPrompt:
     """Prefill input_ids [N] and keep what is captured; the options are keyword arguments of `capture`."""
 
@@ -81,4 +88,15 @@ class End:
     """The build needs this rank no more."""
 
 
-Request = ShareFiles | RunPrompt | CheckNumbers | RunCanary | MeasureRotations | SendLayer | EndLayer | MakeLayers | End
+Request = (
+    ShareFiles
+    | TryModel
+    | RunPrompt
+    | CheckNumbers
+    | RunCanary
+    | MeasureRotations
+    | SendLayer
+    | EndLayer
+    | MakeLayers
+    | End
+)

@@ -59,14 +59,14 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
     """
     layers = model.config.get_text_config().num_hidden_layers
     cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
-    with alone(model), _soft_caps(model):
+    with alone(model), soft_caps(model):
         ids = input_ids[None].to(model.device)
         logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits.float().cpu()
 
 
 @contextmanager
-def _soft_caps(model: PreTrainedModel) -> Iterator[None]:
+def soft_caps(model: PreTrainedModel) -> Iterator[None]:
     """Within the context the model applies its soft cap: `sdpa` of older transformers (5.17) leaves it out in silence."""
     loaded = model.config._attn_implementation
     if loaded != "sdpa" or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None:

@@ -15,6 +15,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import RUN
+from sparsekv.indexing.capture.preflight import SINGLE, TOKENS
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
@@ -108,9 +109,13 @@ def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tenso
 
 
 def prefilled(outputs: list[list[torch.Tensor]]) -> int:
-    """Tokens of recorded passes that a build prefilled: those over one token measure how keys turn, and those over RUN
-    tokens are the canary's."""
-    return sum(len(rows) for rows in outputs[0] if len(rows) not in (1, RUN))
+    """Tokens of recorded passes that a build prefilled: those after its preflight. Passes over one token are the
+    preflight's too, or measure how keys turn, and those over RUN tokens are the canary's."""
+    passes = [len(rows) for rows in outputs[0] if len(rows) not in (1, RUN)]
+    if not passes:
+        return 0
+    assert passes[0] == TOKENS
+    return sum(passes) - (2 * TOKENS - SINGLE)
 
 
 def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
