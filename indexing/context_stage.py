@@ -52,8 +52,8 @@ def build_context(job: BuildJob) -> ContextFacts:
     """Reuse or write the context's files; runs the model only if one of them is missing.
 
     Raises:
-        SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's own
-            attention over the stored rows differs from ours.
+        SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's
+            own attention over the stored rows differs from ours.
     """
     ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
     recipe = _recipe(job, ids_sha256)

@@ -67,7 +67,7 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
 
 @contextmanager
 def soft_caps(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the model applies its soft cap: `sdpa` of older transformers (5.17) leaves it out in silence."""
+    """Within the context the model applies its soft cap, which `sdpa` of transformers 5.17 leaves out in silence."""
     loaded = model.config._attn_implementation
     if loaded != "sdpa" or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None:
         yield
