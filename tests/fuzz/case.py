@@ -89,6 +89,8 @@ def draw(seed: int) -> Case:
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
         deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
+    if case.prefill != "dense" and random.random() < 0.5:  # whose rows depend on all that came before them
+        deed = random.choice(["edit", "edit", "grow"])
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 
@@ -149,8 +151,8 @@ def _draw_index(random: Random, case: Case) -> Case:
     chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
-    if prefill != "dense" and random.random() < 0.5:  # where chunks and documents end together
-        whole = max(1, case.tokens // chunk) * chunk + random.choice([-1, 0, 0, 0, 1])
+    if prefill != "dense" and random.random() < 0.7:  # rows stay by blocks of 256 tokens and by whole chunks
+        whole = random.choice([256, 256, 512, 384, 3 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
