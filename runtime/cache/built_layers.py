@@ -22,13 +22,13 @@ class BuiltLayers:
         """Raise IdentityError where the layer's first call differs; each later call costs a look-up."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
-        compared = (
+        same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
+        compared: tuple[tuple[str, object, object], ...] = (
+            ("softmax scale", facts.softmax_scale, facts.softmax_scale if same_scale else call.softmax_scale),
             ("soft cap", facts.softcap, call.softcap),
             ("sliding window", facts.sliding_window, call.window),
             ("attention sinks", facts.attention_sinks, call.sink_logits is not None),
         )
-        if not math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6):
-            compared = (("softmax scale", facts.softmax_scale, call.softmax_scale), *compared)
         for what, built, found in compared:
             if built != found:
                 raise IdentityError(

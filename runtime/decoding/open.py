@@ -169,8 +169,7 @@ class OpenIndex:
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
         """What reads a layer's rows when it is called, or `ahead` does; with `hold` the next cache gets them.
 
-        Of a layer with a sliding window the last rows, twice as many as it has, in the place of all: a model that has
-        lost its window attends to zeros before them.
+        Of a layer with a sliding window those of twice the window: a model that lost it attends to zeros before them.
         """
         rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
@@ -183,10 +182,10 @@ class OpenIndex:
                 early.result()
             tokens = self.split.tokens
             first = 0 if window is None else max(0, tokens - 2 * window)
-            keys, values = self._rows(rows, slice(first, tokens))
+            pair = self._rows(rows, slice(first, tokens))
             if layer not in self._held:
                 rows.release()
-            return behind_zeros(keys, first), behind_zeros(values, first)
+            return behind_zeros(pair, first)
 
         return read
 

@@ -17,7 +17,7 @@ from sparsekv.runtime import api
 OPENING = {
     "generate": ("generate", "Why?"),
     "dense": ("generate", "Why?", "--method", "dense"),
-    "batch": ("generate", "--from-file", "questions.txt", "--batch-size", "2"),
+    "batch": ("generate", "--batch-file", "questions.txt", "--batch-size", "2"),
     "save-to": ("generate", "Why?", "--save-to", "longer.skv"),
     "chat": ("chat",),
     "append": ("append", "doc.txt", "--rebuild"),

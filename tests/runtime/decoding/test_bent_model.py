@@ -95,6 +95,6 @@ def test_a_layer_that_our_attention_gets_otherwise_than_at_the_build_is_refused(
         cache.built = BuiltLayers(index.artifact.manifest.layers)
         with pytest.raises(IdentityError, match=says):
             stepped_logits(
-                index, cache, random_ids(3), 3, lambda call, change=change: cache.attend(replace(call, **change))
+                index, cache, random_ids(4), 3, lambda call, change=change: cache.attend(replace(call, **change))
             )
-    stepped_logits(index, cache, random_ids(3), 3)
+    stepped_logits(index, cache, random_ids(4), 3)
