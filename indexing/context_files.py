@@ -1,17 +1,18 @@
 """A context's files, layer by layer: keys and values in the model's dtype or in 8 bits, and the held-out queries."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.context_rows import Pair, context_rows
+from sparsekv.formats.context_rows import Pair
 from sparsekv.formats.growing_file import RemoteSum
-from sparsekv.formats.int8_rows import FORM, first_tokens, joined, quantise
+from sparsekv.formats.int8_rows import FORM
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
 from sparsekv.formats.schema import LayerFacts, ModelIdentity, PrefillRecord, Split, layer_file
 from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.capture.stored_rows import TakenOver, in_8_bits
 from sparsekv.indexing.storing_error import storing_error
 
 Tensors = Mapping[str, torch.Tensor]
@@ -40,37 +41,6 @@ def row_settings(model: ModelIdentity, split: Split, dtype: str, prefill: Prefil
         # Dense rows depend neither on chunks nor on the split.
         return {"model": decides_keys, "dtype": dtype, "prefill": prefill.kind}
     return {"model": decides_keys, "dtype": dtype, "prefill": prefill.model_dump(), "sinks": split.sinks}
-
-
-@dataclass(frozen=True)
-class TakenOver:
-    """The first `tokens` rows of an index in 8 bits, by layer: they are stored as they were, because rounding them a
-    second time would lose a second time. `storage` is what that index says of them."""
-
-    tokens: int
-    tensors: Callable[[int], Tensors]
-    storage: KVStorage
-
-
-def rows_as_stored(
-    rows: Callable[[int], Pair], layer: int, kv_dtype: KVDtype | None, taken: TakenOver | None = None
-) -> Pair:
-    """Keys and values [Hk, N, D] of a layer as whoever reads the index's files will get them.
-
-    Args:
-        rows: returns the exact ones of a layer.
-    """
-    exact = rows(layer)
-    return exact if kv_dtype is None else context_rows(in_8_bits(exact, layer, taken), exact[0].dtype).part(slice(None))
-
-
-def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's file for exact rows [Hk, N, D], of which the first may have been taken over."""
-    if taken is None:
-        return quantise(*rows)
-    first = first_tokens(taken.tensors(layer), taken.tokens)
-    keys, values = (of[:, taken.tokens :] for of in rows)
-    return joined(first, quantise(keys, values, like=first))
 
 
 @dataclass

@@ -17,8 +17,9 @@ from sparsekv.indexing.capture.canary import judge_canary, run_canary
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
+from sparsekv.indexing.capture.stored_rows import TakenOver, rows_as_stored
 from sparsekv.indexing.capture.team import Captured
-from sparsekv.indexing.context_files import ContextFiles, TakenOver, context_recipe, rows_as_stored
+from sparsekv.indexing.context_files import ContextFiles, context_recipe
 from sparsekv.indexing.early_rows import early_rows
 from sparsekv.indexing.memory import tell_memory
 from sparsekv.indexing.plan import BuildJob
@@ -74,10 +75,7 @@ def build_context(job: BuildJob) -> ContextFacts:
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job, prefix_tokens)}")
     taken = taken_over(job, prefix_tokens)
     canary, probe = _canary(job, captured, taken)
-    # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
-    job.team.begin_rotations(job.plan.prompt.input_ids)
-    rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
-    facts = [captured.facts(layer).model_copy(update={"rope": rotations[layer]}) for layer in layers]
+    facts = _layer_facts(job, captured)
     files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies=not job.team.has_all_heads)
     found = ContextFacts(facts, probe, canary=canary)
     if job.plan.kv_dtype is None:
@@ -90,6 +88,17 @@ def build_context(job: BuildJob) -> ContextFacts:
         found = replace(found, storage=files.storage(ids_sha256, job.split.tokens, exact_probe=False))
         job.writer.note(recipe, _note(found))
     return found
+
+
+def _layer_facts(job: BuildJob, captured: Captured) -> list[LayerFacts]:
+    """How each layer attends; SparsekvError where all have a sliding window."""
+    # After the prefill: RoPE frequencies that depend on the sequence's length are then those of the prompt.
+    job.team.begin_rotations(job.plan.prompt.input_ids)
+    rotations = measure_rotations(job.plan.loaded.model, job.plan.prompt.input_ids)
+    facts = [captured.facts(layer).model_copy(update={"rope": rope}) for layer, rope in enumerate(rotations)]
+    if all(layer.sliding_window is not None for layer in facts):
+        raise SparsekvError(f"every layer of {job.plan.loaded.name} has a sliding window: there is nothing to index")
+    return facts
 
 
 def _check_room(job: BuildJob, sampled: int, missing: int) -> None:

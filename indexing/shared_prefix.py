@@ -7,7 +7,8 @@ from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.layout import in_this_form
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Manifest, layer_file
-from sparsekv.indexing.context_files import TakenOver, row_settings
+from sparsekv.indexing.capture.stored_rows import TakenOver
+from sparsekv.indexing.context_files import row_settings
 from sparsekv.indexing.plan import BuildJob
 from sparsekv.indexing.sampling import first_unknown
 

@@ -18,7 +18,7 @@ from sparsekv.indexing.capture.canary import run_canary
 from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
-from sparsekv.indexing.context_files import rows_as_stored
+from sparsekv.indexing.capture.stored_rows import rows_as_stored
 from sparsekv.indexing.ranks.joined_layer import join_layer, join_queries
 from sparsekv.indexing.ranks.requests import (
     CheckNumbers,

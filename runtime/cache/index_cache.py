@@ -7,6 +7,7 @@ from transformers import Cache
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.built_layers import BuiltLayers
 from sparsekv.runtime.cache.graphs import ModelGraph
 from sparsekv.runtime.cache.read_rows import read_share, total_read
 from sparsekv.runtime.cache.stored_layer import StepRow, StoredLayer
@@ -31,8 +32,9 @@ class IndexCache(Cache):
     capture has failed. `rewinds` counts the questions that were begun: whoever shares the rows looks.
     """
 
-    def __init__(self, layers: list[StoredLayer]):
+    def __init__(self, layers: list[StoredLayer], built: BuiltLayers | None = None):
         super().__init__(layers=list(layers))
+        self.built = built or BuiltLayers()
         self.stored_layers = layers
         self.graph: ModelGraph | None = None
         self.capturing = True
@@ -49,7 +51,12 @@ class IndexCache(Cache):
         return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Append a layer's new rows and attend to stored and new ones; returns [Hq, Q, D]."""
+        """Append a layer's new rows and attend to stored and new ones; returns [Hq, Q, D].
+
+        Raises:
+            IdentityError: the layer attends otherwise than when the index was built.
+        """
+        self.built.check(call)
         layer = self.stored_layers[call.layer]
         layer.update(call.keys[None], call.values[None])
         return layer.attend(call)

@@ -9,6 +9,7 @@ import torch
 from transformers import Cache
 
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.cache.built_layers import BuiltLayers
 from sparsekv.runtime.cache.read_rows import ReadRows
 from sparsekv.runtime.cache.slots import PackedStep, Piece, SlotRows
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -55,8 +56,9 @@ class PackedCache(Cache):
         stored: layers of the stored context, of which it takes the place in the model.
     """
 
-    def __init__(self, stored: list[StoredLayer], packed: list[PackedLayer]):
+    def __init__(self, stored: list[StoredLayer], packed: list[PackedLayer], built: BuiltLayers | None = None):
         super().__init__(layers=list(stored))
+        self.built = built or BuiltLayers()
         self.stored, self.packed = stored, packed
         self.step: PackedStep | None = None
 
@@ -97,6 +99,11 @@ class PackedCache(Cache):
         return key_states, value_states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store a layer's new rows and attend to shared and own ones; returns [Hq, T, D]."""
+        """Store a layer's new rows and attend to shared and own ones; returns [Hq, T, D].
+
+        Raises:
+            IdentityError: the layer attends otherwise than when the index was built.
+        """
+        self.built.check(call)
         assert self.step is not None
         return self.packed[call.layer].attend(call, self.step)

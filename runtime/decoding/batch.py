@@ -54,7 +54,7 @@ def why_alone(index: OpenIndex, method: Method | None, cache: IndexCache) -> str
 
 def pack(cache: IndexCache, slots: int) -> PackedCache:
     """A cache of so many sequences over the stored context of another, whose rows it shares."""
-    return PackedCache(cache.stored_layers, [packed_layer(layer, slots) for layer in cache.stored_layers])
+    return PackedCache(cache.stored_layers, [packed_layer(layer, slots) for layer in cache.stored_layers], cache.built)
 
 
 @dataclass

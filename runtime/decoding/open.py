@@ -17,6 +17,7 @@ from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
 from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.cache.built_layers import BuiltLayers
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -131,7 +132,7 @@ class OpenIndex:
                 continue
             meter = MissedMeter(guard) if measured else None
             layers.append(sparse.make(layer, (budgets or {}).get(layer, budget), meter, prefetch=prefetch))
-        return IndexCache(layers)
+        return IndexCache(layers, BuiltLayers(self.artifact.manifest.layers))
 
     def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
         """What is prepared of a method already, or else the method; the next cache gets none of it."""
@@ -144,7 +145,8 @@ class OpenIndex:
         Rows are views of the index's files where device and dtype are the same, else copies.
         """
         tokens = self.split.tokens if tokens is None else tokens
-        return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(self.artifact.manifest.layers))])
+        facts = self.artifact.manifest.layers
+        return IndexCache([self._dense_layer(layer, tokens) for layer in range(len(facts))], BuiltLayers(facts))
 
     def agreed(self) -> LogitsProcessorList:
         """What a step's logits go through so that all processes that share the model take the same token."""
@@ -167,8 +169,7 @@ class OpenIndex:
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
         """What reads a layer's rows when it is called, or `ahead` does; with `hold` the next cache gets them.
 
-        Of a layer with a sliding window the last rows, twice as many as it has, in the place of all: a model that has
-        lost its window attends to zeros before them.
+        Of a layer with a sliding window those of twice the window: a model that lost it attends to zeros before them.
         """
         rows, window = self.rows.pop(layer, None) or LayerRows(self.artifact, layer), self._window(layer)
         early = None
@@ -181,10 +182,10 @@ class OpenIndex:
                 early.result()
             tokens = self.split.tokens
             first = 0 if window is None else max(0, tokens - 2 * window)
-            keys, values = self._rows(rows, slice(first, tokens))
+            pair = self._rows(rows, slice(first, tokens))
             if layer not in self._held:
                 rows.release()
-            return behind_zeros(keys, first), behind_zeros(values, first)
+            return behind_zeros(pair, first)
 
         return read
 

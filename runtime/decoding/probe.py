@@ -1,6 +1,7 @@
 """The probe: whether a model attends over an index as it did when the index was built."""
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
@@ -52,13 +53,9 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
         raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
 
 
-def behind_zeros(rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Rows [Hk, T, D] with so many of zeros before them; the rows themselves, if none."""
-    if not first:
-        return rows
-    whole = rows.new_zeros(len(rows), first + rows.shape[1], rows.shape[2])
-    whole[:, first:] = rows
-    return whole
+def behind_zeros(pair: Pair, first: int) -> Pair:
+    """Keys and values [Hk, T, D] with `first` rows of zeros before them; the rows themselves, if none."""
+    return pair if not first else (pad(pair[0], (0, 0, first, 0)), pad(pair[1], (0, 0, first, 0)))
 
 
 def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:

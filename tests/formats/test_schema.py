@@ -15,6 +15,7 @@ from sparsekv.formats.names import FILE_NAME, METHOD_NAME
 from sparsekv.formats.schema import (
     MANIFEST,
     AdditionRecord,
+    CanaryToken,
     ChatFrame,
     FileRecord,
     LayerFacts,
@@ -67,6 +68,9 @@ files = st.builds(
 probes = st.lists(st.tuples(sizes, finite), min_size=1, max_size=4).map(
     lambda pairs: Probe(token_ids=[token for token, _ in pairs], logits=[logit for _, logit in pairs])
 )
+canaries = st.builds(
+    lambda position, probe: CanaryToken(position=position, **probe.model_dump()), st.integers(0, 2**31 - 1), probes
+)
 changes = st.fixed_dictionaries(
     {
         "created": text,
@@ -76,6 +80,7 @@ changes = st.fixed_dictionaries(
         "layers": st.lists(layers, min_size=1, max_size=3),
         "methods": st.dictionaries(st.from_regex(METHOD_NAME, fullmatch=True), methods, max_size=2),
         "probe": probes,
+        "canary": st.lists(canaries, max_size=3),
         "files": st.dictionaries(names, files, max_size=2),
         "additions": st.lists(st.builds(AdditionRecord, sha256=hashes, tokens=sizes), max_size=2),
     }

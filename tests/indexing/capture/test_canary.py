@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
-from sparsekv.formats.probe import PROBE_TOLERANCE, difference
+from sparsekv.formats.probe import PROBE_TOLERANCE, STORING_TOLERANCE, difference
 from sparsekv.formats.schema import MANIFEST
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import CanaryRun, canary_positions, judge_canary
@@ -63,14 +63,14 @@ def test_an_index_in_8_bits_opens_with_the_model_that_built_it(tmp_path: Path, f
 
 
 def test_an_index_in_8_bits_of_a_sharp_model_opens(tmp_path: Path) -> None:
-    """Where rounding moves logits by more than what is allowed for."""
-    for seed in range(12):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**(COMMON | {"initializer_range": 0.45}))).eval()
-        plan = small_plan(kv_dtype="int8")
-        plan = replace(plan, loaded=replace(plan.loaded, model=model))
-        build_index(plan, tmp_path / f"{seed}.skv")
-        reopen(plan, tmp_path / f"{seed}.skv")
+    """Rounding its rows moves the last token's logits by 0.10 of the largest, twice what a conversion is allowed."""
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**(COMMON | {"initializer_range": 0.45}))).eval()
+    plan = small_plan(kv_dtype="int8")
+    plan = replace(plan, loaded=replace(plan.loaded, model=model))
+    manifest = build_index(plan, tmp_path / "sharp.skv")
+    reopen(plan, tmp_path / "sharp.skv")
+    assert difference(manifest.probe, plain_logits(model, plan.prompt.input_ids)[-1]) > STORING_TOLERANCE["int8"]
 
 
 def test_an_equal_build_has_an_equal_canary(tmp_path: Path) -> None:

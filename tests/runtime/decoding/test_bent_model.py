@@ -1,0 +1,100 @@
+"""A model whose mask was bent after its index was built is refused by whatever opens the index."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.bent_models import BENDS, bend
+from support.sealing import read_fields, seal
+from support.small_index import build_small, random_ids, reopen, small_plan, stepped_logits, without_window
+
+from sparsekv.formats.errors import ArtifactError, IdentityError
+from sparsekv.formats.kv_storage import KVDtype
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.cache.built_layers import BuiltLayers
+from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.budget import Budget
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("how", BENDS)
+def test_a_mask_that_is_bent_later_is_refused(tmp_path: Path, how: str, kv_dtype: KVDtype | None, hold: bool) -> None:
+    index = build_small(tmp_path / "doc.skv", kv_dtype=kv_dtype)
+    loaded = replace(index.loaded, model=bend(index.model, how))
+    with pytest.raises(IdentityError, match=r"the probe .* or the model masks other tokens"):
+        open_index(index.artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)
+
+
+def test_an_index_of_an_earlier_version_is_compared_with_the_models_own_attention(tmp_path: Path) -> None:
+    """It has no canary; its probe, of the prefill, says the same where the model attends as the prefill did."""
+    build_small(tmp_path / "doc.skv")
+    fields = read_fields(tmp_path / "doc.skv")
+    del fields["canary"]
+    seal(tmp_path / "doc.skv", fields)
+    index = reopen(small_plan(), tmp_path / "doc.skv")
+    assert not index.artifact.manifest.canary
+    bent = bend(index.model, "window")
+    identity = identify(replace(index.loaded, model=bent))
+    with pytest.raises(IdentityError):
+        open_index(index.artifact, bent, index.tokenizer, identity)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_a_window_that_a_model_has_lost_is_refused(tmp_path: Path, family: str) -> None:
+    index = build_small(tmp_path / "doc.skv", family)
+    model = without_window(family)
+    identity = identify(index.loaded)
+    model.config.layer_types = ["full_attention"] * len(index.artifact.manifest.layers)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+        if hasattr(layer, "attention_type"):
+            layer.attention_type = "full_attention"
+    with pytest.raises(IdentityError):
+        open_index(index.artifact, model, index.tokenizer, identity)
+
+
+@torch.no_grad()
+def test_keys_that_other_weights_make_are_refused(tmp_path: Path) -> None:
+    """They are those of one token among hundreds, whose logits hardly change."""
+    index = build_small(tmp_path / "doc.skv")
+    identity = identify(index.loaded)
+    index.model.model.layers[2].self_attn.k_proj.weight.mul_(1.02)
+    with pytest.raises(IdentityError, match="keys and values"):
+        open_index(index.artifact, index.model, index.tokenizer, identity)
+
+
+def _positions(canary: dict) -> None:
+    canary["position"] = 10**6
+
+
+def _lengths(canary: dict) -> None:
+    canary["logits"] = canary["logits"][:3]
+
+
+@pytest.mark.parametrize("change", [_positions, _lengths])
+def test_a_canary_that_contradicts_its_index_is_damage(tmp_path: Path, change: Callable[[dict], None]) -> None:
+    build_small(tmp_path / "doc.skv")
+    fields = read_fields(tmp_path / "doc.skv")
+    change(fields["canary"][0])
+    seal(tmp_path / "doc.skv", fields)
+    with pytest.raises(ArtifactError, match="canary"):
+        Artifact(tmp_path / "doc.skv")
+
+
+@pytest.mark.parametrize("method", ["dense", "squeezed"])
+def test_a_layer_that_our_attention_gets_otherwise_than_at_the_build_is_refused(tmp_path: Path, method: str) -> None:
+    """As after an update of transformers that passes a soft cap on under another name."""
+    index = build_small(tmp_path / "doc.skv", "gemma2")
+    cache = index.dense_cache() if method == "dense" else index.sparse_cache(method, Squeezed(), Budget(1.0))
+    for change, says in (({"softcap": None}, "soft cap of layer 0"), ({"softmax_scale": 0.5}, "softmax scale")):
+        cache.built = BuiltLayers(index.artifact.manifest.layers)
+        with pytest.raises(IdentityError, match=says):
+            stepped_logits(
+                index, cache, random_ids(4), 3, lambda call, change=change: cache.attend(replace(call, **change))
+            )
+    stepped_logits(index, cache, random_ids(4), 3)
