@@ -74,14 +74,27 @@ def make_mask(
         queries = _some(q_offset, q_offset + q_length, q_offset + q_length - 1)
         window = _measure(mask_function, queries, kv_offset, kv_length, use_vmap=use_vmap, device=device)
     else:
-        known = getattr(config, "max_position_embeddings", None) or 0
-        positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
-        if (constants, positions) not in _windows:
-            queries = _some(0, positions, positions - 1)
-            found = _measure(mask_function, queries, 0, positions, use_vmap=use_vmap, device="cpu")
-            _windows[constants, positions] = found
-        window = _unless_all(_windows[constants, positions], known, end)
+        window = _window(constants, mask_function, config, local_size, end, use_vmap=use_vmap)
     return _marker(torch.device(device), dtype, window)
+
+
+def _window(
+    constants: tuple[object, ...],
+    function: MaskFunction,
+    config: Any,
+    local_size: int | None,
+    end: int,
+    *,
+    use_vmap: bool,
+) -> Window:
+    """The window of a function of constants, over all positions of the model, and at least `end` of them."""
+    known = getattr(config, "max_position_embeddings", None) or 0
+    positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
+    if (constants, positions) not in _windows:
+        queries = _some(0, positions, positions - 1)
+        found = _measure(function, queries, 0, positions, use_vmap=use_vmap, device="cpu")
+        _windows[constants, positions] = found
+    return _unless_all(_windows[constants, positions], known, end)
 
 
 def _unless_all(window: Window, known: int, end: int) -> Window:
