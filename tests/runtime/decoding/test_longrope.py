@@ -1,9 +1,8 @@
-"""A longrope's switch outside of Phi-3: answers stay on their document's side of it, alone, in a talk and in a batch."""
+"""A longrope's switch outside of Phi-3: answers stay on their document's side of it, in talks and batches too."""
 
 from pathlib import Path
 
 import pytest
-import torch
 from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import POSITIONS, build_tiny, tiny_tokenizer
