@@ -181,7 +181,7 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
         raise UsageError(f"model '{name}' has an adapter, which needs peft: install it, or merge it into the weights")
     if scaling is not None:
         scaling.stretch(config)
-    if config._attn_implementation not in PLAIN_ATTENTION:
+    if any(one._attn_implementation not in PLAIN_ATTENTION for one in (config, config.get_text_config())):
         config._attn_implementation = None
     return config
 

@@ -74,15 +74,36 @@ def make_mask(
         queries = _some(q_offset, q_offset + q_length, q_offset + q_length - 1)
         window = _measure(mask_function, queries, kv_offset, kv_length, use_vmap=use_vmap, device=device)
     else:
-        known = getattr(config, "max_position_embeddings", None)
-        horizon = max(known if isinstance(known, int) else 0, 2 * (local_size or 0), 64)
-        positions = max(min(horizon, MOST_POSITIONS), 2 ** (end - 1).bit_length())
-        key = constants, positions
-        if key not in _windows:
-            queries = _some(0, positions, positions - 1)
-            _windows[key] = _measure(mask_function, queries, 0, positions, use_vmap=use_vmap, device="cpu")
-        window = _windows[key]
+        window = _window(constants, mask_function, config, local_size, end, use_vmap=use_vmap)
     return _marker(torch.device(device), dtype, window)
+
+
+def _window(
+    constants: tuple[object, ...],
+    function: MaskFunction,
+    config: Any,
+    local_size: int | None,
+    end: int,
+    *,
+    use_vmap: bool,
+) -> Window:
+    """The window of a function of constants, over all positions of the model, and at least `end` of them."""
+    known = getattr(config, "max_position_embeddings", None) or 0
+    positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
+    if (constants, positions) not in _windows:
+        queries = _some(0, positions, positions - 1)
+        found = _measure(function, queries, 0, positions, use_vmap=use_vmap, device="cpu")
+        _windows[constants, positions] = found
+    return _unless_all(_windows[constants, positions], known, end)
+
+
+def _unless_all(window: Window, known: int, end: int) -> Window:
+    """A window; None if it is as long as the positions that the model's config names."""
+    if window is None or not known or window < known:
+        return window
+    if end > window:
+        raise UnsupportedAttentionError(f"has a sliding window of {window} tokens and, beyond its positions, more")
+    return None
 
 
 def window_of(mask: torch.Tensor) -> Window:

@@ -280,3 +280,17 @@ def test_another_ending_of_the_chat_template_is_taken_over(tmp_path: Path) -> No
     assert second.prompt.chat == chat
     assert second.files == first.files
     assert Artifact(folder).manifest == second
+
+
+def test_a_model_by_qwens_recipe_for_yarn_holds_more_than_its_config_names(tmp_path: Path) -> None:
+    plan = small_plan(tokens=300)
+    config = plan.loaded.model.config
+    config.max_position_embeddings = 100
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    config.rope_parameters = config.rope_parameters | rope
+    build_index(plan, tmp_path / "a.skv")
+    assert len(Artifact(tmp_path / "a.skv").input_ids()) > 300 > config.max_position_embeddings
+    with pytest.raises(UsageError) as error:
+        build_index(small_plan(tokens=500, loaded=plan.loaded), tmp_path / "b.skv")
+    assert "tokens and tiny-llama has 400 positions; shorten it" in str(error.value)
+    assert "--rope-scaling" not in str(error.value)

@@ -252,3 +252,14 @@ def test_a_proxy_that_does_not_serve_is_told(proxy: str, tmp_path: Path) -> None
     assert done.stderr.startswith("sparsekv: error: cannot download 'someone/model': ")
     assert done.stderr.endswith("; check the network and the proxy (HTTPS_PROXY), and run the same command again\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+@pytest.mark.parametrize(
+    ("asked", "loaded"), [("flash_attention_2", "sdpa"), ("flex_attention", "sdpa"), ("eager", "eager")]
+)
+def test_attention_that_a_config_asks_for_is_not_needed(tmp_path: Path, key: str, asked: str, loaded: str) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: asked}))
+    assert load_model(str(folder), device="cpu").model.config._attn_implementation == loaded

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import assert_close
 from support.tiny_models import FAMILIES, POSITIONS, save_tiny
-from transformers import DynamicCache, GPT2Config, PreTrainedConfig
+from transformers import DynamicCache, GPT2Config, LlamaConfig, PhimoeConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import load_model
-from sparsekv.formats.models.rope import RopeScaling
+from sparsekv.formats.models.rope import RopeScaling, positions_after, positions_of, stretchable
 
 
 def frequencies(folder: Path, scaling: str | None, buffer: str = "inv_freq") -> torch.Tensor:
@@ -93,3 +93,50 @@ def test_anything_else_is_refused_with_the_form_to_use(text: str) -> None:
     with pytest.raises(UsageError) as error:
         RopeScaling.parse(text)
     assert str(error.value) == (f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1")
+
+
+def stretched(kind: str, **more: object) -> PreTrainedConfig:
+    """A config whose 100 positions are the original ones, as Qwen's recipe for YaRN leaves them."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 100, **more}
+    return LlamaConfig(max_position_embeddings=100, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (stretched("yarn"), 400),
+        (stretched("linear"), 400),
+        (stretched("llama3", low_freq_factor=1.0, high_freq_factor=4.0), 400),
+        (stretched("dynamic"), 100),
+        (stretched("yarn", original_max_position_embeddings=20), 100),
+        (FAMILIES["gpt-oss"]().config, POSITIONS),
+        (FAMILIES["llama"]().config, POSITIONS),
+        (GPT2Config(n_positions=77), 77),
+    ],
+)
+def test_a_model_holds_its_original_positions_times_the_factor(config: PreTrainedConfig, positions: int) -> None:
+    assert positions_of(config) == positions
+    assert positions_after(config, 10) == positions
+
+
+def test_positions_that_are_scaled_already_are_not_to_be_stretched() -> None:
+    assert stretchable(FAMILIES["llama"]().config)
+    assert not stretchable(stretched("yarn"))
+    assert not stretchable(GPT2Config())
+
+
+def longrope(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
+    """A config whose positions change beyond 100 of its 400 tokens."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 100, **factors, **more}
+    return kind(max_position_embeddings=400, hidden_size=64, num_attention_heads=4, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [longrope(LlamaConfig), longrope(PhimoeConfig, short_mscale=1.2, long_mscale=1.3)],
+    ids=["llama", "phimoe"],
+)
+def test_a_sequence_stays_on_its_documents_side_of_longropes_switch(config: PreTrainedConfig) -> None:
+    assert positions_of(config) == 400
+    assert [positions_after(config, tokens) for tokens in (10, 100, 101, 300)] == [100, 100, 400, 400]
