@@ -1,10 +1,11 @@
 """An index's answers held to plain transformers, and to themselves."""
 
 import math
+from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.common.hook import route_attention
+from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -116,18 +117,37 @@ class Checks:
 
 
 @torch.inference_mode()
-def stepped(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int) -> torch.Tensor:
+def stepped(
+    index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int, attend: AttentionFunction | None = None
+) -> torch.Tensor:
     """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
-    once, then one by one."""
+    once, then one by one. `attend` takes the place of the cache's own."""
     asker.cache.rewind()
     asker.cache.expect_prompt(index.split.tokens + question)
     parts = [fed[:question], *(fed[place : place + 1] for place in range(question, len(fed)))]
-    with route_attention(index.model, asker.cache.attend):
+    with route_attention(index.model, attend or asker.cache.attend):
         steps = [
             index.model(input_ids=part[None].to(index.model.device), past_key_values=asker.cache, use_cache=True)
             for part in parts
         ]
     return torch.cat([one.logits[0] for one in steps])
+
+
+def rounding_decides(index: OpenIndex, asker: Asker, fed: torch.Tensor, question: int, logits: torch.Tensor) -> bool:
+    """Whether a choice of the steps with these logits [T, vocabulary] is a tie: it changes with queries whose logits
+    are apart by a millionth. Two ways to compute the same need not agree then."""
+    for seed in range(4):
+        random = torch.Generator().manual_seed(seed)
+
+        def shaken(call: AttentionCall, random: torch.Generator = random) -> torch.Tensor:
+            length = max(float(call.keys.norm(dim=-1).mean()), call.keys.shape[-1] ** 0.5)
+            size = 1e-6 / (call.softmax_scale * length)
+            noise = torch.randn(call.query.shape, generator=random).to(call.query)
+            return asker.cache.attend(replace(call, query=call.query + size * noise))
+
+        if error_of(stepped(index, asker, fed, question, shaken), logits) > ROUNDING:
+            return True
+    return False
 
 
 def _apart(world: World, ours: list[int], whole: list[int]) -> str:

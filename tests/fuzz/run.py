@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path[0] = str(HERE.parents[1])  # not this folder, whose names would stand for other modules
 
-FIRST_CASE, EACH_CASE, SHRINKING = 300.0, 60.0, 40.0
+FIRST_CASE, EACH_CASE, SHRINKING = 300.0, 180.0, 40.0
 """Seconds that a worker's first case may take, which imports and compiles, each other one, and making it simple."""
 SHRUNK_OF_A_KIND = 2
 """So many failures of one kind are made simple; the others are only told."""
