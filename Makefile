@@ -18,7 +18,7 @@ help:
 	@echo "make test-browser  tests of HTML pages, in Chromium"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
-	@echo "make docs          write the command reference anew"
+	@echo "make docs          write the references of commands and of models anew"
 	@echo "make clean         remove .venv, the demo, build folders and caches"
 
 # Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
@@ -95,6 +95,7 @@ format: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/generate_help.py
+	$(BIN)/python docs/generate_models.py
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
