@@ -66,7 +66,7 @@ CHANGES: dict[str, Fields] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"per_layer_config": {}, "head_dim": CHANNELS},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": CHANNELS},
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "dory": {"layer_types": ALTERNATING, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "gemma3n_text": {"layer_types": ALTERNATING, "num_kv_shared_layers": 2},
     "glm_moe_dsa": {"index_topk": WINDOW},
     "gemma4_assistant": {"layer_types": ALTERNATING, "num_kv_shared_layers": LAYERS, "per_layer_config": {}},
