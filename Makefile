@@ -20,7 +20,7 @@ help:
 	@echo "make fuzz-mutations  faults put back into a copy of the code, each to be found by fuzzing"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
-	@echo "make docs          write the command reference anew"
+	@echo "make docs          write the references of commands and of models anew"
 	@echo "make clean         remove .venv, the demo, build folders and caches"
 
 # Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
@@ -106,6 +106,7 @@ format: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/generate_help.py
+	$(BIN)/python docs/generate_models.py
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 """Fingerprints of what decides K and V in a model and a tokenizer, computed from plain values."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,11 +40,21 @@ def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
     Reading only a sample keeps opening fast for large models; rounding makes the hashes of one checkpoint equal in
     float32 and bfloat16. The manifest's probe is there for changes that the sample misses.
     """
-    named = sorted(state)
+    named = sorted(_stored_tensors(state), key=itemgetter(0))
     digests = _hash_samples([_sample(tensor.detach()) for _, tensor in named])
     return hash_json(
         [[name, list(tensor.shape), digest] for (name, tensor), digest in zip(named, digests, strict=True)]
     )
+
+
+def _stored_tensors(state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named tensors, and in place of those that only wrap others, as quantised weights may, the tensors inside."""
+    for name, tensor in state:
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is None or hasattr(tensor, "full_tensor"):
+            yield name, tensor
+        else:
+            yield from _stored_tensors((f"{name}.{part}", getattr(tensor, part)) for part in inner()[0])
 
 
 def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:

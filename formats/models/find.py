@@ -15,7 +15,7 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     """Folder, full name and revision of a model; downloads it unless `download` is False.
 
     Raises:
-        UsageError: no such model.
+        UsageError: no such model, or a file.
         SparsekvError: a download that failed, or a folder that cannot be read.
     """
     if name == EMBEDDED:
@@ -24,6 +24,11 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     if not name or not os.path.exists(path):
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
+    if os.path.isfile(path):
+        what = "a GGUF file, which is not read" if path.suffix.lower() == ".gguf" else "a file"
+        raise UsageError(
+            f"model '{name}' is {what}: name a folder with config.json, weights in safetensors files and a tokenizer"
+        )
     if not os.access(path, os.X_OK):
         raise SparsekvError(f"model '{name}' cannot be read: permission denied; allow it, or name another model")
     if not os.path.isfile(path / "config.json"):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.tiny_models import FAMILIES
+from torch.testing._internal.two_tensor import TwoTensor
 
 from sparsekv.formats.fingerprints import KV_FIELDS, fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.schema import ModelIdentity
@@ -115,3 +116,11 @@ def test_each_part_of_a_tokenizer_counts_for_itself() -> None:
     for field, other in others.items():
         assert {name for name, value in other.model_dump().items() if value != getattr(base, name)} == {field}
     assert identify_tokenizer("vocabulary", None, special).chat_template_hash is None
+
+
+def test_a_tensor_that_wraps_others_is_known_by_those() -> None:
+    """As quantised weights do, whose own values may not be read."""
+    first, second = torch.randn(300, 4), torch.randn(300, 4)
+    wrapped = fingerprint_weights([("w", TwoTensor(first, second))])
+    assert wrapped == fingerprint_weights([("w.a", first), ("w.b", second)])
+    assert wrapped != fingerprint_weights([("w", TwoTensor(first, second + 1))])

@@ -32,6 +32,7 @@ class Outcome:
 
 
 def sweep(family: str, changes: dict[str, Any]) -> Outcome:
+    """The outcome for a family's tiny model, with these changes of its config."""
     try:
         model = tiny_model(tiny_config(family, **changes))
     except Exception as error:
@@ -53,6 +54,8 @@ def _asked(model: PreTrainedModel, family: str, folder: Path, begun: list[str]) 
     index = reopen(plan, folder)
     tokens = random_ids(QUESTION + STEPS, seed=1)
     ids = torch.cat([index.input_ids, tokens])
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # in transformers 5.17 VaultGemma's other one drops the soft cap
     with torch.inference_mode():
         own = model(input_ids=ids[None], use_cache=False).logits[0, -len(tokens) :]
     caches = {"dense": index.dense_cache(), "100%": index.sparse_cache("codes", Codes(), Budget.parse("100%"))}

@@ -101,6 +101,15 @@ def test_an_unknown_model_is_named_with_the_way_out(hub_cache: Path, name: str) 
 
 
 @pytest.mark.parametrize(
+    ("file", "told"), [("m.gguf", "is a GGUF file, which is not read: name a folder"), ("m.bin", "is a file: name a")]
+)
+def test_a_file_is_no_model_and_is_not_said_to_lack_permission(file: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=told):
+        load_model(str(tmp_path / file))
+
+
+@pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("device", "tpu", "--device tpu: choose one of auto, cpu, cuda, cuda:N"),
