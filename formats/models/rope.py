@@ -29,7 +29,7 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
     if positions is None:
         return None
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    full = rope.get("full_attention", rope)
+    full = rope.get("full_attention", rope) or {}  # None for layers without RoPE
     original, factor = full.get("original_max_position_embeddings"), full.get("factor")
     if full.get("rope_type") not in STRETCHED or original is None or factor is None:
         return positions

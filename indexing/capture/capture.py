@@ -213,7 +213,7 @@ def capture(
             try:
                 logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             except UnsupportedAttentionError as error:
-                raise SparsekvError(str(error)) from error
+                raise SparsekvError(error.reason) from error
             if len(recorder.facts) < len(layers):
                 raise SparsekvError(
                     f"{len(layers) - len(recorder.facts)} layers of the model do not attend through transformers' "

@@ -21,22 +21,23 @@ LEAST_ROWS = 24
 MaskFunction = Callable[..., torch.Tensor]
 Window = int | None
 """How many keys a query sees, its own last; None for all up to its own."""
+Measured = Window | str
+"""A window, or the way of a mask that is neither causal nor causal within one: a model may make masks that no layer
+uses, so that the layer is refused and not the mask."""
 
 
 class UnsupportedAttentionError(Exception):
-    """The model attends in a way that our attention does not follow; the message names the way and the remedy."""
+    """The model attends in a way that our attention does not follow; the message is `reason` and the remedy."""
 
     def __init__(self, way: str):
-        super().__init__(
-            f"the model's attention {way}, which no index can follow; choose a model with causal attention, over all "
-            "tokens or a sliding window"
-        )
+        self.reason = f"the model's attention {way}, which no index can follow"
+        super().__init__(f"{self.reason}; choose a model with causal attention, over all tokens or a sliding window")
 
 
-_windows: dict[object, Window] = {}
+_windows: dict[object, Measured] = {}
 """By the code and the constants of a mask function, and the positions it was measured over."""
-_markers: dict[tuple[torch.device, torch.dtype, Window], torch.Tensor] = {}
-_marked: dict[tuple[torch.device, int], Window] = {}
+_markers: dict[tuple[torch.device, torch.dtype, Measured], torch.Tensor] = {}
+_marked: dict[tuple[torch.device, int], Measured] = {}
 """By a marker's device and address, which views of the marker share."""
 
 
@@ -64,9 +65,6 @@ def make_mask(
     Args:
         mask_function: maps a batch's, head's, query's and key's numbers to whether the query sees the key.
         local_size: the sliding window or chunk that transformers names beside the function.
-
-    Raises:
-        UnsupportedAttentionError: it is neither causal nor causal within a sliding window.
     """
     constants = _constants(mask_function)
     end = max(q_offset + q_length, kv_offset + kv_length)
@@ -86,7 +84,7 @@ def _window(
     end: int,
     *,
     use_vmap: bool,
-) -> Window:
+) -> Measured:
     """The window of a function of constants, over all positions of the model, and at least `end` of them."""
     known = getattr(config, "max_position_embeddings", None) or 0
     positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
@@ -97,12 +95,12 @@ def _window(
     return _unless_all(_windows[constants, positions], known, end)
 
 
-def _unless_all(window: Window, known: int, end: int) -> Window:
+def _unless_all(window: Measured, known: int, end: int) -> Measured:
     """A window; None if it is as long as the positions that the model's config names."""
-    if window is None or not known or window < known:
+    if window is None or isinstance(window, str) or not known or window < known:
         return window
     if end > window:
-        raise UnsupportedAttentionError(f"has a sliding window of {window} tokens and, beyond its positions, more")
+        return f"has a sliding window of {window} tokens and, beyond its positions, more"
     return None
 
 
@@ -110,15 +108,19 @@ def window_of(mask: torch.Tensor) -> Window:
     """The window that a layer's mask stands for.
 
     Raises:
-        UnsupportedAttentionError: it is not a marker of `make_mask`, nor a view of one.
+        UnsupportedAttentionError: it is neither causal nor causal within a sliding window, or not a marker of
+            `make_mask`, nor a view of one.
     """
     try:
-        return _marked[mask.device, mask.untyped_storage().data_ptr()]
+        window = _marked[mask.device, mask.untyped_storage().data_ptr()]
     except KeyError:
         raise UnsupportedAttentionError("has a mask that the model itself makes or changes") from None
+    if isinstance(window, str):
+        raise UnsupportedAttentionError(window)
+    return window
 
 
-def _marker(device: torch.device, dtype: torch.dtype, window: Window) -> torch.Tensor:
+def _marker(device: torch.device, dtype: torch.dtype, window: Measured) -> torch.Tensor:
     found = _markers.get((device, dtype, window))
     if found is None:
         # Not a number: whatever a model computes with it shows. It lives as long as its address stands for the window.
@@ -170,7 +172,7 @@ def _measure(
     *,
     use_vmap: bool,
     device: torch.device | str,
-) -> Window:
+) -> Measured:
     """The window of a mask function, by what some queries see of `keys` keys from `first` on."""
     row = AttentionMaskInterface()["sdpa"]
     numbers = torch.arange(first, first + keys, device=device)
@@ -192,11 +194,11 @@ def _measure(
     last = queries[-1]
     window = int(seen_by(last).sum())
     if not window:
-        raise UnsupportedAttentionError("hides a token from itself")
+        return "hides a token from itself"
     sizes = [window, window - 1, window + 1, 2 * window - 1, 2 * window]
     for query in _thinned(queries, keys) + [size for size in sizes if queries[0] <= size <= last]:
         if not torch.equal(seen_by(query), (numbers <= query) & (numbers > query - window)):
-            raise UnsupportedAttentionError("is neither causal nor causal within one sliding window")
+            return "is neither causal nor causal within one sliding window"
     return None if window == last - first + 1 else window
 
 

@@ -41,7 +41,7 @@ def test_a_window_of_all_positions_is_none(window: int | None) -> None:
 
 def test_a_sequence_longer_than_such_a_window_is_refused() -> None:
     with pytest.raises(UnsupportedAttentionError, match="a sliding window of 1024 tokens"):
-        made(sliding_window_causal_mask_function(POSITIONS), tokens=2 * POSITIONS)
+        window_of(made(sliding_window_causal_mask_function(POSITIONS), tokens=2 * POSITIONS))
 
 
 def test_the_narrowest_of_two_windows_counts() -> None:
@@ -85,14 +85,14 @@ def not_itself(batch: int, head: int, query: torch.Tensor, key: torch.Tensor) ->
 )
 def test_any_other_mask_is_refused_even_before_it_differs(function: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"which no index can follow; choose a model with causal"):
-        made(function, tokens=4)
+        window_of(made(function, tokens=4))
 
 
 def test_a_mask_of_tensors_is_measured_over_the_passs_own_positions() -> None:
     chunked = chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64))
     assert window_of(made(chunked, tokens=64)) is None
     with pytest.raises(UnsupportedAttentionError, match="neither causal"):
-        made(chunked, tokens=65)
+        window_of(made(chunked, tokens=65))
 
 
 def test_a_marker_is_the_same_from_pass_to_pass_and_poisons_arithmetic() -> None:

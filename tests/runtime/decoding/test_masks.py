@@ -181,7 +181,7 @@ def not_causal() -> PreTrainedModel:
         (build_tiny(DogeConfig, sliding_window=WINDOW), "has a mask that the model itself makes or changes"),
         (
             build_tiny(Gemma3TextConfig, head_dim=16, sliding_window=WINDOW, use_bidirectional_attention=True, **MIXED),
-            "is neither causal nor causal within one sliding window",
+            "lets tokens see those after them",
         ),
         (with_layer(OwnMask), "has a mask that the model itself makes or changes"),
         (with_layer(NoMask), "has a layer without a mask"),
@@ -191,13 +191,12 @@ def not_causal() -> PreTrainedModel:
     ],
     ids=["doge", "doge with a window", "gemma3 both ways", "own mask", "no mask", "bias", "unknown", "not causal"],
 )
-def test_other_attention_is_refused_at_the_first_chunk(
+def test_other_attention_is_refused_before_the_prefill(
     make: Callable[[], PreTrainedModel], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SparsekvError) as error:
         build_index(plan_of(make(), methods={}), tmp_path / "a.skv")
     assert str(error.value) == (
-        f"the model's attention {reason}, which no index can follow; choose a model with causal attention, over all "
-        "tokens or a sliding window"
+        f"tiny-model cannot be indexed: the model's attention {reason}, which no index can follow; choose another model"
     )
     assert not (tmp_path / "a.skv" / MANIFEST).exists()
