@@ -32,8 +32,11 @@ class FixedPrompt:
     cut: int | None = None
 
 
-def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
+def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
     """What the chat template puts before the document, between it and the question, and after; None without one.
+
+    Args:
+        before: the text before the document, if not the template's: one with the date in it gives another every day.
 
     Raises:
         UsageError: the template fails, or its output does not contain the user's text exactly once.
@@ -44,7 +47,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
     parts = render(tokenizer, [{"role": "user", "content": content}]).split(content)
     if len(parts) != 2:
         raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
-    return ChatFrame(before=parts[0], between=_BETWEEN, after=parts[1])
+    return ChatFrame(before=parts[0] if before is None else before, between=_BETWEEN, after=parts[1])
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
@@ -60,7 +63,7 @@ def encode_prompt(
     text: str | Document,
     *,
     raw: bool = False,
-    head: str | None = None,
+    before: str | None = None,
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
@@ -68,17 +71,14 @@ def encode_prompt(
 
     Args:
         text: of a `Document`, only as much is kept in memory as these tokens need.
-        head: the text before the document instead of the chat template's: a template with the date in it gives another
-            one every day. Without a template it means nothing.
+        before: as of `chat_frame`.
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
         UsageError: the model's chat template cannot be used.
         SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
-    chat = None if raw else chat_frame(tokenizer)
-    if chat is not None and head is not None:
-        chat = chat.model_copy(update={"before": head})
+    chat = None if raw else chat_frame(tokenizer, before)
     head = [] if chat is None else encode_text(tokenizer, Trusted(chat.before)).ids
     document = Document.of(text) if isinstance(text, str) else text
 
