@@ -29,8 +29,17 @@ values of equal sizes (`equal sizes`).
 
 
 def outcomes() -> dict[str, dict[str, Outcome]]:
-    """Each family's outcomes, by setting."""
-    return {name: {setting: sweep(name, change) for setting, change in variants(name).items()} for name in families()}
+    """Each family's outcomes, by setting; SystemExit where one is neither right nor refused in time."""
+    found = {name: {setting: sweep(name, change) for setting, change in variants(name).items()} for name in families()}
+    faults = [
+        f"{name} {setting}: {one.verdict}, {one.reason}"
+        for name, settings in found.items()
+        for setting, one in settings.items()
+        if one.verdict not in ("right", "refused", "unmade")
+    ]
+    if faults:
+        sys.exit("\n".join(["the page stays as it is:", *faults]))
+    return found
 
 
 def render(found: Mapping[str, Mapping[str, Outcome]]) -> str:

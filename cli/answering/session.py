@@ -59,6 +59,9 @@ def save_session(
     plan = growing_plan(opened.artifact, opened.loaded, addition)
     if learning := learning_line(manifest, len(tokens)):
         note(learning, quiet=quiet)
+    if not manifest.prefill.exact:
+        kind = manifest.prefill.kind
+        note(f"the talk is prefilled by {kind} in it, as its document: answers may differ from chat's", quiet=quiet)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     if manifest.defaults is not None:

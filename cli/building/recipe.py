@@ -79,7 +79,7 @@ class BuildRecipe:
                 model.tokenizer,
                 text,
                 raw=self.raw,
-                head=self._kept_head(model, before, target.folder),
+                before=self._kept_head(model, before, target.folder),
                 max_tokens=self.max_tokens,
                 special_tokens=self.special_tokens,
             )

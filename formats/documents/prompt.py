@@ -43,8 +43,11 @@ class FixedPrompt:
     border: Border | None = None
 
 
-def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
+def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
     """What the chat template puts before the document, between it and the question, and after; None without one.
+
+    Args:
+        before: the text before the document, if not the template's: one with the date in it gives another every day.
 
     Raises:
         UsageError: the template fails, or its output does not contain the user's text exactly once.
@@ -56,7 +59,8 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
     if len(parts) != 2:
         raise UsageError("the model's chat template does not carry the user's text through once; build with --raw")
     padded = render(tokenizer, [{"role": "user", "content": f"{space}{content}{space}"}])
-    return ChatFrame(before=parts[0], between=BETWEEN, after=parts[1], trimmed=padded == content.join(parts))
+    head = parts[0] if before is None else before
+    return ChatFrame(before=head, between=BETWEEN, after=parts[1], trimmed=padded == content.join(parts))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False) -> str:
@@ -76,7 +80,7 @@ def encode_prompt(
     text: str | Document,
     *,
     raw: bool = False,
-    head: str | None = None,
+    before: str | None = None,
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
@@ -84,21 +88,18 @@ def encode_prompt(
 
     Args:
         text: of a `Document`, only as much is kept in memory as these tokens need.
-        head: the text before the document instead of the chat template's: a template with the date in it gives another
-            one every day. Without a template it means nothing.
+        before: as of `chat_frame`.
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
         UsageError: the model's chat template cannot be used.
         SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
     """
-    chat = None if raw else chat_frame(tokenizer)
-    if chat is not None and head is not None:
-        chat = chat.model_copy(update={"before": head})
-    before = Trusted("" if chat is None else chat.before)
-    framed = len(encode_text(tokenizer, before).ids)
+    chat = None if raw else chat_frame(tokenizer, before)
+    head = Trusted("" if chat is None else chat.before)
+    framed = len(encode_text(tokenizer, head).ids)
     document = Document.of(text) if isinstance(text, str) else text
-    encode = _encoder(tokenizer, before, chat, special_tokens=special_tokens)
+    encode = _encoder(tokenizer, head, chat, special_tokens=special_tokens)
     if max_tokens is None:
         encoded, cut = encode(document.whole()), False
     else:
@@ -109,7 +110,7 @@ def encode_prompt(
         plain = {token: kept.count(token) for token in plain if token in kept}
         border = border_behind(tokenizer, ids[framed:])
     else:
-        end = plain_end(tokenizer, before) + _shown(document.whole(), chat)
+        end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
     held = len(ids) - framed if cut else None
     return FixedPrompt(torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border)

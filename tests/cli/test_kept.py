@@ -242,3 +242,13 @@ def test_why_the_same_text_is_prefilled_again_is_told(place: Path, first: tuple[
     assert run_here(*BUILD, *first, "--force").code == 0
     told = run_here(*BUILD[:-1], *([] if first else ["--raw"])).stderr
     assert f"and was built with {reason}, which this call does not give" in told
+
+
+@pytest.mark.parametrize("prefill", ["quoka", "dense"])
+def test_a_talk_that_is_saved_over_a_sparse_prefill_says_what_becomes_of_it(place: Path, prefill: str) -> None:
+    """Its tokens attended to all of the document when they were said."""
+    assert run_here(*BUILD, "--prefill", prefill, "--force").code == 0
+    said = run_here("generate", "-i", "doc.skv", "What is 3 times 3?", "--max-new-tokens", "3", "--save-to", "talk.skv")
+    assert said.code == 0, said.stderr
+    told = "the talk is prefilled by quoka in it, as its document: answers may differ from chat's"
+    assert (told in said.stderr) == (prefill == "quoka")
