@@ -27,128 +27,76 @@ class Patch:
     old: str
     new: str
 
-    def times(self, tree: Path) -> int:
-        """How often the old text stands in the file."""
+    def check(self, tree: Path) -> None:
+        """Raises SystemExit unless the old text stands once in the file."""
         path = tree / self.file
-        return path.read_text().count(self.old) if path.exists() else 0
+        if (times := path.read_text().count(self.old) if path.exists() else 0) != 1:
+            raise SystemExit(f"a fault's patch fits no more: {self.old!r} stands {times} times in {self.file}")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and the patch that makes it; of several the first whose old text stands once in its file."""
+    """A kind of fault by name, and the patch that makes it."""
 
     name: str
-    patches: tuple[Patch, ...]
-
-    def patch(self, tree: Path) -> Patch:
-        """Raises SystemExit where no patch fits."""
-        found = [one for one in self.patches if one.times(tree) == 1]
-        if not found:
-            tried = "; ".join(f"{one.file}: {one.old!r} stands there {one.times(tree)} times" for one in self.patches)
-            raise SystemExit(f"no patch of the fault '{self.name}' fits any more: {tried}")
-        return found[0]
+    patch: Patch
 
 
 HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/talk.py"
 SHARED, LAYER, ROPE = "indexing/shared_prefix.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
+PROMPT, LAYERS = "formats/documents/prompt.py", "runtime/decoding/sparse_layers.py"
 FAULTS = (
     Fault(
         "attention ignores the model's window",
-        (
-            Patch(HOOK, "softcap, window_of(mask), sink_logits", "softcap, None, sink_logits"),
-            Patch(HOOK, 'kwargs.get("sliding_window"),', "None,"),
-        ),
+        Patch(HOOK, "softcap, window_of(mask), sink_logits", "softcap, None, sink_logits"),
     ),
-    Fault("attention ignores the model's soft cap", (Patch(HOOK, 'kwargs.get("softcap"),', "None,"),)),
+    Fault("attention ignores the model's soft cap", Patch(HOOK, 'kwargs.get("softcap"),', "None,")),
     Fault(
         "a question follows the one before it",
-        (
-            Patch(
-                "runtime/cache/stored_layer.py", "self.used = self.first\n", "self.used = max(self.used, self.first)\n"
-            ),
+        Patch(
+            "runtime/cache/stored_layer.py", "self.used, self.prompt_tokens = self.first, 0", "self.prompt_tokens = 0"
         ),
     ),
     Fault(
         "rows stay under other settings",
-        (
-            Patch(SHARED, "== row_settings(job.model, job.split, ", "== row_settings(job.model, base.split, "),
-            Patch(SHARED, "decides_context(base.prefill) == decides_context(job.plan.prefill_record)", "True"),
-        ),
+        Patch(SHARED, "== row_settings(job.model, job.split, ", "== row_settings(job.model, base.split, "),
     ),
     Fault(
         "a sparse prefill goes on within a chunk",
-        (
-            Patch(SHARED, "min(shared, base.split.tokens - 1)", "min(shared, base.split.tokens)"),
-            Patch(SHARED, "chunk = 1 if exact else job.plan.chunk_size", "chunk = 1"),
-        ),
+        Patch(SHARED, "min(shared, base.split.tokens - 1)", "min(shared, base.split.tokens)"),
     ),
     Fault(
         "a short question is taken for a decode step",
-        (
-            Patch(LAYER, "not self.prefills(call.query.shape[1])", "call.query.shape[1] == 1"),
-            Patch(
-                LAYER, "decodes = self.plan, call.query.shape[1] == 1", "decodes = self.plan, call.query.shape[1] <= 2"
-            ),
-        ),
+        Patch(LAYER, "not self.prefills(call.query.shape[1])", "call.query.shape[1] == 1"),
     ),
     Fault(
         "one token and everything are one budget",
-        (Patch("runtime/selection/budget.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),),
+        Patch("runtime/selection/budget.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),
     ),
     Fault(
         "positions that change are ignored",
-        (
-            Patch(
-                ROPE, "return min((switch for switch in switches if switch is not None), default=None)", "return None"
-            ),
-            Patch(
-                "runtime/decoding/generate.py", "if switch is not None and index.split.tokens <= switch <", "if 1 < 0 <"
-            ),
-        ),
+        Patch(ROPE, "return min((switch for switch in switches if switch is not None), default=None)", "return None"),
     ),
     Fault(
         "the template's head begins with a token too many",
-        (
-            Patch(
-                "formats/documents/prompt.py",
-                "encode_text(tokenizer, Trusted(chat.before)).ids",
-                "encode_text(tokenizer, Trusted(chat.before), add_special_tokens=True).ids",
-            ),
-            Patch("formats/documents/prompt.py", "add_special_tokens=chat is None", "add_special_tokens=True"),
-        ),
+        Patch(PROMPT, "add_special_tokens=chat is None", "add_special_tokens=True"),
     ),
-    Fault(
-        "a turn ends twice",
-        (
-            Patch(TALK, 'finish_reason(turn.answer, ending_tokens(index)) == "stop"', "False"),
-            Patch(TALK, "ending = last if set(last) <= ending_tokens(index.model) else []", "ending = []"),
-        ),
-    ),
+    Fault("a turn ends twice", Patch(TALK, 'finish_reason(turn.answer, ending_tokens(index)) == "stop"', "False")),
     Fault(
         "an offset of 8 bits is taken the wrong way",
-        (
-            Patch(
-                "formats/int8_rows.py", "rows.mul_(of_channels).add_(offsets)", "rows.mul_(of_channels).sub_(offsets)"
-            ),
-        ),
+        Patch("formats/int8_rows.py", "rows.mul_(of_channels).add_(offsets)", "rows.mul_(of_channels).sub_(offsets)"),
     ),
     Fault(
         "the tail begins a token too early",
-        (
-            Patch(
-                "runtime/decoding/sparse_layers.py",
-                "sinks, end = self.split.sinks, self.split.sinks + self.split.middle\n",
-                "sinks, end = self.split.sinks, self.split.sinks + self.split.middle - 1\n",
-            ),
+        Patch(
+            LAYERS,
+            "sinks, end = self.split.sinks, self.split.sinks + self.split.middle\n",
+            "sinks, end = self.split.sinks, self.split.sinks + self.split.middle - 1\n",
         ),
     ),
     Fault(
         "questions that share a step are a position too late",
-        (
-            Patch(
-                BATCH, "(self.index.split.tokens + step.rows)[None]", "(self.index.split.tokens + 1 + step.rows)[None]"
-            ),
-        ),
+        Patch(BATCH, "(self.index.split.tokens + step.rows)[None]", "(self.index.split.tokens + 1 + step.rows)[None]"),
     ),
 )
 
@@ -193,12 +141,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sparsekv-mutations-") as name:
         folder = Path(name)
         tree, known = copied(folder), folder / "known.txt"
-        patches = [one.patch(tree) for one in faults]
+        for fault in faults:
+            fault.patch.check(tree)
         without = fuzzed(folder, given, folder / "log.jsonl")
         known.write_text("".join(f"{one['seed']}\n" for one in without))
         print(f"without a fault: {len(without)} of {given.cases} cases fail, and are left out", flush=True)
         missed = 0
-        for fault, patch in zip(faults, patches, strict=True):
+        for fault in faults:
+            patch = fault.patch
             began, path = time.monotonic(), tree / patch.file
             whole = path.read_text()
             path.write_text(whole.replace(patch.old, patch.new))
