@@ -83,7 +83,9 @@ def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
 
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
     """Whether a finished index differs from this one at most in how it came about and in what `tune` found of it."""
-    came_about = {*("writer_version", "uuid", "parent_uuid", "created", "versions", "defaults", "manifest_sha256")}
+    # Tokenizer files are hashed by another form in another version, while the tokenizer itself is the same.
+    came_about = {"writer_version", "uuid", "parent_uuid", "created", "versions", "tokenizer_files", "defaults"}
+    came_about.add("manifest_sha256")
     if manifest.prefill.exact:
         base = base.model_copy(update={"prefill": manifest.prefill}) if base.prefill.exact else base
     return base.model_dump(exclude=came_about) == manifest.model_dump(exclude=came_about)
