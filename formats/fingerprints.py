@@ -10,7 +10,8 @@ import torch
 from sparsekv.formats.checksums import hash_bytes, hash_json
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
 
-# Every config field that changes K, V or how they are attended, over the families this project supports.
+# Every config field that changes K, V or how they are attended, over the families that can be indexed: a test changes
+# each number of their configs and looks.
 KV_FIELDS = (
     "model_type",
     "hidden_size",
@@ -30,6 +31,32 @@ KV_FIELDS = (
     "sliding_window",
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+    "mup_enabled",
+    "scale_attn_weights",
+    "use_bidirectional_attention",
+    "altup_active_idx",
+    "altup_correct_scale",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "moe_k",
+    "moe_topk",
+    "moe_norm_min",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "route_scale",
+    "routed_scaling_factor",
+    "router_scaling_factor",
+    "moe_routed_scaling_factor",
+    "moe_router_logit_softcapping",
+    "router_jitter_noise",
 )
 SAMPLES_PER_TENSOR = 256
 

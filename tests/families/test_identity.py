@@ -1,0 +1,69 @@
+"""A number in a config that changes keys or values changes the model's identity: rows of the other are not kept then."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.causal_families import families, tiny_config, tiny_model
+from support.small_index import random_ids
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from sparsekv.formats.fingerprints import identify_model
+
+from .test_families import TABLE
+
+SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "qwen3_moe", "starcoder2")
+"""Families with multipliers, several norms and experts."""
+NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
+"""What a model returns, and which of its weights are one: the identity of the weights has these."""
+
+
+def rows(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Keys and values of all layers for some tokens."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=random_ids(24)[None], past_key_values=cache, use_cache=True)
+    return [rows for layer in cache.layers for rows in (layer.keys, layer.values) if rows is not None]
+
+
+def changed(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The config with one of its numbers changed, by the number's name."""
+    for name, value in config.get_text_config().to_dict().items():
+        if isinstance(value, bool | int | float) and not name.endswith("token_id") and name not in NO_NUMBERS:
+            other = copy.deepcopy(config)
+            new = not value if isinstance(value, bool) else value * 1.5 + 0.1 if isinstance(value, float) else value + 1
+            setattr(other.get_text_config(), name, new)
+            yield name, other
+
+
+def identity(config: PreTrainedConfig) -> str:
+    return identify_model("tiny", None, config.get_text_config().to_dict(), "weights", None).config_hash
+
+
+def _check(family: str) -> None:
+    config = tiny_config(family)
+    model = tiny_model(config)
+    before, missed = rows(model), []
+    for name, other in changed(config):
+        try:
+            again = AutoModelForCausalLM.from_config(other, dtype=torch.float32).eval()
+            again.load_state_dict(model.state_dict())
+            after = rows(again)
+        except Exception:  # other weights, which have an identity of their own, or a config that is none
+            continue
+        same = len(after) == len(before) and all(map(torch.equal, after, before))
+        if not same and identity(other) == identity(config):
+            missed.append(name)
+    assert missed == []
+
+
+@pytest.mark.parametrize("family", [name for name in SOME if name in families()])
+def test_what_changes_rows_changes_the_identity(family: str) -> None:
+    _check(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name, right in TABLE.items() if right.strip() and name not in SOME])
+def test_what_changes_rows_changes_the_identity_of_every_family(family: str) -> None:
+    _check(family)
