@@ -1,4 +1,4 @@
-"""A number in a config that changes keys or values changes the model's identity: rows of the other are not kept then."""
+"""A number in a config that changes keys or values changes the identity: rows of the other model are not kept then."""
 
 import copy
 from collections.abc import Iterator
