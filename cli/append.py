@@ -12,12 +12,13 @@ from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
+    EncodingOption,
     IndexOption,
     ModelOption,
     QuietOption,
     SpecialTokensOption,
 )
-from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import tune_hint
 from sparsekv.formats.reader import Artifact
@@ -44,6 +45,7 @@ def append(
         bool, typer.Option("--rebuild", help="Rebuild the methods that cannot append tokens, from all tokens.")
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="Append the text even if it was appended before.")] = False,
+    encoding: EncodingOption = UTF_8,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
     chunk_size: ChunkSizeOption = None,
@@ -68,7 +70,7 @@ def append(
     refuse_other_dtype(artifact.manifest, dtype)
     if not rebuild:
         _refuse_fixed_methods(artifact)
-    text = read_document(document)
+    text = read_document(document, encoding)
     opened = load_for(artifact, model, device, dtype, quiet=quiet)
     loaded = opened.loaded
     prompt = artifact.manifest.prompt

@@ -19,6 +19,7 @@ from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
+    EncodingOption,
     KVDtypeOption,
     ModelOption,
     QuietOption,
@@ -28,6 +29,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.ray_options import RayOption, WorkersOption, check_ray
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
+from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
@@ -70,6 +72,7 @@ def build_index(
             autocompletion=names_of(indexers, "all"),
         ),
     ] = None,
+    encoding: EncodingOption = UTF_8,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10,
     tail: Annotated[
@@ -146,6 +149,7 @@ def build_index(
         special_tokens=special_tokens,
         force=force,
         quiet=quiet,
+        encoding=check_encoding(encoding),
     )
     if index is not None:
         with progress(quiet=quiet) as show:

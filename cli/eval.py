@@ -12,6 +12,7 @@ from sparsekv.cli.common.options import (
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
+    EncodingOption,
     JsonOption,
     KVDtypeOption,
     ModelOption,
@@ -27,6 +28,7 @@ from sparsekv.cli.evaluating.page import evaluation_page
 from sparsekv.cli.evaluating.ray_worker import answer_by_ray
 from sparsekv.cli.evaluating.recipe import EvalRecipe
 from sparsekv.cli.pages.html_option import HtmlOption, refuse_unwritable_html, write_html
+from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
@@ -45,7 +47,6 @@ from sparsekv.runtime.selection.configure import configure, refuse_unused
 from sparsekv.runtime.selection.registry import DENSE, methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-
 DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {
     f"--prefill {name}": prefill for name, prefill in prefills().items()
@@ -141,6 +142,7 @@ def evaluate_methods(
     kv_dtype: KVDtypeOption = AUTO,
     chunk_size: ChunkSizeOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and of the confidence intervals.")] = 0,
+    encoding: EncodingOption = UTF_8,
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False,
     work: Annotated[
         Path | None,
@@ -199,7 +201,7 @@ def evaluate_methods(
     )
     folder = work_folder(document, data, work)
     inputs = Inputs.read(
-        document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed
+        document, task or [], data, data_format, pairs, length or [], depth or [], contexts, questions, seed, encoding
     )
     note_small_budgets(budgets, quiet=quiet)
     recipe = EvalRecipe(
@@ -227,10 +229,8 @@ def evaluate_methods(
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each in"
-    note(
-        f"{counted} {len(comparison.ways())} ways; answers are kept in {folder}, and none is computed twice",
-        quiet=quiet,
-    )
+    told = f"{counted} {len(comparison.ways())} ways; answers are kept in {folder}, and none is computed twice"
+    note(told, quiet=quiet)
     with progress(quiet=quiet) as show:
         if ray is not None:
             answer_by_ray(recipe, comparison, asked, ray, workers, show)

@@ -23,6 +23,7 @@ def main() -> NoReturn:
     Python would first clear torch's and transformers' modules one by one, which takes a second.
     """
     code = 0
+    _speak_utf8()
     rest_collector()
     try:
         run()
@@ -36,6 +37,14 @@ def main() -> NoReturn:
     atexit._run_exitfuncs()
     flush_streams()
     os._exit(code)
+
+
+def _speak_utf8() -> None:
+    """Start again in Python's UTF-8 mode where names and arguments are not in UTF-8, as in the C locale with
+    PYTHONUTF8=0: a question or a file name with other letters than ASCII's could not be told from damaged ones."""
+    if sys.getfilesystemencoding() != "utf-8" and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"  # for processes that this one starts, too
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def run() -> None:
@@ -102,8 +111,10 @@ def _call(*, debug: bool) -> int:
     from sparsekv.cli.common.quiet_libraries import quiet_libraries
     from sparsekv.cli.common.streams import prepare_streams
     from sparsekv.formats.ranks.place import own_place
+    from sparsekv.formats.user_cache import give_home
 
     prepare_streams()
+    give_home()
     if (place := own_place()) is not None:
         from sparsekv.cli.ranks.telling import enter
 

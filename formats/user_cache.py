@@ -1,17 +1,45 @@
 """The cache folder that is kept between runs, and reading and writing of small files in it."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkstemp
+from tempfile import gettempdir, mkdtemp, mkstemp
 
 import platformdirs
+
+from sparsekv.formats.errors import SparsekvError
+
+
+def give_home() -> None:
+    """Have HOME name a folder where this user has none: an unknown uid in a container, without HOME.
+
+    Libraries would otherwise write their caches to a folder `~` of the current folder. The folder is of this user alone
+    and the same each time, below the system's folder for temporary files.
+
+    Raises:
+        SparsekvError: no such folder can be made.
+    """
+    if os.path.isabs(os.path.expanduser("~")):
+        return
+    try:
+        folder = Path(gettempdir()) / f"sparsekv-{os.getuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        # Another user may have made it first, to have us write or read there.
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        os.environ["HOME"] = str(folder) if own else mkdtemp(prefix="sparsekv-")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SparsekvError(f"this user has no home folder, and none can be made: {reason}; set HOME") from None
 
 
 def cache_root() -> Path:
     """$SPARSEKV_CACHE, or the user's cache folder."""
     root = os.environ.get("SPARSEKV_CACHE")
     if not root:
+        give_home()
         return platformdirs.user_cache_path("sparsekv")
     with suppress(RuntimeError):  # ~user of an unknown user
         return Path(root).expanduser().absolute()

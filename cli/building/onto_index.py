@@ -18,7 +18,7 @@ from sparsekv.indexing.plan import Progress
 
 FIXED = (
     *("output", "max_tokens", "sinks", "tail", "prefill", "rope_scaling", "raw", "special_tokens", "force"),
-    *("kv_dtype", "ray", "workers", "from_file"),
+    *("kv_dtype", "ray", "workers", "from_file", "encoding"),
 )
 """Options that say how a document becomes an index."""
 

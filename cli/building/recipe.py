@@ -10,7 +10,7 @@ from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.device_memory import peak_told
-from sparsekv.formats.documents.document import open_document
+from sparsekv.formats.documents.document import UTF_8, open_document
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
@@ -51,6 +51,7 @@ class BuildRecipe:
     special_tokens: bool
     force: bool
     quiet: bool
+    encoding: str = UTF_8
 
     def load(self) -> LoadedModel:
         """The model that prefills the documents; raises what `load_model` raises."""
@@ -72,7 +73,7 @@ class BuildRecipe:
         Raises:
             SparsekvError: the document, the folder or an option cannot be used.
         """
-        with open_document(target.document, whole=self.max_tokens is None) as text:
+        with open_document(target.document, whole=self.max_tokens is None, encoding=self.encoding) as text:
             check_output(target.folder)
             model, before = loaded(), _finished(target.folder)
             prompt = encode_prompt(

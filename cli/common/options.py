@@ -82,6 +82,10 @@ SpecialTokensOption = Annotated[
         "--special-tokens", help="Let special tokens in the text keep their meaning. Only for text you wrote yourself."
     ),
 ]
+EncodingOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names)."),
+]
 ChunkSizeOption = Annotated[
     int | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""Read a document as UTF-8 text, only as far as it is needed, and refuse what is not text."""
+"""Read a document as text in an encoding, only as far as it is needed, and refuse what is not text."""
 
 import codecs
 import hashlib
@@ -10,22 +10,29 @@ from typing import BinaryIO
 from sparsekv.formats.documents.text_source import open_source
 from sparsekv.formats.errors import UsageError
 
+UTF_8 = "utf-8"
 _PIECE = 2**20  # bytes
+_MARKS = {
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+}
+"""Byte order marks of encodings whose order of bytes is not in their names."""
 
 
 class Document:
     """A text read in pieces: everything read is checked and hashed, and what `first` or `whole` returned is kept.
 
-    A byte order mark at the start is dropped. Each method but `of` raises UsageError if what it reads is not UTF-8
-    text, or if the whole text is white space.
+    A byte order mark at the start is dropped. Each method but `of` raises UsageError if what it reads is not text in
+    its encoding, or if the whole text is white space.
 
     Args:
         name: the document's name in errors.
+        encoding: one that `check_encoding` returns.
     """
 
-    def __init__(self, name: str, reader: BinaryIO):
-        self._name, self._reader = name, reader
-        self._decoder, self._sum = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256()
+    def __init__(self, name: str, reader: BinaryIO, encoding: str = UTF_8):
+        self._name, self._reader, self._encoding = name, reader, encoding
+        self._decoder, self._sum = codecs.getincrementaldecoder(encoding)(), hashlib.sha256()
         self._kept: list[str] = []
         self._characters, self._begun, self._ended, self._blank = 0, False, False, True
 
@@ -52,7 +59,7 @@ class Document:
         return "".join(self._kept)
 
     def sha256(self) -> str:
-        """The sha256 of all bytes but the byte order mark, in hex; reads the rest of the text without keeping it."""
+        """The sha256 of the text in UTF-8 without a byte order mark, in hex; reads the rest without keeping it."""
         while not self._ended:
             self._read()
         return self._sum.hexdigest()
@@ -61,33 +68,71 @@ class Document:
         data = self._reader.read(_PIECE)
         self._ended = not data
         if not self._begun:
-            data, self._begun = data.removeprefix(codecs.BOM_UTF8), True
+            self._check_mark(data)
         try:
             text = self._decoder.decode(data, final=self._ended)
-        except UnicodeDecodeError:
-            raise UsageError(f"{self._name} is not text in UTF-8; convert it to plain text first") from None
+            if text and not self._begun:
+                text, self._begun = text.removeprefix("\ufeff"), True
+            self._sum.update(text.encode())
+        except UnicodeError:
+            raise UsageError(f"{self._name} is not text in {self._encoding.upper()}{_way_out(data)}") from None
         if "\0" in text:
-            raise UsageError(f"{self._name} is not text: it contains zero bytes; convert it to plain text first")
-        self._sum.update(data)
+            raise UsageError(f"{self._name} is not text: it contains zero bytes{_way_out(data)}")
         self._blank = self._blank and not text.strip()
         if self._ended and self._blank:
             raise UsageError(f"{self._name} is empty; give a document with text in it")
         return text
 
+    def _check_mark(self, data: bytes) -> None:
+        """Raise UsageError for UTF-16 or UTF-32 without the mark that tells the order of its bytes."""
+        marks = _MARKS.get(self._encoding)
+        if data and marks and not data.startswith(marks):
+            raise UsageError(
+                f"{self._name} has no byte order mark; give --encoding {self._encoding}-le, or {self._encoding}-be"
+            )
+
+
+def check_encoding(name: str) -> str:
+    """Python's name of an encoding; UsageError if there is none of this name, or it is none of text."""
+    try:
+        found = codecs.lookup(name)
+        codecs.getincrementaldecoder(name)
+        "a".encode(name)
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"--encoding {name}: no such encoding of text; give utf-8, utf-16, latin-1 or cp1252"
+        ) from None
+    return found.name
+
+
+def _way_out(data: bytes) -> str:
+    """What to do about a text that begins with bytes of another encoding."""
+    for encoding, marks in reversed(_MARKS.items()):
+        if data.startswith(marks):
+            return f", and begins as {encoding.upper()} does; give --encoding {encoding}"
+    zeros = [data[start:1000:2].count(0) for start in (0, 1)]
+    if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
+        return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"
+    if 0 in data:
+        return "; convert it to plain text first"
+    return "; give its encoding, such as --encoding latin-1, or convert it to plain text first"
+
 
 @contextmanager
-def open_document(source: str, *, whole: bool) -> Iterator[Document]:
+def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterator[Document]:
     """A document in a file, or on standard input for `-`.
 
     Args:
         whole: read all of it now; otherwise only its first MiB, which mostly suffices to find that it is not text.
+        encoding: the text's, by any of its names.
 
     Raises:
-        UsageError: no such file, a folder, one that may not be read, empty, or not UTF-8 text.
+        UsageError: no such file or encoding, a folder, one that may not be read, empty, or not text in the encoding.
         SparsekvError: reading it failed.
     """
+    known = check_encoding(encoding)
     with open_source(source) as reader:
-        document = Document("standard input" if source == "-" else source, reader)
+        document = Document("standard input" if source == "-" else source, reader, known)
         if whole:
             document.whole()
         else:
@@ -95,7 +140,7 @@ def open_document(source: str, *, whole: bool) -> Iterator[Document]:
         yield document
 
 
-def read_document(source: str) -> str:
+def read_document(source: str, encoding: str = UTF_8) -> str:
     """Text of a file, or of standard input for `-`; raises what `open_document` raises."""
-    with open_document(source, whole=True) as document:
+    with open_document(source, whole=True, encoding=encoding) as document:
         return document.whole()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsekv.formats.documents.document import read_document
+from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index_name import with_ending
@@ -46,6 +46,7 @@ class Inputs:
         contexts: int,
         questions: int | None,
         seed: int,
+        encoding: str = UTF_8,
     ) -> "Inputs":
         """Raise UsageError for what does not fit together, and for files that cannot be read."""
         if (document is None) == (data is None):
@@ -61,7 +62,7 @@ class Inputs:
         _refuse_index(document)
         return cls(
             name=Path(data or document or "").name,
-            text="" if document is None else read_document(document),
+            text="" if document is None else read_document(document, encoding),
             tasks=list(dict.fromkeys(tasks or DEFAULT_TASKS)),
             published=[] if data is None or data_format is None else read_published(data, data_format),
             pairs=() if pairs is None else read_pairs(pairs),

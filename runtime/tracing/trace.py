@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.attention.question import QuestionPrefill
@@ -72,8 +73,17 @@ class TracedIndex:
         return EVERYTHING if self.setting.form is None else self.setting
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
-        """[N] bool: the tokens of some passages of the prompt; raises what `tokens_of` raises."""
-        return tokens_of(passages, self.passages.texts)
+        """[N] bool: the tokens of some passages of the prompt; raises what `tokens_of` raises.
+
+        A passage may end in the document's last characters, whose tokens are those of the question.
+        """
+        tokenizer, border = self.index.tokenizer, self.index.artifact.manifest.prompt.border
+
+        def as_stored(passage: str) -> str:
+            return "".join(token_texts(tokenizer, encode_text(tokenizer, passage).ids))
+
+        texts = [*self.passages.texts, "" if border is None else border.held]
+        return tokens_of(passages, texts, as_stored)[:-1]
 
     def without(
         self, hidden: torch.Tensor, question: torch.Tensor, max_new_tokens: int, first: Answer, *, truth: bool = False

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -20,9 +20,14 @@ MOST_FOUND = 64
 """Places of one passage: one that is found more often is a word or a mark rather than a passage."""
 
 
-def tokens_of(passages: Iterable[str], texts: Sequence[str]) -> torch.Tensor:
+def tokens_of(
+    passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
+) -> torch.Tensor:
     """[N] bool: the tokens of a prompt, by their texts, that have a character of one of the passages, wherever it is
     found. White space in a passage is any white space.
+
+    Args:
+        as_stored: gives a passage as the tokenizer normalises it, such as with NFC.
 
     Raises:
         UsageError: a passage is empty, or not in the prompt, or in more than `MOST_FOUND` places.
@@ -31,15 +36,15 @@ def tokens_of(passages: Iterable[str], texts: Sequence[str]) -> torch.Tensor:
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
     found = torch.zeros(len(texts), dtype=torch.bool)
     for passage in passages:
-        for start, stop in _places(passage, whole):
+        for start, stop in _places(passage, as_stored(passage), whole):
             # The tokens before the last of a character have no text of their own.
             found |= (starts < stop) & ((stops > start) | (starts >= start))
     return found
 
 
-def _places(passage: str, whole: str) -> list[tuple[int, int]]:
-    words = passage.split()
-    if not words:
+def _places(passage: str, stored: str, whole: str) -> list[tuple[int, int]]:
+    words = stored.split()
+    if not passage.strip():
         raise UsageError("--without is empty; give a passage of the document")
     pattern = re.compile(r"\s+".join(map(re.escape, words)))
     places = [match.span() for match, _ in zip(pattern.finditer(whole), range(MOST_FOUND + 1), strict=False)]

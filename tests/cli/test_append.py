@@ -230,3 +230,32 @@ def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     assert "is not saved with it; find one with `sparsekv tune --index talk.skv --target-recall 0.5" in saved
     told = run_here("append", "more.txt").stderr
     assert "is used no more; find one with `sparsekv tune --index doc.skv --target-" in told
+
+
+def test_a_text_in_another_encoding_is_the_same_text(online: Path) -> None:
+    """Built and appended: the index of the text in UTF-8 is that of the text in UTF-16."""
+    more = "Ünd a lïne more, which has létters of Latin-1.\n"
+    build = ("build-index", "--model", "model", "--method", "multipole", "--block", "512", "-q")
+    (online / "plain.txt").write_text(more * 12)
+    (online / "wide.txt").write_text(more * 12, encoding="utf-16")
+    assert run_here(*build, "plain.txt").code == 0
+    _refused(2, ("wide.txt is not text in UTF-8", "--encoding utf-16"), *build, "wide.txt")
+    assert run_here(*build, "wide.txt", "--encoding", "utf-16").code == 0
+    plain, wide = (read_manifest(online / name).prompt for name in ("plain.skv", "wide.skv"))
+    assert plain == wide
+    (online / "latin.txt").write_text(more, encoding="latin-1")
+    _refused(2, ("latin.txt is not text in UTF-8", "--encoding latin-1"), "append", "-i", "plain.skv", "latin.txt")
+    assert run_here("append", "-i", "plain.skv", "latin.txt", "--encoding", "latin-1", "-q").code == 0
+    assert str(tiny_tokenizer().decode(Artifact(online / "plain.skv").input_ids())).endswith(more)
+    _refused(2, ("--encoding none: no such encoding",), *build, "plain.txt", "--encoding", "none")
+
+
+def test_text_that_is_appended_to_a_saved_talk_is_a_message(online: Path) -> None:
+    saved = run_here("generate", "Why?", "--max-new-tokens", "4", "--save-to", "talk.skv", "-q")
+    assert saved.code == 0, saved.stderr
+    before = Artifact(online / "talk.skv")
+    assert run_here("append", "-i", "talk.skv", "more.txt", "-q").code == 0
+    after = Artifact(online / "talk.skv")
+    added = str(tiny_tokenizer().decode(after.input_ids()[len(before.input_ids()) :]))
+    assert added == f"<|end|>\n<|start|>user\n{MORE}"
+    assert after.manifest.prompt.chat == Artifact(online / "doc.skv").manifest.prompt.chat

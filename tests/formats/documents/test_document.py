@@ -109,3 +109,51 @@ def test_the_first_tokens_of_a_gigabyte_take_less_memory_than_one(
     tokens, cut, text_sha256, held = done.stdout.split()
     assert (int(tokens) > 300, cut, text_sha256) == (True, "300", hash_file(path))
     assert int(held) < 10**9
+
+
+ENCODINGS = ["utf-8", "utf-8-sig", "UTF-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "cp1252", "ascii"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_text_in_any_encoding_is_the_same_text(encoding: str, whole: bool, path: Path) -> None:
+    """Read in pieces that end within a character; with the sum of the text in UTF-8, so that an index stays its own."""
+    text = "naïve café, and so on\n" * 60_000
+    text = text.encode("ascii", "ignore").decode() if encoding == "ascii" else text
+    path.write_bytes(text.encode(encoding))
+    with open_document(str(path), whole=whole, encoding=encoding) as document:
+        assert document.first(10_000) == text[:10_000]
+        assert document.sha256() == hash_bytes(text.encode())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_mark_before_a_text_of_a_named_order_is_no_part_of_it(encoding: str, path: Path) -> None:
+    path.write_bytes("\ufeffA text.".encode(encoding))
+    assert read_document(str(path), encoding) == read_document(str(path), "utf-16") == "A text."
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "says"),
+    [
+        ("A text.".encode("utf-16"), "utf-8", "not text in UTF-8, and begins as UTF-16 does; give --encoding utf-16$"),
+        ("A text.".encode("utf-32"), "utf-8", "not text in UTF-8, and begins as UTF-32 does; give --encoding utf-32$"),
+        ("é".encode("latin-1"), "utf-8", "such as --encoding latin-1, or convert it"),
+        ("A text.".encode("utf-16-le"), "utf-8", "zero bytes, as UTF-16 does; give --encoding utf-16-le$"),
+        ("A text.".encode("utf-16-be"), "latin-1", "zero bytes, as UTF-16 does; give --encoding utf-16-be$"),
+        ("A text.".encode("utf-16-be"), "utf-16", "no byte order mark; give --encoding utf-16-le, or utf-16-be$"),
+        (b"a" * 11, "utf-16-le", "not text in UTF-16-LE"),
+        (b"\x81", "cp1252", "not text in CP1252"),
+    ],
+)
+def test_a_text_in_another_encoding_says_which(data: bytes, encoding: str, says: str, path: Path) -> None:
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=says) as refusal:
+        read_document(str(path), encoding)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["", "utf-99", "base64", "rot13", "hex", "a\0b", "é", "undefined"])
+def test_what_is_no_encoding_of_text_is_refused_by_its_name(name: str, path: Path) -> None:
+    path.write_text("A text.")
+    with pytest.raises(UsageError, match="no such encoding of text"):
+        read_document(str(path), name)

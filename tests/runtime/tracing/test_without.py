@@ -1,21 +1,30 @@
 """Answers without some passages: which tokens these are, and what attention without them is."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import plain_logits_after
+from support.small_index import TEXT, build_small, plain_logits_after, small_plan
+from support.tiny_models import tiny_tokenizer
 from support.traced import SOME, answered, chosen_tokens, every_form
+from tokenizers import normalizers
 
+from sparsekv.formats.border import Border
+from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.reader import Artifact
+from sparsekv.indexing.build import build_index
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import question_ids
-from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.budget import Budget
@@ -197,3 +206,25 @@ def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: Op
     assert less["log_probability"][0] == same["log_probability"][0]
     assert less["log_probability"][1] != less["log_probability"][0]
     assert "dense_log_probability" not in less
+
+
+def test_a_passage_is_found_as_the_tokenizer_normalises_it(tmp_path: Path) -> None:
+    """Copied from a document whose letters and accents are apart, and up to the end that questions begin with."""
+    text = "Le cafe\u0301 est ferme\u0301. " + TEXT[:500] + "La fin."
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    plan = small_plan()
+    loaded = replace(plan.loaded, tokenizer=tokenizer)
+    build_index(replace(plan, loaded=loaded, prompt=encode_prompt(tokenizer, text)), tmp_path / "nfc.skv")
+    opened = open_index(Artifact(tmp_path / "nfc.skv"), loaded.model, tokenizer, identify(loaded))
+    traced = TracedIndex(opened, EVERYTHING)
+    hidden = traced.hide(["cafe\u0301 est ferme\u0301"])
+    assert tokenizer.decode(opened.input_ids[hidden]) == "caf\u00e9 est ferm\u00e9"
+    assert torch.equal(traced.hide(["caf\u00e9 est ferm\u00e9"]), hidden)
+
+
+def test_a_passage_may_end_where_the_tokens_of_questions_begin(tmp_path: Path) -> None:
+    border = Border(lead="x", held=TEXT[300:303])
+    opened = build_small(tmp_path / "held.skv", prompt=replace(small_plan().prompt, border=border))
+    hidden = TracedIndex(opened, EVERYTHING).hide([TEXT[270:303]])
+    assert opened.tokenizer.decode(opened.input_ids[hidden]) == TEXT[270:300].lstrip()
