@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.common.memory_limit import refuse_little_room, refuse_small_limit
-from sparsekv.cli.common.values import with_checked_values
+from sparsekv.cli.common.values import refuse_repeated, with_checked_values
 from sparsekv.cli.configuring.apply import apply_defaults
 from sparsekv.cli.ranks.option import GpusOption
 from sparsekv.formats.errors import UsageError
@@ -34,6 +34,10 @@ class _LazyGroup(TyperGroup):
         if name is not None and not set(HELP) & set(rest):
             ctx.default_map = {name: apply_defaults(name, command, COMMANDS)}
         return name, command, rest
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        refuse_repeated(self, ctx, args)  # first: --gpus starts processes where it is read
+        return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

@@ -227,7 +227,7 @@ def generate(
         answers = batch_answers(asker, together, batch, sampling)
     answers = joined_answers(ranks, answers)
     seen = sys.stdout.isatty() or (batch_file is None and (sys.stderr.isatty() or not as_json))  # as it streams
-    with output.ending_lines(), progress(quiet=quiet or seen) as tell:
+    with output.stream.ending_lines(), progress(quiet=quiet or seen) as tell:
         for number, (question, result) in enumerate(zip(questions[len(done) :], answers, strict=True), len(done) + 1):
             output.answer(question, result)
             note_cut(result, max_new_tokens, quiet=quiet or as_json or batch_file is not None)

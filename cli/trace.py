@@ -1,6 +1,5 @@
 """`sparsekv trace`: answer a question, and show what each token of the answer attended to."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,8 @@ from sparsekv.cli.answering.options import (
     RawOption,
     ResidualOption,
 )
-from sparsekv.cli.common.console import note, say, waiting
+from sparsekv.cli.common.answer_stream import AnswerStream, answer_may_meet_notes
+from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.help_panels import GroupedCommand
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
@@ -114,11 +114,13 @@ def trace(
     note_small_budgets([setting.budget], quiet=quiet)
     if setting.origin:
         note(setting.origin, quiet=quiet)
-    with waiting("tracing", quiet=quiet or (sys.stdout.isatty() and not as_json)):
-        answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else _stream, truth=truth)
+    stream = AnswerStream()
+    with stream.ending_lines():
+        with waiting("tracing", quiet=quiet or (not as_json and answer_may_meet_notes())):
+            answer, document = traced.trace(ids, max_new_tokens, _discard if as_json else stream.add, truth=truth)
+        if not as_json:
+            stream.end()
     document["question"] = question
-    if not as_json:
-        say("")
     if without and hidden is not None:
         with waiting("answering without the passage", quiet=quiet):
             again = traced.without(hidden, ids, max_new_tokens, answer, truth=truth)
@@ -128,10 +130,6 @@ def trace(
     printed = say_json(document) if as_json else None
     told = describe_size(document, printed if size is None else size)
     note(told if output is None else f"{output}: {told}", quiet=quiet)
-
-
-def _stream(text: str) -> None:
-    say(text, end="")
 
 
 def _discard(text: str) -> None:

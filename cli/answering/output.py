@@ -1,13 +1,11 @@
 """Print answers: as they stream, one a line, or as JSON."""
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparsekv.cli.answering.resuming import AnswersFile
+from sparsekv.cli.common.answer_stream import AnswerStream
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.stats import print_stats
@@ -24,7 +22,7 @@ class Output:
 
     as_json: an object a line. streamed: the answer's text was printed as it came. measured: what each layer leaves is
     known. stats: print times too, to stderr. resumed: the file that takes each line, too. settings: what else decides
-    an answer. numbered: there are several, which stats tell apart. within: a streamed answer has begun.
+    an answer. numbered: there are several, which stats tell apart.
     """
 
     setting: Setting
@@ -39,23 +37,13 @@ class Output:
     cut: int = 0
     blank: int = 0
     tokens: int = 0
-    within: bool = False
+    stream: AnswerStream = field(default_factory=AnswerStream)
     began: float = field(default_factory=time.perf_counter)
 
     def piece(self, text: str) -> None:
         """Print a piece of a streamed answer."""
         if self.streamed:
-            self.within = True
-            say(text, end="")
-
-    @contextmanager
-    def ending_lines(self) -> Iterator[None]:
-        """At a terminal, what comes after a streamed answer that broke off begins a line of its own."""
-        try:
-            yield
-        finally:
-            if self.within and sys.stdout.isatty():
-                say("")
+            self.stream.add(text)
 
     def answer(self, question: str, answer: Answer) -> None:
         """Print one answer, or its end where it was streamed."""
@@ -64,8 +52,10 @@ class Output:
             line = json_text(self._record(question, answer))
         if self.resumed is not None:
             self.resumed.add(line)
-        say("" if self.streamed else line)
-        self.within = False
+        if self.streamed:
+            self.stream.end()
+        else:
+            say(line)
         self.cut += answer.finish_reason == "length"
         self.blank += answer is NO_ANSWER
         self.answers, self.tokens = self.answers + 1, self.tokens + answer.generated_tokens

@@ -38,7 +38,7 @@ def choose_targets(documents: Sequence[str], from_file: str | None, output: Path
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)
-    named = list(dict.fromkeys([*documents, *listed]))
+    named = _once([*documents, *listed])
     if not named:
         what = "name a text file, or - for standard input"
         if from_file is not None:
@@ -85,8 +85,27 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
 def _names(from_file: str) -> list[str]:
     # File names may be any bytes.
     list_of_them = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file").removeprefix(codecs.BOM_UTF8)
-    lines = os.fsdecode(list_of_them).split("\n")
-    return [line.strip() for line in lines if line.strip()]
+    lines = (line.removesuffix("\r") for line in os.fsdecode(list_of_them).split("\n"))
+    return [_as_written(line) for line in lines if line.strip()]
+
+
+def _as_written(line: str) -> str:
+    """The name in a line. Blanks around it are a part of it where such a file is there, or none is without them."""
+    return line.strip() if not os.path.lexists(line) and os.path.lexists(line.strip()) else line
+
+
+def _once(names: Sequence[str]) -> list[str]:
+    """The names, without those that spell the path of an earlier one in another way, such as `a.txt` and `./a.txt`."""
+    paths: dict[str, str] = {}
+    for one in names:
+        paths.setdefault(_place(one), one)
+    return list(paths.values())
+
+
+def _place(name: str) -> str:
+    """The folder that a name leads to, through links too, and the name in it. No file's name has a zero byte."""
+    folder, base = os.path.split(name)
+    return name if name == "-" or "\0" in name else os.path.join(os.path.realpath(folder), base)
 
 
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.chatting.interrupts import Interrupts
-from sparsekv.cli.common.console import note, say
+from sparsekv.cli.common.answer_stream import AnswerStream
+from sparsekv.cli.common.console import note
 from sparsekv.cli.common.stats import note_cut, print_stats
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.setting import Setting
@@ -31,20 +32,14 @@ class Session:
 
     def ask(self, question: str) -> None:
         """Print the answer to the next question as it comes; raises what `Talk.ask` raises."""
-        shown = False
-
-        def show(text: str) -> None:
-            nonlocal shown
-            say(text, end="")
-            shown = True
-
+        stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:
-                answer = self.talk.ask(question, self.sampling, show, stop)
-                shown = True
+                answer = self.talk.ask(question, self.sampling, stream.add, stop)
+                answered = True
         finally:
-            if shown:
-                say("")
+            if answered or stream.begun:
+                stream.end()
         self.asked = question
         if self.interrupts.came:
             note("stopped; what came of the answer stays in the talk", quiet=self.quiet)

@@ -1,7 +1,9 @@
-"""Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, and numbers beyond int64."""
+"""Refuse option values that no command can use: text that is not UTF-8, NaN, infinities, numbers beyond int64; and an
+option that takes one value and is given several."""
 
 import functools
 import math
+from collections import Counter
 from typing import Any
 
 from sparsekv.formats.errors import UsageError
@@ -15,7 +17,27 @@ def with_checked_values(command: Any) -> Any:
         with_checked_values(one)
     if command.callback is not None:
         command.callback = _checked(command.callback, {one.name: _named(one) for one in command.params})
+    parse_args = command.parse_args
+
+    def parse(ctx: Any, args: list[str]) -> Any:
+        given = [*args]
+        rest = parse_args(ctx, args)  # first: it may print help
+        refuse_repeated(command, ctx, given)
+        return rest
+
+    command.parse_args = parse
     return command
+
+
+def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
+    """Raise UsageError for an option that is given twice and takes one value: the last would win without a word."""
+    _, _, in_order = command.make_parser(ctx).parse_args([*args])
+    options = Counter(one for one in in_order if one.param_type_name == "option")
+    for option, times in options.items():
+        single = not option.multiple and (option.secondary_opts or not option.is_flag)
+        if single and times > 1:
+            often = "twice" if times == 2 else f"{times} times"
+            raise UsageError(f"{_named(option)} is given {often} and takes one value; leave out what you do not mean")
 
 
 def _named(parameter: Any) -> str:

@@ -5,7 +5,7 @@ Imports nothing heavy: it must work when an import itself has failed.
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from sparsekv.cli.common.commands import BY_RANKS, COMMANDS
@@ -19,6 +19,7 @@ QUESTION_FIRST = ("generate", "trace")
 """Commands whose argument is a question."""
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
 UNKNOWN = re.compile(rf"{NO_OPTION} (--?[^ ]+)")
+OPTION_NAME = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def described_usage(message: str, command: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> str:
@@ -36,6 +37,8 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
         if command not in BY_RANKS:
             return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"
         return f"--gpus stands before the command: {shown('--gpus', _number(arguments), command)} ..."
+    if command in COMMANDS and (text := _text_with_dash(message, arguments)) is not None:
+        return f"a text that begins with a dash is taken for an option; put -- before it: {shown(command, '--', text)}"
     unknown = UNKNOWN.match(message)
     if unknown and (called := _command_after(unknown[1], arguments)):
         return f"give {unknown[1]} after the command: {shown(called, unknown[1])} ..."
@@ -50,7 +53,10 @@ def described_usage(message: str, command: str, arguments: Sequence[str], *, opt
     if message.startswith(EXTRA) and command in QUESTION_FIRST:
         return f"{message}; put a question of several words in quotes"
     if unknown:
-        message = f"{NO_OPTION} {unknown[1]}{_meant(unknown[1], options)}"
+        meant = _meant(unknown[1], options)
+        message = f"{NO_OPTION} {unknown[1]}{meant}"
+        if command in QUESTION_FIRST and not meant:
+            message += "; before a question that begins with a dash put --"
     page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # it is no option of a command
     return f"{message}; {shown(*page, '--help')} says what there is"
 
@@ -81,6 +87,16 @@ def known_options(error: BaseException) -> list[str]:
     return [name for one in shown_in_help for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
 
 
+def _text_with_dash(message: str, arguments: Sequence[str]) -> str | None:
+    """The argument that was taken for an unknown option and has no option's name, such as `- And why?`."""
+    named = message.removeprefix(f"{NO_OPTION} ")
+    before = takewhile(lambda one: one != "--", arguments)
+    dashed = [one for one in before if one.startswith("-") and not OPTION_NAME.fullmatch(one.partition("=")[0])]
+    # Of one with a single dash typer names the first letter alone.
+    found = (one for one in dashed if named.startswith(one if one.startswith("--") else one[:2]))
+    return None if named == message else next(found, None)
+
+
 def _meant(given: str, options: Sequence[str]) -> str:
     """` (did you mean --NAME?)`, with all options that are near; empty where none is."""
     near = _near(given, options)
@@ -90,7 +106,7 @@ def _meant(given: str, options: Sequence[str]) -> str:
 
 def _near(given: str, options: Sequence[str]) -> list[str]:
     """The options that begin so, or else the one that is most alike; typer names far ones too."""
-    begin = [name for name in options if name.startswith(given)]
+    begin = [name for name in options if given.strip("-") and name.startswith(given)]
     if begin or not given.startswith("--"):
         return begin
     # Without the dashes, by which all options are alike.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command import run_here
+from support.command import run_here, with_options
 
 from sparsekv.cli.benchmarking.indexers import MixtureIndexer
 from sparsekv.indexing.indexers.interface import Indexer
@@ -235,7 +235,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
     ],
 )
 def test_usage(place: Path, options: tuple[str, ...], code: int, says: tuple[str, ...]) -> None:
-    outcome = run_here("bench", "--runs", "2", "--warm", "-q", *options)
+    outcome = run_here(*with_options(("bench", "--runs", "2", "--warm", "-q"), *options))
     message = outcome.error()
     assert outcome.code == code, message
     for part in says:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command import fails, run_here
+from support.command import fails, run_here, with_options
 
 from sparsekv.runtime import api
 
@@ -14,7 +14,7 @@ ASK = ("generate", "--max-new-tokens", "6", "--model", "model", "--method", "den
 def test_answers_are_those_of_everything_read(place: Path) -> None:
     dense = json.loads(run_here(*ASK, "What is 7 times 7?").stdout)
     everything = ("--budget", "100%", "--prefill", "dense", "--method", "squeezed")
-    chosen = json.loads(run_here(*ASK, *everything, "What is 7 times 7?").stdout)
+    chosen = json.loads(run_here(*with_options(ASK, *everything), "What is 7 times 7?").stdout)
     assert (dense["method"], dense["budget"], dense["kv_fraction"]) == ("dense", 1.0, 1.0)
     assert dense["text"] == chosen["text"]
 

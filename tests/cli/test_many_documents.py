@@ -156,3 +156,21 @@ def test_an_index_is_no_folder_of_indices_whatever_its_name(documents: Path) -> 
 def test_several_indices_go_into_a_folder_that_is_no_index(documents: Path, output: str) -> None:
     says = (f"--output {output}: ", "each of several documents has an index of its own")
     fails(2, "build-index", "a.txt", "b.txt", *TAIL, "-o", output, says=says)
+
+
+def test_a_file_that_is_spelt_in_two_ways_is_one_document(documents: Path) -> None:
+    Path("here").symlink_to(".")
+    names = ("a.txt", "./a.txt", str(documents / "a.txt"), "here/a.txt", "here/../" + documents.name + "/a.txt")
+    built = run_here("build-index", *names, *TAIL, "-q")
+    assert (built.code, built.stdout, built.stderr) == (0, "a.skv\n", "")
+
+
+def test_blanks_around_a_listed_name_are_a_part_of_it_where_a_file_has_them(documents: Path) -> None:
+    for name in (" a.txt", "b.txt "):
+        Path(name).write_text(f"Another document {name!r}. " * 20)
+    Path("list.txt").write_text(" a.txt\nb.txt \n  c.txt\t\r\n")
+    built = run_here("build-index", "--from-file", "list.txt", *TAIL, "-o", "out", "-q")
+    assert (built.code, built.stderr) == (0, "")
+    assert built.stdout == "out/ a.skv\nout/b.txt .skv\nout/c.skv\n"
+    tokens = [Artifact(documents / "out" / name).manifest.split.tokens for name in (" a.skv", "b.txt .skv", "c.skv")]
+    assert min(tokens[:2]) > tokens[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.command import Outcome, fails, run_here
+from support.command import Outcome, fails, run_here, with_options
 from support.forked import zygote
 from support.trace_document import synthetic_trace
 from support.trace_page import read_trace_page
@@ -105,7 +105,7 @@ def test_a_made_up_trace_is_valid_and_adds_up() -> None:
 )
 def test_what_it_refuses(place: Path, options: tuple[str, ...], says: tuple[str, ...]) -> None:
     (place / "folder.json").mkdir()
-    fails(2, *QUESTION, *options, says=says)
+    fails(2, *with_options(QUESTION, *options), says=says)
     assert not (place / "trace.json").exists()
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,15 @@ def run_here(*arguments: str | Path) -> Outcome:
             signal.signal(number, handler)
     assert isinstance(code, int)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def with_options(command: Sequence[str], *options: str) -> tuple[str, ...]:
+    """A call with more options; one that it has already gets the new value, since no option is taken twice."""
+    kept = [*command]
+    for name in options:
+        if name.startswith("--") and name in kept:
+            del kept[kept.index(name) : kept.index(name) + 2]
+    return (*kept, *options)
 
 
 def fails(code: int, *arguments: str, says: tuple[str, ...]) -> None:

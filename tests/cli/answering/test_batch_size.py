@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import run_here
+from support.command import run_here, with_options
 
 ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "-q", "--batch-file", "questions.txt")
 QUESTIONS = ("What is 3 times 3?", "Why?", "", "Which line says that 7 times 7 is 49?", "How many lines are there?")
@@ -21,7 +21,7 @@ def questions(place: Path) -> None:
 
 
 def answers(*options: str) -> list[dict[str, object]]:
-    outcome = run_here(*ASK, "--json", *options)
+    outcome = run_here(*with_options(ASK, "--json", *options))
     assert outcome.code == 0, outcome.stderr
     return [json.loads(line) for line in outcome.stdout.splitlines()]
 
@@ -208,7 +208,7 @@ def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: s
     assert run_here(*ASK, "--json", "--resume", "answers.jsonl").code == 0
     lines = Path("answers.jsonl").read_text().splitlines(keepends=True)
     Path("answers.jsonl").write_text(lines[0])
-    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl", *other)
+    refused = run_here(*with_options(ASK, "--json", "--resume", "answers.jsonl", *other))
     assert refused.code == 2
     assert says in refused.stderr
     assert Path("answers.jsonl").read_text() == lines[0]

@@ -88,4 +88,4 @@ def test_an_answer_is_printable_on_a_terminal_and_as_it_is_in_a_pipe(place: Path
     piped = sparsekv(*ask, cwd=place)
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout == f"{said}\n"
-    assert on_terminal(*ask, cwd=place) == (0, printable(piped.stdout))
+    assert on_terminal(*ask, cwd=place, columns=1000) == (0, printable(piped.stdout))

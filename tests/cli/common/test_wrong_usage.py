@@ -1,6 +1,9 @@
 """What a command line that typer does not understand is told."""
 
+import shlex
+
 import pytest
+from support.command import run_here
 
 from sparsekv.cli.common.wrong_usage import described_usage
 
@@ -50,3 +53,18 @@ def test_what_is_no_number_is_told_with_the_number(message: str, arguments: list
 )
 def test_gpus_behind_a_command_are_told_of_with_their_number(arguments: list[str], told: str) -> None:
     assert described_usage("No such option: --gpus", arguments[0], arguments) == told
+
+
+@pytest.mark.parametrize("text", ["- What is it?", "-What is it?", "-5 degrees?", "--why?", "-- why"])
+def test_a_text_that_begins_with_a_dash_is_given_behind_two(text: str) -> None:
+    outcome = run_here("generate", "--index", "a.skv", text)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    told = f"put -- before it: `sparsekv generate -- {shlex.quote(text)}`"
+    assert outcome.error() == f"a text that begins with a dash is taken for an option; {told}"
+    assert "no index" in run_here("generate", "--index", "a.skv", "--", text).error()
+
+
+def test_an_option_that_there_is_not_may_have_been_a_question() -> None:
+    told = run_here("generate", "-why").error()
+    assert told.startswith("No such option: -w; before a question that begins with a dash put --; ")
+    assert "put --" not in run_here("generate", "--budgett", "5%").error()
