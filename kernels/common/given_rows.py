@@ -1,6 +1,7 @@
 """A model's logits of a few tokens over given keys and values, in the place of a prefill of all before them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -62,7 +63,24 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
     """
     layers = model.config.get_text_config().num_hidden_layers
     cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
-    with alone(model):
+    with alone(model), _with_soft_cap(model):
         ids = input_ids[None].to(model.device)
         logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits.float().cpu()
+
+
+@contextmanager
+def _with_soft_cap(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context, a model of a soft cap attends by its eager implementation where sdpa was chosen for it.
+
+    transformers 5.17 to 5.19 choose sdpa for Gemma 2, which leaves the soft cap out without a word.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None) is None:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
