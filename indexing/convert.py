@@ -31,9 +31,9 @@ def convert_index(
 ) -> Manifest:
     """Write an index of the same prompt, with keys and values in 8 bits, to a new folder; returns its manifest.
 
-    Prompt, queries and probe are those of the old index, methods are built anew from the rows in 8 bits: files equal
-    those of `build_index` with the same `kv_dtype`. The folder appears when it is whole. Memory: one layer, and the
-    files that wait to be written.
+    Prompt and queries are those of the old index, as are the logits of probe and canary, over exact rows. Methods are
+    built anew from the rows in 8 bits: files equal those of `build_index` with the same `kv_dtype`. The folder appears
+    when it is whole. Memory: one layer, and the files that wait to be written.
 
     Args:
         artifact: one that stores exact rows, opened thoroughly, so that damage never gets a sum of its own.

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command import fails, run_here
@@ -31,12 +32,24 @@ def indices(place: Path) -> Path:
     return place
 
 
+BY_A_MODEL = ("probe", "canary", "kv_storage")
+"""What a build computes over the rows in 8 bits, and a conversion, which runs no model, takes over."""
+
+
+def _without_probe(content: dict[str, str]) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(content["kv_storage"]).items() if name != "exact_probe"}
+
+
 def test_a_converted_index_is_the_one_that_a_build_gives(indices: Path) -> None:
     before = _content(Path("exact.skv"))
     outcome = run_here("convert", "exact.skv", "--kv-dtype", "int8", "-o", "new.skv")
     assert (outcome.code, outcome.stdout) == (0, "new.skv\n"), outcome.stderr
     assert "Keys and values are stored in int8: dense attention over them has an output error of 0.0" in outcome.stderr
-    assert _content(Path("new.skv")) == _content(Path("direct.skv"))
+    new, direct = (_content(Path(name)) for name in ("new.skv", "direct.skv"))
+    assert new == {**direct, **{field: new[field] for field in BY_A_MODEL}}
+    assert [new[field] for field in ("probe", "canary")] == [before[field] for field in ("probe", "canary")]
+    assert [json.loads(one["kv_storage"]).pop("exact_probe") for one in (new, direct)] == [True, False]
+    assert _without_probe(new) == _without_probe(direct)
     assert _content(Path("exact.skv")) == before
     assert read_fields(Path("new.skv"))["parent_uuid"] == read_fields(Path("exact.skv"))["uuid"]
     assert sorted(path.name for path in Path().glob("new.skv*")) == ["new.skv"]
