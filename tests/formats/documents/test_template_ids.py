@@ -1,9 +1,11 @@
 """The ids of a prompt, its questions and its turns are those of the chat template's whole conversation."""
 
+from copy import deepcopy
+
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.tokenizers_of_families import KINDS, tokenizer_of
+from support.tokenizers_of_families import CHATML, KINDS, tokenizer_of
 
 from sparsekv.formats.documents.continuation import border_behind, encode_more, encode_question
 from sparsekv.formats.documents.prompt import departure, encode_prompt
@@ -156,3 +158,19 @@ def test_a_text_without_a_template_goes_on_without_the_prefix_of_a_text(kind: st
     prompt = encode_prompt(tokenizer, LONG.strip(), raw=True)
     asked = encode_question(tokenizer, prompt.border, None, "And (the) module")
     assert prompt.input_ids.tolist() + asked == tokenizer(f"{LONG.strip()}And (the) module").input_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "says"),
+    [
+        (CHATML.replace("message['content']", "message['content'] | replace('\\t', ' ')"), "a\tb", "change the text"),
+        (CHATML.replace("message['content']", "message['content'].lstrip()"), " a b", "change the text"),
+        (CHATML.replace("message['content']", "message['content'] | replace('\\t', ' ')"), "a b", ""),
+    ],
+)
+def test_a_template_that_changes_more_than_the_ends_of_a_text_is_told(template: str, text: str, says: str) -> None:
+    tokenizer = deepcopy(tokenizer_of("gpt-2 chatml"))
+    tokenizer.chat_template = template
+    told = departure(tokenizer, encode_prompt(tokenizer, text), text)
+    assert says in told
+    assert bool(told) == bool(says)
