@@ -74,16 +74,18 @@ def build_context(job: BuildJob) -> ContextFacts:
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job, prefix_tokens)}")
     taken = taken_over(job, prefix_tokens)
-    canary, probe = _canary(job, captured, taken)
-    facts = _layer_facts(job, captured)
+    if known and not missing:  # queries at other positions alone: rows stay, and what was measured over them
+        found = known
+    else:
+        canary, probe = _canary(job, captured, taken)
+        found = ContextFacts(_layer_facts(job, captured), probe, canary=canary)
     files = ContextFiles(job.writer, recipe, missing, job.plan.kv_dtype, taken, copies=not job.team.has_all_heads)
-    found = ContextFacts(facts, probe, canary=canary)
     if job.plan.kv_dtype is None:
         job.writer.note(recipe, _note(found))
     if TOKENS in missing:
         job.writer.write(TOKENS, {"input_ids": job.plan.prompt.input_ids}, recipe)
-    _write_layers(job, partial(early.write_layer, captured, files), facts, (positions, sampled))
-    if job.plan.kv_dtype is not None:
+    _write_layers(job, partial(early.write_layer, captured, files), found.layers, (positions, sampled))
+    if job.plan.kv_dtype is not None and found is not known:
         # Not earlier: what storing costs is known once all layers were written, as long as their exact rows are there.
         found = replace(found, storage=files.storage(ids_sha256, job.split.tokens, exact_probe=False))
         job.writer.note(recipe, _note(found))

@@ -48,8 +48,10 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
     if not off <= _tolerance(manifest, model.dtype, over_exact=_is_exact(manifest)):
         stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
         raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
+    if manifest.kv_storage is not None:  # rounding may choose another expert for the token, whose rows then are others
+        return
     rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
-    if not rows_off <= ROW_TOLERANCE * _tolerance(manifest, model.dtype, over_exact=True):
+    if not rows_off <= ROW_TOLERANCE * _tolerance(manifest, model.dtype, over_exact=False):
         raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
 
 

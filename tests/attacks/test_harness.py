@@ -16,7 +16,9 @@ def test_a_forked_run_ends_as_the_installed_command(sandbox: Sandbox) -> None:
 
 
 def test_a_run_is_killed_where_it_hangs_or_is_told_to(sandbox: Sandbox) -> None:
-    late = sandbox.ask("--max-new-tokens", "3000", seconds=0.5)
+    asking = [*sandbox.asking()]
+    asking[asking.index("--max-new-tokens") + 1] = "3000"
+    late = sandbox.run(*asking, seconds=0.5)
     assert late.late
     with pytest.raises(AssertionError, match="hangs"):
         late.assert_harmless()

@@ -47,7 +47,7 @@ def test_an_index_that_was_built_before(place: Path, command: str, monkeypatch: 
 @pytest.mark.usefixtures("bent")
 def test_a_build(place: Path) -> None:
     command = ("build-index", "doc.txt", "--model", "model", "-o", "bent.skv", "-q")
-    fails(1, *command, says=("mask or a bias", "choose another model"))
+    fails(1, *command, says=("cannot be indexed", "has a mask that the model itself makes", "choose another model"))
     fails(1, "generate", "Why?", "--index", "bent.skv", says=("unfinished",))
 
 

@@ -14,7 +14,7 @@ from .case import Case
 from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
 from .world import Rows, World, stored_rows
 
-IN_8_BITS = 0.02
+IN_8_BITS = 0.05
 """The largest relative error of rows that are stored in 8 bits."""
 NEVER_EVERYTHING = ("window",)
 """Methods that leave tokens out at any budget."""

@@ -7,6 +7,8 @@ from .case import Case
 DUE = (
     r"positions",
     r"has room for",
+    r"--stream: a trace tells of the document's own tokens",
+    r"windowed RoPE needs to know how each layer turns its keys",
     r"--residual",
     r"splits pairs of channels that RoPE turns together",
     r"how this model turns its keys is not known",

@@ -65,6 +65,13 @@ class Truth:
             "selected_tokens": chosen.double().sum(-1).mean(1),
         }
 
+    def ties(self, tokens: int, head: int) -> bool:
+        """Whether rounding decides which `tokens` tokens are a query's likeliest, for one of a head's queries."""
+        if tokens >= self.probability.shape[-1]:
+            return False
+        best = self.probability[head].topk(tokens + 1, -1).values
+        return bool((best[..., -2] - best[..., -1] <= 1e-4 * best[..., -2]).any())
+
 
 @deed("report", 5)
 def report(world: World, index: OpenIndex) -> None:
@@ -94,9 +101,10 @@ def report(world: World, index: OpenIndex) -> None:
                     "report",
                     f"{name} of {told} is {apart:.2e} off",
                 )
-            expect(
-                abs(row.recall - float(row.method == "oracle")) <= APART, "report", f"recall of {told}: {row.recall}"
-            )
+            # Of equal tokens, which a layer without positions has, the report's oracle may choose others than ours.
+            tied = row.method == "oracle" and tokens and truth.ties(tokens, head)
+            right = tied or abs(row.recall - float(row.method == "oracle")) <= APART
+            expect(right, "report", f"recall of {told}: {row.recall}")
         elif tokens == world.case.middle and row.method not in NEVER_EVERYTHING:
             exact = abs(row.attention_mass - 1) + row.output_error + abs(row.recall - 1)
             expect(exact <= 3 * APART, "report of everything", f"{told}: {row}")
