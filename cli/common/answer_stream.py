@@ -1,11 +1,11 @@
 """An answer on stdout while it comes: on a terminal its lines are broken between words."""
 
+import os
 import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os import fstat
 
 from rich.cells import cell_len
 
@@ -16,8 +16,16 @@ from sparsekv.cli.common.printable import printable
 def answer_may_meet_notes() -> bool:
     """Whether a note may show in the middle of an answer: stdout is a terminal, or a pipe that may lead to one."""
     with suppress(OSError, ValueError):  # no file of the system's
-        return not stat.S_ISREG(fstat(sys.stdout.fileno()).st_mode)
+        return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     return stderr.is_terminal
+
+
+def _columns() -> int:
+    """The terminal's width, which $COLUMNS of a shell that started others may not be."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or shutil.get_terminal_size().columns
+    except (OSError, ValueError):
+        return shutil.get_terminal_size().columns
 
 
 class AnswerStream:
@@ -52,7 +60,7 @@ class AnswerStream:
 
     def _wrapped(self, text: str) -> str:
         """What can be written of a text: all but a last word, which may go on, and the blanks before it."""
-        width, out = shutil.get_terminal_size().columns, []
+        width, out = _columns(), []
         for character in text:
             if character == "\n":
                 out += [self._end_of_word(), self._blanks, "\n"]
@@ -74,7 +82,7 @@ class AnswerStream:
         """The word that has come, after its blanks or in a new line."""
         if not self._word:
             return ""
-        width, cells = shutil.get_terminal_size().columns, cell_len(self._word)
+        width, cells = _columns(), cell_len(self._word)
         before, column = self._blanks, self._column + cell_len(self._blanks.expandtabs())
         if self._column and column + cells > width:
             before, column = "\n", 0
