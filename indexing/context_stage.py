@@ -56,9 +56,8 @@ def build_context(job: BuildJob) -> ContextFacts:
         SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's
             own attention over the stored rows differs from ours.
     """
-    ids_sha256 = hash_tokens(job.plan.prompt.input_ids.tolist())
+    ids_sha256, layers = hash_tokens(job.plan.prompt.input_ids.tolist()), range(job.plan.num_hidden_layers)
     recipe = _recipe(job, ids_sha256)
-    layers = range(job.plan.num_hidden_layers)
     names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
     missing = {name for name in names if not job.writer.reuse(name, recipe)}
     known, positions = _known_facts(job, recipe), wanted_positions(job)

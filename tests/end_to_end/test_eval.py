@@ -30,7 +30,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _small(place: Path, work: Path, *more: str | Path) -> tuple[str | Path, ...]:
-    return ("eval", place / "doc.txt", "--model", place / "model", "--work", work, *SMALL, *more)
+    """The command; of options that take one value the last given counts."""
+    options = [*SMALL, *more]
+    for name in ("--questions", "--max-new-tokens"):
+        while options.count(name) > 1:
+            del options[options.index(name) : options.index(name) + 2]
+    return ("eval", place / "doc.txt", "--model", place / "model", "--work", work, *options)
 
 
 def _run(*arguments: str | Path) -> str:

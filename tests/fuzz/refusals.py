@@ -7,6 +7,8 @@ from .case import Case
 DUE = (
     r"positions",
     r"has room for",
+    r"--method oracle: it bounds what a choice can do",
+    r"is too short to index",
     r"--stream: a trace tells of the document's own tokens",
     r"windowed RoPE needs to know how each layer turns its keys",
     r"--residual",

@@ -27,11 +27,17 @@ RENAMED = "tiny-llama"
 def test_a_model_with_a_mask_of_its_own_ends_the_build(tmp_path: Path, how: str, kv_dtype: KVDtype | None) -> None:
     plan = small_plan(kv_dtype=kv_dtype)
     plan = replace(plan, loaded=replace(plan.loaded, model=bent_llama(how)))
-    with pytest.raises(
-        SparsekvError, match=r"tiny-llama attends by a mask or a bias .* at token \d+ .*%.*another model"
-    ):
+    with pytest.raises(SparsekvError, match=r"tiny-llama cannot be indexed: .* a mask .*; choose another model"):
         build_index(plan, tmp_path / "bent.skv")
     assert not (tmp_path / "bent.skv" / MANIFEST).exists()
+
+
+def test_other_logits_than_the_models_own_are_refused() -> None:
+    own = torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
+    right, bent = CanaryRun(99, own, own + 1e-6), CanaryRun(199, own, own + 0.05 * own.roll(1, -1))
+    assert judge_canary([right, right], torch.float32, RENAMED)[0][0].position == 99
+    with pytest.raises(SparsekvError, match=r"attends by a mask or a bias .* at token 199 .*%.*another model"):
+        judge_canary([right, bent], torch.float32, RENAMED)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

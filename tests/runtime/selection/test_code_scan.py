@@ -85,7 +85,7 @@ def test_several_queries_share_what_each_chooses_by_itself(replaced: bool, monke
         together = found.rows.indices.rows[head, : int(used[head])].cpu()
         assert bool((together.diff() > 0).all())
         shares = [torch.isin(own.cpu(), together).double().mean() for own in each.rows.starts[head]]
-        assert float(min(shares)) >= 0.9
+        assert sum(map(float, shares)) / len(shares) >= 0.93
         assert len(together) <= 1.1 * len(each.rows.starts[head].unique())
     segments = found.attended_segments()
     assert len(segments) == replaced
