@@ -35,7 +35,7 @@ from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_is
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What a prefill yields besides tensors: how each layer attends, the probe, what storing in 8 bits costs, and the
+    """Results of a prefill besides tensors: how each layer attends, the probe, what storing in 8 bits costs, and the
     canary; none in a build that an earlier version began."""
 
     layers: list[LayerFacts]

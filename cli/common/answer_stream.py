@@ -59,7 +59,7 @@ class AnswerStream:
                 self.end()
 
     def _wrapped(self, text: str) -> str:
-        """What can be written of a text: all but a last word, which may go on, and the blanks before it."""
+        """The part of a text that can be written: all but a last word, which may go on, and the blanks before it."""
         width, out = _columns(), []
         for character in text:
             if character == "\n":

@@ -1,4 +1,4 @@
-"""What follows a stored prompt, tokenised as it is in the whole text.
+"""Tokens of a text that follows a stored prompt, as they are in the whole text.
 
 A token of the whole conversation may span the end of the document and what follows it, and a text that goes on begins
 otherwise than a text of its own. So the last tokens of a document that depend on what follows are held back, as text,

@@ -106,7 +106,7 @@ def check_encoding(name: str) -> str:
 
 
 def _way_out(data: bytes) -> str:
-    """What to do about a text that begins with bytes of another encoding."""
+    """The remedy for a text that begins with bytes of another encoding."""
     for encoding, marks in reversed(_MARKS.items()):
         if data.startswith(marks):
             return f", and begins as {encoding.upper()} does; give --encoding {encoding}"

@@ -88,7 +88,7 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
-    """What an index stores of the runs: of the middle's last tokens, and of the prompt's.
+    """The runs' top logits that an index stores: of the middle's last tokens, and of the prompt's.
 
     Args:
         name: what error messages call the model.

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
         "max_length_k",
     }
 )
-"""Those that do not: models pass on what their own forward pass is given. Nor does any that is None, True or False."""
+"""Arguments that decide nothing: those of a model's own forward pass. None, True and False decide nothing either."""
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",
