@@ -39,6 +39,21 @@ def whole(kind: str, *contents: str) -> list[int]:
     return list(tokenizer_of(kind).apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
+def same(kind: str, ids: list[int], expected: list[int]) -> bool:
+    """Whether ids are those expected, but for ties.
+
+    Unigram takes the pieces of the largest sum of scores. Where two orders of the same pieces give the same text, the
+    rounding of the sum of all pieces before them decides, so that their order depends on how much text is tokenised.
+    """
+    tokenizer = tokenizer_of(kind)
+    tied = (
+        "unigram" in kind
+        and str(tokenizer.decode(ids)) == str(tokenizer.decode(expected))
+        and sorted(ids) == sorted(expected)
+    )
+    return ids == expected or tied
+
+
 @settings(max_examples=60, deadline=None)
 @given(start=TEXTS, end=TEXTS, question=TEXTS)
 @example(start="a", end="The end.\n", question="Why?")
@@ -48,7 +63,7 @@ def test_document_and_question_are_the_templates(kind: str, start: str, end: str
     text = f"{start}{LONG}{end}"
     prompt = encode_prompt(tokenizer_of(kind), text)
     asked = encode_question(tokenizer_of(kind), prompt.border, prompt.chat, question)
-    assert prompt.input_ids.tolist() + asked == whole(kind, f"{text}\n\n{question}")
+    assert same(kind, prompt.input_ids.tolist() + asked, whole(kind, f"{text}\n\n{question}"))
     assert departure(tokenizer_of(kind), prompt, text) == ""
 
 
@@ -76,7 +91,7 @@ def test_turns_are_the_templates(kind: str, end: str, question: str, answers: li
         assert end_of_turn(tokenizer) == ending
         frame = next_turn(tokenizer, frame)
         said += ids + encode_question(tokenizer, border_behind(tokenizer, ids), frame, after)
-        assert said == expected
+        assert same(kind, said, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +105,7 @@ def test_appended_text_is_the_templates(kind: str, end: str, more: str, question
     encoded, chat, border = encode_more(tokenizer, prompt.border, prompt.chat, more)
     asked = encode_question(tokenizer, border, chat, question)
     expected = whole(kind, f"{LONG}{end}\n\n{more}\n\n{question}")
-    assert prompt.input_ids.tolist() + encoded.ids + asked == expected
+    assert same(kind, prompt.input_ids.tolist() + encoded.ids + asked, expected)
 
 
 @settings(max_examples=20, deadline=None)
@@ -107,20 +122,22 @@ def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, q
     assert prompt.chat is not None
     frame = next_turn(tokenizer, prompt.chat)
     encoded, chat, border = encode_more(tokenizer, border_behind(tokenizer, answer), frame, more)
-    assert said + answer + encoded.ids + encode_question(tokenizer, border, chat, question) == expected
+    asked = encode_question(tokenizer, border, chat, question)
+    assert same(kind, said + answer + encoded.ids + asked, expected)
 
 
 @settings(max_examples=30, deadline=None)
 @given(start=TEXTS, question=TEXTS, tokens=st.integers(5, 60))
+@example(start="a", question="\na", tokens=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_is_cut_has_the_templates_first_tokens(kind: str, start: str, question: str, tokens: int) -> None:
     """A question behind it has the tokens that it has behind any word: none spans the cut."""
     tokenizer, text = tokenizer_of(kind), f"{start.strip()}{LONG}"
     prompt = encode_prompt(tokenizer, text, max_tokens=tokens)
     ids = prompt.input_ids.tolist()
-    assert ids == whole(kind, text)[: len(ids)]
+    assert same(kind, ids, whole(kind, text)[: len(ids)])
     asked = encode_question(tokenizer, prompt.border, prompt.chat, question)
-    assert asked == whole(kind, f"{LONG}x\n\n{question}")[-len(asked) :]
+    assert same(kind, asked, whole(kind, f"{LONG}x\n\n{question}")[-len(asked) :])
 
 
 @settings(max_examples=40, deadline=None)
