@@ -95,11 +95,13 @@ class Rest:
 
     attended: the centroids are attended instead of their tokens (Multipole Attention, equation 2); otherwise they only
     serve to estimate the missed attention. `in_place`: the same with logits, for kernels that attend in place.
+    index_rows: D-sized rows read for the centroids beside those that scoring has read.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
     attended: bool
     in_place: tuple[ScoredCentroids, ...] | None = None
+    index_rows: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     if selection.rest is not None and selection.rest.attended:
         assert isinstance(selector, RepresentsRest)
         rest = selector.rest_of(chosen)
+        read = read + rest.index_rows
     return replace(
         selection,
         rows=RowSet(rows[:, None, :most], valid.long()[:, None], most, indices=RowIndices(rows, used, None)),

@@ -43,14 +43,21 @@ def batch(world: World, index: OpenIndex) -> None:
             expect_greedy(steps, answer.ids, f"{kind} batch", f"{number} questions, {together} together")
     asker = world.asker(index)
     if not why_alone(index, asker.setting.method, asker.cache):
-        _copies(index, asker, asked[0], number, sampling)
+        _copies(world, index, asker, asked[0], number, sampling)
         first = asker.ask_all(asked, sampling, together=together)
         again = asker.ask_all(asked, sampling, together=together)
         expect(_ids(first) == _ids(again), "batch again", f"{_ids(first)}, then {_ids(again)}")
 
 
-def _copies(index: OpenIndex, asker: Asker, asked: torch.Tensor, number: int, sampling: Sampling) -> None:
-    """A question beside copies of itself, all of which choose the same, has the answer that it has alone."""
+def _copies(world: World, index: OpenIndex, asker: Asker, asked: torch.Tensor, number: int, sampling: Sampling) -> None:
+    """A question beside copies of itself, all of which choose the same, has the answer that it has alone.
+
+    Not down a hierarchy with centroids for the rest: alone they are of the clusters scored, together of the finest.
+    """
+    method = asker.setting.method
+    represented = asker.setting.residual or (method is not None and method.replaces())
+    if dict(world.case.options).get("lookup") == "hierarchical" and represented:
+        return
     for answer in asker.ask_all([asked] * number, sampling, together=number):
         fed = fed_with(asked, answer.ids)
         logits = stepped(index, asker, fed, len(asked))

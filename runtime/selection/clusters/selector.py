@@ -182,13 +182,15 @@ class ClusterSelector(Selector):
         return self.steps.together(query, ends, tokens, capacity, limits, rows=rows, replace=replace, counter=counter)
 
     def rest_of(self, chosen: torch.Tensor) -> Rest:
-        """Of the finest clusters, whichever were scored."""
+        """Of the finest clusters, all of which are read: down a hierarchy, queries that share a choice have scored
+        different ones."""
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
         counts = self.tree.counts[0].long()
         taken = before.gather(1, self.starts + counts) - before.gather(1, self.starts)
         keys = self.keys[0]
         centroids = CentroidSegment(keys, (counts - taken).float().log()[:, None], (self.values or self.keys)[0])
-        return Rest(lambda: (centroids,), attended=self.replace)
+        read = 2.0 * keys.shape[1] if self.hierarchical else 0.0
+        return Rest(lambda: (centroids,), attended=self.replace, index_rows=read)
 
     def attend_fused(
         self,

@@ -34,8 +34,8 @@ METHODS: dict[str, Any] = {
 
 def replacing(layer: SmallLayer, name: str) -> Selector:
     """A selector whose centroids are attended for the rest."""
-    if name == "multipole":
-        return Multipole().prepare(layer.context)
+    if name.startswith("multipole"):
+        return Multipole("hierarchical" if "hierarchical" in name else "flat").prepare(layer.context)
     tensors = small_layer(1, block=64).context.tensors
     return ResidualSelector(METHODS[name].prepare(layer.context), residual_clusters(tensors))
 
@@ -54,7 +54,7 @@ def test_it_is_all_that_each_query_chooses(name: str, seed: int, queries: int, b
         assert len(set(union)) == len(union)
 
 
-@pytest.mark.parametrize("name", ["multipole", "quest", "oracle"])
+@pytest.mark.parametrize("name", ["multipole", "multipole hierarchical", "quest", "oracle"])
 @settings(max_examples=15, deadline=None)
 @given(queries=st.integers(1, 9), budget=st.integers(1, 200))
 def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget: int) -> None:
@@ -79,3 +79,16 @@ def test_of_one_query_it_is_its_own_choice(name: str) -> None:
     assert (
         torch.as_tensor(together.rows_read()).expand(2, 1).equal(torch.as_tensor(own.rows_read()).expand(2, 1).float())
     )
+
+
+def test_the_rest_down_a_hierarchy_is_of_all_finest_clusters_and_counts_them() -> None:
+    """Each query opens other clusters, so what is left is represented by those that all of them have."""
+    layer = small_layer(1, block=64)
+    selector = replacing(layer, "multipole hierarchical")
+    own = selector.select(as_queries(layer.queries[:, :, :2]), Budget(20))
+    together = unite(own, selector, 200)
+    (left,) = together.attended_segments()
+    assert len(own.attended_segments()) > 1
+    assert left.keys.equal(layer.context.tensors["level0.centroids"])
+    scored = torch.as_tensor(own.cost.index_rows).sum(-1, keepdim=True)
+    assert torch.as_tensor(together.cost.index_rows).equal(scored + 2.0 * left.keys.shape[1])
