@@ -33,6 +33,7 @@ from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import choose_indexers, indexers
+from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.selection.configure import configure, refuse_unused
 
@@ -134,20 +135,22 @@ def build_index(
     index = index_among(documents or [], ranks=ranks is not None)
     targets = choose_targets(documents or [], from_file, output)
     recipe = BuildRecipe(
-        methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
-        prefill=configure(way, parameters),
+        config=BuildConfig(
+            methods={name: configure(indexer, parameters) for name, indexer in chosen.items()},
+            prefill=configure(way, parameters),
+            sinks=sinks,
+            tail=tail,
+            chunk_size=chunk_size,
+            kv_dtype=kv_dtype_named(kv_dtype),
+            rope_scaling=rope_scaling,
+            force=force,
+        ),
         model=model,
         device=device,
         dtype=dtype,
-        kv_dtype=kv_dtype_named(kv_dtype),
-        rope_scaling=rope_scaling,
         max_tokens=max_tokens,
-        sinks=sinks,
-        tail=tail,
-        chunk_size=chunk_size,
         raw=raw,
         special_tokens=special_tokens,
-        force=force,
         quiet=quiet,
         encoding=check_encoding(encoding),
     )

@@ -32,6 +32,7 @@ from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
+from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
 from sparsekv.runtime.attention.question import QUESTION_BUDGET
 from sparsekv.runtime.decoding.choose_prefill import OWN
@@ -211,14 +212,16 @@ def evaluate_methods(
         dtype=dtype,
         methods={name: configure(one, parameters) for name, one in chosen.items()},
         budgets=budgets,
-        indexers={name: configure(indexer, parameters) for name, indexer in built.items()},
+        build=BuildConfig(
+            methods={name: configure(indexer, parameters) for name, indexer in built.items()},
+            sinks=sinks,
+            tail=tail,
+            chunk_size=chunk_size,
+            kv_dtype=kv_dtype_named(kv_dtype),
+        ),
         prefills={name: configure(way, parameters) for name, way in ways.items()},
         question=how_prefilled(question_prefill, question_budget, asking, parameters, QUESTION_OPTIONS),
         residual=residual,
-        sinks=sinks,
-        tail=tail,
-        chunk_size=chunk_size,
-        kv_dtype=kv_dtype_named(kv_dtype),
         raw=raw,
         keep=keep_indices,
         max_new_tokens=max_new_tokens,

@@ -24,7 +24,7 @@ from sparsekv.formats.values import check_values
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.plan import BuildPlan, Growth, choose_chunk_size
+from sparsekv.indexing.plan import BuildPlan, Growth, config_of
 from sparsekv.indexing.prefill.interface import Prefill, prefill_name, prefills
 
 LEARNING_AGAIN = 1.25  # at each power of it of a text's first length
@@ -167,7 +167,6 @@ def growing_plan(
         if folder == "samples" or folder in manifest.methods:
             check_values(artifact.tensors(name), manifest.split, f"{name} of {artifact.folder}")
     text_sha256 = hash_bytes((manifest.prompt.text_sha256 + addition.text).encode())
-    prefill = stored_prefill(manifest)
     online = online_methods(manifest) - learning_again(manifest, len(addition.input_ids))
     return BuildPlan(
         loaded=loaded,
@@ -178,19 +177,15 @@ def growing_plan(
             manifest.prompt.special_tokens or addition.special_tokens,
             border=addition.border,
         ),
-        methods=stored_indexers(manifest),
-        sinks=manifest.split.sinks,
-        tail=manifest.split.tail,
-        chunk_size=chunk_size_after(artifact, chunk_size, loaded.model.device),
-        prefill=prefill,
-        rope_scaling=manifest.rope.scaling,
+        config=config_of(
+            manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
+        ),
         growth=Growth(manifest.uuid, online, addition_record(addition)),
-        kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
     )
 
 
-def chunk_size_after(artifact: Artifact, given: int | None, device: torch.device) -> int:
-    """Tokens per forward pass of what follows an index: any number after a dense prefill, else what it has.
+def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
+    """Tokens per forward pass of what follows an index: any number after a dense prefill, else the index's own.
 
     Raises:
         UsageError: another number is `given`.
@@ -198,7 +193,7 @@ def chunk_size_after(artifact: Artifact, given: int | None, device: torch.device
     manifest = artifact.manifest
     prefill, stored = stored_prefill(manifest), manifest.prefill.chunk_size
     if prefill.exact:
-        return choose_chunk_size(given, device, prefill)
+        return given
     if given not in (None, stored):
         raise UsageError(
             f"--chunk-size {given}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of {stored}, "

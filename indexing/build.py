@@ -10,16 +10,18 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from sparsekv.formats.checksums import chained_block_hashes, hash_tokens
+from sparsekv.formats.checksums import chained_block_hashes
 from sparsekv.formats.models.identify import identify
 from sparsekv.formats.schema import AdditionRecord, Manifest, MethodRecord, Prompt, RopeRecord
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Alone, Team
-from sparsekv.indexing.context_stage import ContextFacts, build_context
-from sparsekv.indexing.earlier_index import in_order, keep_what_is_there, tell_what_is_there, with_methods_there
-from sparsekv.indexing.method_stage import build_files, keep_methods, record_method
-from sparsekv.indexing.plan import BuildJob, BuildPlan, Progress
+from sparsekv.indexing.context_files import ContextFacts
+from sparsekv.indexing.context_stage import build_context
+from sparsekv.indexing.existing_index import in_order, refuse_what_is_lost, tell_what_is_there, with_lost_methods
+from sparsekv.indexing.method_stage import MethodStage
+from sparsekv.indexing.plan import Build, BuildPlan, Progress
+from sparsekv.indexing.reuse import plan_reuse
 from sparsekv.indexing.versions import library_versions
 
 
@@ -48,28 +50,45 @@ def build_index(
         ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
             append to.
     """
+    # Before anything is written: it refuses a document that is too short or too long.
     split, team, (model, tokenizer) = plan.split(), team or Alone(), identify(plan.loaded)
     usual = WaysOut("", "add less") if plan.growth else WaysOut()
-    with ArtifactWriter(folder, force=plan.force, ways_out=ways_out or usual) as writer:
-        keep_what_is_there(plan, model, writer)
-        plan = with_methods_there(plan, model, writer, tell)
-        job = BuildJob(plan, split, model, tokenizer, writer, progress, team, tell)
-        tell_what_is_there(job)
-        facts = build_context(job)
-        methods = job.method_job
-        made = [build_files(methods, name, indexer, facts) for name, indexer in plan.methods.items()]
+    with ArtifactWriter(folder, force=plan.config.force, ways_out=ways_out or usual) as writer:
+        build = Build(plan, split, model, tokenizer, writer, progress, team, tell)
+        refuse_what_is_lost(build)
+        build = with_lost_methods(build)
+        reuse = plan_reuse(build)
+        tell_what_is_there(build, reuse)
+        facts = build_context(build, reuse)
+        stage = _method_stage(build, facts)
+        files = [stage.write(name, indexer) for name, indexer in build.plan.config.methods.items()]
         # Before this process waits for its disk, which may take longer than another one waits for it.
         team.release()
-        built = {files.work.name: record_method(methods, files) for files in made}
-        kept = keep_methods(methods, tell)
-        return _finished(writer, _manifest(job, facts, in_order(kept | built, writer.base)))
+        built = {one.work.name: stage.record(one) for one in files}
+        kept = stage.keep_others(build.plan.config.methods, tell)
+        return _finished(writer, _manifest(build, facts, in_order(kept | built, writer.base)))
 
 
-def _additions(plan: BuildPlan, base: Manifest | None) -> list[AdditionRecord]:
+def _method_stage(build: Build, facts: ContextFacts) -> MethodStage:
+    plan = build.plan
+    return MethodStage(
+        build.split,
+        plan.dtype,
+        plan.loaded.model.device,
+        build.writer,
+        facts,
+        build.progress,
+        plan.growth,
+        build.team.make_layers,
+    )
+
+
+def _additions(build: Build) -> list[AdditionRecord]:
+    base, growth = build.writer.base, build.plan.growth
     earlier = base.additions if base else []
-    if plan.growth:
-        return [*earlier, plan.growth.addition]
-    same = base is not None and base.prompt.ids_sha256 == hash_tokens(plan.prompt.input_ids.tolist())
+    if growth:
+        return [*earlier, growth.addition]
+    same = base is not None and base.prompt.ids_sha256 == build.ids_sha256
     return earlier if same else []
 
 
@@ -91,32 +110,32 @@ def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
     return base.model_dump(exclude=came_about) == manifest.model_dump(exclude=came_about)
 
 
-def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecord]) -> Manifest:
-    plan, ids = job.plan, job.plan.prompt.input_ids.tolist()
+def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord]) -> Manifest:
+    plan, base = build.plan, build.writer.base
     config = plan.loaded.model.config.get_text_config()
     return Manifest(
         writer_version=version("sparsekv"),
         uuid=str(uuid.uuid4()),
-        parent_uuid=job.writer.base.uuid if job.writer.base else None,
+        parent_uuid=base.uuid if base else None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=job.model,
-        tokenizer=job.tokenizer,
+        model=build.model,
+        tokenizer=build.tokenizer,
         tokenizer_files=plan.loaded.tokenizer_files,
         prompt=Prompt(
             text_sha256=plan.prompt.text_sha256,
-            ids_sha256=hash_tokens(ids),
-            block_hashes=chained_block_hashes(ids),
-            tokens=len(ids),
+            ids_sha256=build.ids_sha256,
+            block_hashes=chained_block_hashes(plan.prompt.input_ids.tolist()),
+            tokens=len(plan.prompt.input_ids),
             chat=plan.prompt.chat,
             special_tokens=plan.prompt.special_tokens,
             max_tokens=plan.prompt.cut,
             border=plan.prompt.border,
         ),
-        split=job.split,
+        split=build.split,
         dtype=plan.dtype,
         kv_storage=facts.storage,
         rope=RopeRecord(
-            scaling=plan.rope_scaling,
+            scaling=plan.config.rope_scaling,
             parameters=getattr(config, "rope_parameters", None),
             max_position_embeddings=getattr(config, "max_position_embeddings", None),
         ),
@@ -126,6 +145,6 @@ def _manifest(job: BuildJob, facts: ContextFacts, methods: dict[str, MethodRecor
         methods=methods,
         probe=facts.probe,
         canary=facts.canary,
-        files=job.writer.files,
-        additions=_additions(plan, job.writer.base),
+        files=build.writer.files,
+        additions=_additions(build),
     )

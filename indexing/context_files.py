@@ -1,6 +1,7 @@
-"""A context's files, layer by layer: keys and values in the model's dtype or in 8 bits, and the held-out queries."""
+"""A context's facts, and its files layer by layer: keys and values in the model's dtype or int8, held-out queries."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
@@ -10,12 +11,60 @@ from sparsekv.formats.context_rows import Pair
 from sparsekv.formats.growing_file import RemoteSum
 from sparsekv.formats.int8_rows import FORM
 from sparsekv.formats.kv_storage import KVDtype, KVStorage
-from sparsekv.formats.schema import LayerFacts, ModelIdentity, PrefillRecord, Split, layer_file
+from sparsekv.formats.schema import (
+    CanaryToken,
+    LayerFacts,
+    ModelIdentity,
+    PrefillRecord,
+    Probe,
+    Split,
+    layer_file,
+)
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.stored_rows import TakenOver, in_8_bits
 from sparsekv.indexing.storing_error import storing_error
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """Results of a prefill besides tensors: how each layer attends, the probe, the error of int8 storage, and the
+    canary; a build that an earlier version began has no canary."""
+
+    layers: list[LayerFacts]
+    probe: Probe
+    storage: KVStorage | None = None
+    canary: list[CanaryToken] = field(default_factory=list)
+
+    @property
+    def indexed_layers(self) -> list[int]:
+        """Layers with full attention; those with a sliding window are not indexed and stay dense."""
+        return [number for number, layer in enumerate(self.layers) if layer.sliding_window is None]
+
+    def note(self) -> dict[str, object]:
+        """The facts as JSON values, which an interrupted build finds again."""
+        return {
+            "layers": [layer.model_dump() for layer in self.layers],
+            "probe": self.probe.model_dump(),
+            "canary": [token.model_dump() for token in self.canary],
+            "kv_storage": None if self.storage is None else self.storage.model_dump(),
+        }
+
+
+def facts_from_note(note: object) -> ContextFacts | None:
+    """The facts of an interrupted build; None for a note that this version does not write, or that is damaged."""
+    if not isinstance(note, dict):
+        return None
+    try:
+        layers = [LayerFacts.model_validate(layer) for layer in note["layers"]]
+        # Earlier versions wrote none of storage, or no canary.
+        storage = note.get("kv_storage")
+        storage = None if storage is None else KVStorage.model_validate(storage)
+        canary = [CanaryToken.model_validate(token) for token in note.get("canary", [])]
+        return ContextFacts(layers, Probe.model_validate(note["probe"]), storage, canary)
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def context_recipe(
@@ -57,7 +106,7 @@ class ContextFiles:
 
     writer: ArtifactWriter
     recipe: str
-    missing: set[str]
+    missing: AbstractSet[str]
     kv_dtype: KVDtype | None = None
     taken_over: TakenOver | None = None
     copies: bool = False

@@ -16,12 +16,10 @@ from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, layer_file
 from sparsekv.formats.ways_out import WaysOut
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.append import stored_indexers
-from sparsekv.indexing.context_files import ContextFiles, context_recipe
-from sparsekv.indexing.context_stage import ContextFacts
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.method_stage import build_method
+from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe
+from sparsekv.indexing.method_stage import MethodStage
 from sparsekv.indexing.partial_folder import cannot_write, partial_folder
-from sparsekv.indexing.plan import MethodJob, Progress
+from sparsekv.indexing.plan import Progress
 from sparsekv.indexing.sampling import sample_recipe, write_sample
 from sparsekv.indexing.versions import library_versions
 
@@ -49,7 +47,9 @@ def convert_index(
             with ArtifactWriter(unfinished, ways_out=WaysOut(less="")) as writer:
                 writer.need_space(_bytes(artifact.manifest))
                 storage = _write_context(artifact, kv_dtype, writer, device, progress)
-                methods = _build_methods(artifact.manifest, indexers, storage, writer, device, progress)
+                facts = ContextFacts(artifact.manifest.layers, artifact.manifest.probe, storage)
+                stage = MethodStage(artifact.manifest.split, artifact.manifest.dtype, device, writer, facts, progress)
+                methods = {name: stage.build(name, indexer) for name, indexer in indexers.items()}
                 return writer.finish(_manifest(artifact.manifest, storage, methods))
     except OSError as error:
         raise cannot_write(folder, error) from None
@@ -74,19 +74,6 @@ def _write_context(
     storage = files.storage(ids_sha256, manifest.split.tokens, exact_probe=True)
     assert storage is not None
     return storage
-
-
-def _build_methods(
-    manifest: Manifest,
-    indexers: dict[str, Indexer],
-    storage: KVStorage,
-    writer: ArtifactWriter,
-    device: torch.device,
-    progress: Progress,
-) -> dict[str, MethodRecord]:
-    job = MethodJob(indexers, manifest.split, manifest.dtype, device, writer, progress)
-    facts = ContextFacts(manifest.layers, manifest.probe, storage)
-    return {name: build_method(job, name, indexer, facts) for name, indexer in indexers.items()}
 
 
 def _manifest(old: Manifest, storage: KVStorage, methods: dict[str, MethodRecord]) -> Manifest:

@@ -1,5 +1,6 @@
 """Rows of a context that are written while its prefill goes on: a disk may be slower than that."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from sparsekv.formats.schema import LayerFacts, layer_file
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone
 from sparsekv.indexing.capture.team import Captured, SharedRows
 from sparsekv.indexing.context_files import ContextFiles
-from sparsekv.indexing.plan import BuildJob
+from sparsekv.indexing.plan import Build
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RowsByAll(EarlyRows):
         return queries
 
 
-def early_rows(job: BuildJob, recipe: str, missing: set[str]) -> EarlyRows:
+def early_rows(build: Build, missing: AbstractSet[str]) -> EarlyRows:
     """What of the context's `missing` files is written early, by whom.
 
     Nothing in 8 bits: the last block's scales are those of all of its tokens. Nothing either where another process of
@@ -56,24 +57,25 @@ def early_rows(job: BuildJob, recipe: str, missing: set[str]) -> EarlyRows:
     Raises:
         ArtifactError: the files cannot be written.
     """
-    files = [layer_file("context", layer) for layer in range(job.plan.num_hidden_layers)]
+    files = [layer_file("context", layer) for layer in range(build.plan.num_hidden_layers)]
     names = [name for name in files if name in missing]
 
     def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         if (name := files[layer]) in missing:
-            job.writer.write_rows(name, {"keys": keys, "values": values}, recipe, end, job.team.part)
+            build.writer.write_rows(name, {"keys": keys, "values": values}, build.context_recipe, end, build.team.part)
 
-    shared = job.team.shared_rows
-    if job.plan.kv_dtype is None and shared is not None and _begun(job, shared, names, recipe):
+    shared = build.team.shared_rows
+    if build.plan.config.kv_dtype is None and shared is not None and _begun(build, shared, names):
         return RowsByAll(rows_done, shared, set(names))
-    if job.plan.kv_dtype is None and job.team.has_all_heads:
+    if build.plan.config.kv_dtype is None and build.team.has_all_heads:
         return EarlyRows(rows_done)
     return EarlyRows(lambda layer, keys, values, end: None)
 
 
-def _begun(job: BuildJob, shared: SharedRows, names: list[str], recipe: str) -> bool:
+def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
     """Begin files for all processes of the team; returns whether they all write to them, and removes them if not."""
-    begun = shared.share(job.writer.folder, {name: job.writer.share_rows(name, recipe) for name in names})
+    files = {name: build.writer.share_rows(name, build.context_recipe) for name in names}
+    begun = shared.share(build.writer.folder, files)
     if not begun:
-        job.writer.unshare_rows()
+        build.writer.unshare_rows()
     return begun

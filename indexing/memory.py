@@ -3,7 +3,7 @@
 from sparsekv.formats.device_memory import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.writer import HELD_BYTES
 from sparsekv.indexing.indexers.layer_maker import AHEAD
-from sparsekv.indexing.plan import BuildJob, BuildPlan
+from sparsekv.indexing.plan import Build, BuildPlan
 
 LAYERS_AT_ONCE = AHEAD + 2
 """How many may be in memory while a method is built: those that are read ahead, the one that it is built for, and the
@@ -32,15 +32,15 @@ def plan_memory(plan: BuildPlan, sampled: int) -> MemoryPlan:
     return MemoryPlan(model_bytes(model), (layer + queries) * layers, work)
 
 
-def tell_memory(job: BuildJob, sampled: int) -> None:
+def tell_memory(build: Build, sampled: int) -> None:
     """Tell what the build needs of a GPU.
 
     Raises:
         SparsekvError: the keys and values alone do not fit.
     """
-    memory = device_memory(job.plan.loaded.model)
-    if memory is None or not job.team.has_all_heads:
+    memory = device_memory(build.plan.loaded.model)
+    if memory is None or not build.team.has_all_heads:
         return
-    planned = plan_memory(job.plan, sampled)
+    planned = plan_memory(build.plan, sampled)
     planned.check(memory, REMEDY)
-    job.tell(f"the build {planned.told(memory)}")
+    build.tell(f"the build {planned.told(memory)}")

@@ -5,7 +5,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.append import chunk_size_after, stored_prefill
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildPlan, config_of
 
 
 def adding_plan(
@@ -20,7 +20,7 @@ def adding_plan(
         ArtifactError: the index was prefilled by another version, in a way that this one does not know.
     """
     manifest = artifact.manifest
-    prompt, prefill = manifest.prompt, stored_prefill(manifest)
+    prompt = manifest.prompt
     return BuildPlan(
         loaded=loaded,
         prompt=FixedPrompt(
@@ -31,11 +31,5 @@ def adding_plan(
             cut=prompt.max_tokens,
             border=prompt.border,
         ),
-        methods=methods,
-        sinks=manifest.split.sinks,
-        tail=manifest.split.tail,
-        chunk_size=chunk_size_after(artifact, chunk_size, loaded.model.device),
-        prefill=prefill,
-        rope_scaling=manifest.rope.scaling,
-        kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
+        config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
     )

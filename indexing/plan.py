@@ -1,21 +1,32 @@
-"""The inputs of one build (`BuildPlan`), and the state that its stages share while it runs (`BuildJob`)."""
+"""A build's settings (`BuildConfig`); with a model and a prompt all that decides an index (`BuildPlan`); and the build
+under way (`Build`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from sparsekv.formats.checksums import hash_tokens
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
 from sparsekv.formats.parameters import stored_parameters
-from sparsekv.formats.schema import AdditionRecord, ModelIdentity, PrefillRecord, Split, TokenizerIdentity
+from sparsekv.formats.schema import (
+    AdditionRecord,
+    Manifest,
+    ModelIdentity,
+    PrefillRecord,
+    Split,
+    TokenizerIdentity,
+)
 from sparsekv.formats.writer import ArtifactWriter
 from sparsekv.indexing.capture.team import Team
+from sparsekv.indexing.context_files import context_recipe
+from sparsekv.indexing.earlier_index import EarlierIndex
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.layer_maker import LayerMaker, make_layers
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
 
 Progress = Callable[[str, int, int], None]
@@ -48,6 +59,52 @@ def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill,
 
 
 @dataclass(frozen=True)
+class BuildConfig:
+    """The settings of builds, the same for each document: parsed once and passed whole.
+
+    Args:
+        methods: indexers with their parameters, by name.
+        prefill: the attention of a prefill's chunks.
+        sinks, tail: first and last tokens of the prompt, which are always attended and never indexed.
+        chunk_size: tokens per forward pass; None: as many as keep the device busy.
+        kv_dtype: storage of keys and values; None: the model's dtype.
+        rope_scaling: how the model's positions were extended, which the manifest records.
+        force: replace the index in the folder, and reuse nothing of it.
+
+    Raises:
+        UsageError: a number is too small.
+    """
+
+    methods: dict[str, Indexer]
+    prefill: Prefill = field(default_factory=DensePrefill)
+    sinks: int = 10
+    tail: int = 128
+    chunk_size: int | None = None
+    kv_dtype: KVDtype | None = None
+    rope_scaling: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sinks < 1 or self.tail < 2:
+            raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+
+
+def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill, chunk_size: int | None) -> BuildConfig:
+    """The settings of a build that continues an index: the index's own, but for the methods and the chunk size."""
+    return BuildConfig(
+        methods=methods,
+        prefill=prefill,
+        sinks=manifest.split.sinks,
+        tail=manifest.split.tail,
+        chunk_size=chunk_size,
+        kv_dtype=None if manifest.kv_storage is None else manifest.kv_storage.dtype,
+        rope_scaling=manifest.rope.scaling,
+    )
+
+
+@dataclass(frozen=True)
 class Growth:
     """Says that a build appends tokens to the index with the uuid `base`: methods in `online` append them, the others
     are rebuilt. `addition` is the manifest's record of the tokens."""
@@ -59,38 +116,30 @@ class Growth:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything that decides the content of an index. `kv_dtype`: what keys and values are stored in; None: the
-    model's dtype."""
+    """Everything that decides the content of an index.
+
+    Raises:
+        UsageError: the model or its RoPE cannot be indexed, or a method cannot be built for its heads.
+    """
 
     loaded: LoadedModel
     prompt: FixedPrompt
-    methods: dict[str, Indexer]
-    sinks: int = 10
-    tail: int = 128
-    chunk_size: int = CHUNK
-    prefill: Prefill = field(default_factory=DensePrefill)
-    rope_scaling: str | None = None
-    force: bool = False
+    config: BuildConfig
     growth: Growth | None = None
-    kv_dtype: KVDtype | None = None
 
     def __post_init__(self) -> None:
-        if self.sinks < 1 or self.tail < 2:
-            raise UsageError(f"--sinks {self.sinks} --tail {self.tail}: give at least 1 sink and 2 tail tokens")
-        if self.chunk_size < 1:
-            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
         self._check_heads()
-        for indexer in self.methods.values():
+        for indexer in self.config.methods.values():
             indexer.check_channels(self.head_dim)
         config = self.loaded.model.config.get_text_config()
         if others := sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS):
             told = f"{self.loaded.name} has layers of {', '.join(others)}"
             raise UsageError(f"{told}; an index is of full attention, and of a sliding window's: choose another model")
         parameters = getattr(config, "rope_parameters", None)
-        if not self.prefill.exact and rope_depends_on_length(parameters):
+        if not self.config.prefill.exact and rope_depends_on_length(parameters):
             raise UsageError(
-                f"--prefill {prefill_name(self.prefill)}: {self.loaded.name} turns keys by the prompt's length, so "
-                "that it has to be run at once; leave the option out"
+                f"--prefill {prefill_name(self.config.prefill)}: {self.loaded.name} turns keys by the prompt's length, "
+                "so that it has to be run at once; leave the option out"
             )
 
     def _check_heads(self) -> None:
@@ -107,14 +156,20 @@ class BuildPlan:
             raise UsageError(f"{told} has no KV heads in its config: choose another model")
 
     @property
+    def chunk_size(self) -> int:
+        """Tokens per forward pass of the prefill."""
+        return choose_chunk_size(self.config.chunk_size, self.loaded.model.device, self.config.prefill)
+
+    @property
     def prefill_record(self) -> PrefillRecord:
         """The manifest's record of the prefill."""
+        prefill = self.config.prefill
         return PrefillRecord(
-            kind=prefill_name(self.prefill),
+            kind=prefill_name(prefill),
             chunk_size=self.chunk_size,
-            parameters=stored_parameters(self.prefill),
-            exact=self.prefill.exact,
-            revision=self.prefill.revision,
+            parameters=stored_parameters(prefill),
+            exact=prefill.exact,
+            revision=prefill.revision,
         )
 
     @property
@@ -138,13 +193,13 @@ class BuildPlan:
         Raises:
             UsageError: the document is no longer than sinks and tail, or has more tokens than the model has positions.
         """
-        tokens = len(self.prompt.input_ids)
+        tokens, ends = len(self.prompt.input_ids), self.config.sinks + self.config.tail
         positions = positions_of(self.loaded.model.config)
-        if tokens <= self.sinks + self.tail:
+        if tokens <= ends:
             more = "raise --max-tokens, or lower" if self.prompt.cut else "give a longer one or lower"
             raise UsageError(
                 f"the document is too short to index: {tokens} tokens with the chat template, where sinks and tail "
-                f"alone take {self.sinks + self.tail}; {more} --sinks and --tail"
+                f"alone take {ends}; {more} --sinks and --tail"
             )
         if positions is not None and tokens > positions:
             stretch = f"--rope-scaling yarn:{-(-tokens // positions)}" if stretchable(self.loaded.model.config) else ""
@@ -159,40 +214,20 @@ class BuildPlan:
                 f"the document has {tokens:,} tokens and {self.loaded.name} has {positions:,} positions; shorten it "
                 f"with --max-tokens {most_tokens(positions)}, which leaves room for questions{longer}"
             )
-        return Split(sinks=self.sinks, middle=tokens - self.sinks - self.tail, tail=self.tail)
+        return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
 
 @dataclass(frozen=True)
-class MethodJob:
-    """What the methods of an index are built with, once the context's files are written or reused: no model.
+class Build:
+    """A build under way: its plan, and the folder, processes and callbacks that it builds with.
 
     Args:
-        make_layers: makes the tensors of layers, in this process or in several.
+        split: sinks, middle and tail of the plan's prompt.
+        writer: holds the lock of the index's folder, and knows the finished index and the unfinished build in it.
+        progress: called with a stage's name, the steps of it that are done, and the steps in all.
+        team: the processes that run the model and make the indices.
+        tell: called with a line for the user.
     """
-
-    methods: dict[str, Indexer]
-    split: Split
-    dtype: str
-    device: torch.device
-    writer: ArtifactWriter
-    progress: Progress
-    force: bool = False
-    growth: Growth | None = None
-    make_layers: LayerMaker = make_layers
-
-    def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of this build, on the device."""
-        return self.writer.read(name, self.device)
-
-    def read_base(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the finished index in the folder, on the device."""
-        return self.writer.read_base(name, self.device)
-
-
-@dataclass(frozen=True)
-class BuildJob:
-    """A running build: its plan and split, the model's identity, the writer that holds the folder's lock, the processes
-    that run the model, and what is called with a line for the user."""
 
     plan: BuildPlan
     split: Split
@@ -203,22 +238,20 @@ class BuildJob:
     team: Team
     tell: Callable[[str], None]
 
-    @property
-    def method_job(self) -> MethodJob:
-        """The part of the build that needs no model."""
-        plan, device = self.plan, self.plan.loaded.model.device
-        return MethodJob(
-            plan.methods,
-            self.split,
-            plan.dtype,
-            device,
-            self.writer,
-            self.progress,
-            plan.force,
-            plan.growth,
-            self.team.make_layers,
+    @cached_property
+    def ids_sha256(self) -> str:
+        """The hash of the prompt's token ids."""
+        return hash_tokens(self.plan.prompt.input_ids.tolist())
+
+    @cached_property
+    def context_recipe(self) -> str:
+        """The recipe of the context's files."""
+        plan = self.plan
+        return context_recipe(
+            self.model, self.ids_sha256, self.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype
         )
 
-    def read_base(self, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a file of the finished index in the folder, on the model's device."""
-        return self.writer.read_base(name, self.plan.loaded.model.device)
+    @cached_property
+    def earlier(self) -> EarlierIndex | None:
+        """The finished index in the folder, if there is one."""
+        return None if self.writer.base is None else EarlierIndex(self.writer, self.plan.loaded.model)

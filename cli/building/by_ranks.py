@@ -20,7 +20,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     Raises:
         SparsekvError: the ranks cannot share the model; or what `BuildRecipe.index` raises.
     """
-    loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.rope_scaling, quiet=recipe.quiet)
+    loads = partial(load, recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling, quiet=recipe.quiet)
     if not ranks.first:
         from sparsekv.indexing.ranks.follow import follow
 
@@ -32,5 +32,7 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     def leader(loaded: LoadedModel) -> Leader:
         return Leader(ranks, split=splits_heads(loaded.model))
 
-    chunk = choose_chunk_size(recipe.chunk_size, ranks.device, recipe.prefill, ranks.size)
-    replace(recipe, chunk_size=chunk).index(target, lambda: loads(ranks=ranks), show, leader)
+    config = recipe.config
+    chunk_size = choose_chunk_size(config.chunk_size, ranks.device, config.prefill, ranks.size)
+    chunked = replace(recipe, config=replace(config, chunk_size=chunk_size))
+    chunked.index(target, lambda: loads(ranks=ranks), show, leader)

@@ -54,7 +54,7 @@ def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: P
     before = artifact.manifest
     refuse_other_dtype(before, recipe.dtype)
     opened = load_for(artifact, recipe.model, recipe.device, recipe.dtype, quiet=recipe.quiet)
-    plan = adding_plan(artifact, opened.loaded, recipe.methods, chunk_size=recipe.chunk_size)
+    plan = adding_plan(artifact, opened.loaded, recipe.config.methods, chunk_size=recipe.config.chunk_size)
     manifest = build_index(plan, folder, show, tell=partial(note, quiet=recipe.quiet))
     changed = {name for name, made in manifest.methods.items() if before.methods.get(name) != made}
     for told, names in (("added", changed - before.methods.keys()), ("built anew", changed & before.methods.keys())):

@@ -11,10 +11,9 @@ from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.stored import stored_line
 from sparsekv.formats.device_memory import peak_told
 from sparsekv.formats.documents.document import UTF_8, open_document
-from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
+from sparsekv.formats.documents.prompt import chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.hints import tune_hint
-from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.manifest import read_manifest
 from sparsekv.formats.models.identify import tokenizer_identity
 from sparsekv.formats.models.load import LoadedModel
@@ -22,40 +21,27 @@ from sparsekv.formats.ours import check_output
 from sparsekv.formats.schema import Manifest
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.team import Alone, Team
-from sparsekv.indexing.earlier_index import first_difference
-from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.plan import BuildPlan, Progress, choose_chunk_size
-from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.indexing.existing_index import first_difference
+from sparsekv.indexing.plan import BuildConfig, BuildPlan, Progress
 
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """What `build-index` was asked to do with each document; every field but `methods` and `prefill` is an option.
+    """The options of `build-index` for each document: settings of the build, the model, and how its text is read."""
 
-    methods: an indexer with its parameters, by name. prefill: what a chunk attends to. chunk_size: None for the
-    device's. kv_dtype: None for the model's dtype.
-    """
-
-    methods: dict[str, Indexer]
-    prefill: Prefill
+    config: BuildConfig
     model: str | None
     device: str
     dtype: str
-    kv_dtype: KVDtype | None
-    rope_scaling: str | None
     max_tokens: int | None
-    sinks: int
-    tail: int
-    chunk_size: int | None
     raw: bool
     special_tokens: bool
-    force: bool
     quiet: bool
     encoding: str = UTF_8
 
     def load(self) -> LoadedModel:
         """The model that prefills the documents; raises what `load_model` raises."""
-        return load(self.model, self.device, self.dtype, self.rope_scaling, quiet=self.quiet)
+        return load(self.model, self.device, self.dtype, self.config.rope_scaling, quiet=self.quiet)
 
     def index(
         self,
@@ -90,7 +76,7 @@ class BuildRecipe:
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
             note(f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on", quiet=self.quiet)
-        plan = self._plan(model, prompt)
+        plan = BuildPlan(model, prompt, self.config)
         tell = partial(note, quiet=self.quiet)
         manifest = build_index(plan, target.folder, self._telling(plan, show), team(model), tell)
         built = before is None or before.uuid != manifest.uuid
@@ -103,7 +89,7 @@ class BuildRecipe:
 
         Such a template has the date in it. With another head the whole document would be prefilled again.
         """
-        if before is None or before.prompt.chat is None or self.raw or self.force:
+        if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None
         head, chat = before.prompt.chat.before, chat_frame(model.tokenizer)
         if chat is None or chat.before == head or before.tokenizer != tokenizer_identity(model.tokenizer):
@@ -115,20 +101,6 @@ class BuildRecipe:
             quiet=self.quiet,
         )
         return head
-
-    def _plan(self, model: LoadedModel, prompt: FixedPrompt) -> BuildPlan:
-        return BuildPlan(
-            loaded=model,
-            prompt=prompt,
-            methods=self.methods,
-            sinks=self.sinks,
-            tail=self.tail,
-            chunk_size=choose_chunk_size(self.chunk_size, model.model.device, self.prefill),
-            prefill=self.prefill,
-            rope_scaling=self.rope_scaling,
-            force=self.force,
-            kv_dtype=self.kv_dtype,
-        )
 
     def _telling(self, plan: BuildPlan, show: Progress) -> Progress:
         """`show`, which first says what is indexed: there may be nothing to do."""

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.cli.common.loading import load
-from sparsekv.formats.kv_storage import KVDtype
 from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.builder import Builder
-from sparsekv.indexing.indexers.interface import Indexer
+from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import Prefill
 from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.evaluation.comparison import Comparison
@@ -25,14 +24,10 @@ class EvalRecipe:
     dtype: str
     methods: dict[str, Method]
     budgets: list[Budget]
-    indexers: dict[str, Indexer]
+    build: BuildConfig
     prefills: dict[str, Prefill]
     question: QuestionPrefill | None
     residual: bool
-    sinks: int
-    tail: int
-    chunk_size: int | None
-    kv_dtype: KVDtype | None
     raw: bool
     keep: bool
     max_new_tokens: int | None
@@ -47,9 +42,7 @@ class EvalRecipe:
             identity=identify(loaded),
             methods=self.methods,
             budgets=self.budgets,
-            builder=Builder(
-                loaded, self.indexers, self.prefills, self.sinks, self.tail, self.chunk_size, self.kv_dtype
-            ),
+            builder=Builder(loaded, self.build, self.prefills),
             question=self.question,
             residual=self.residual,
             raw=self.raw,

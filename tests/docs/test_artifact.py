@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.doc_pages import ROOT, tables
-from support.small_index import INDEXERS, small_plan
+from support.small_index import INDEXERS, small_plan, with_changes
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Tensors]]
     found: list[tuple[int, Tensors]] = []
     for family, channels, methods in (("qwen3", 32, METHODS), ("gpt-oss", 16, {"squeezed": METHODS["squeezed"]})):
         plan, folder = small_plan(family, methods=methods), tmp_path_factory.mktemp(family) / "doc.skv"
-        plan = replace(plan, loaded=replace(plan.loaded, model=plan.loaded.model.to(DTYPE)))
+        plan = with_changes(plan, loaded=replace(plan.loaded, model=plan.loaded.model.to(DTYPE)))
         build_index(plan, folder)
         found += ((channels, tensors) for tensors in stored(folder))
     return found

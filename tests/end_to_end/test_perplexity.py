@@ -12,7 +12,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.methods.multipole import Multipole
@@ -28,7 +28,8 @@ def opened(request: pytest.FixtureRequest, embedded: LoadedModel, document: Path
     folder, text = document.parent / f"raw-{request.param}.skv", document.read_text(encoding="utf-8")
     prompt = encode_prompt(embedded.tokenizer, text, raw=True, max_tokens=DOCUMENT)
     with FileLock(f"{folder}.building"):
-        build_index(BuildPlan(embedded, prompt, {"multipole": MultipoleIndexer(block=request.param)}), folder)
+        config = BuildConfig({"multipole": MultipoleIndexer(block=request.param)})
+        build_index(BuildPlan(embedded, prompt, config), folder)
     return open_index(Artifact(folder), embedded.model, embedded.tokenizer, identify(embedded))
 
 

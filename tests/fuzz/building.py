@@ -1,10 +1,10 @@
 """Deeds that build: onto an index, in every way, held to a build from nothing."""
 
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import torch
+from support.small_index import with_changes
 
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.reader import Artifact
@@ -36,7 +36,7 @@ def grow(world: World, index: OpenIndex) -> None:
         plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
         build_index(plan, folder)
     # the methods that took the tokens in have what they had before; rows and queries are of all tokens
-    _same_as_fresh(world, folder, replace(plan, growth=None), methods=False)
+    _same_as_fresh(world, folder, with_changes(plan, growth=None), methods=False)
     grown = world.open("index.skv")
     Checks(world, grown).after_growth()
 
@@ -52,7 +52,7 @@ def edit(world: World, index: OpenIndex) -> None:
     plan = world.plan()
     known = ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8", "prefill"]
     kinds = random.sample(known, random.choice([1, 1, 2]))
-    if not plan.prefill.exact and random.random() < 0.7:  # whose rows depend on more
+    if not plan.config.prefill.exact and random.random() < 0.7:  # whose rows depend on more
         kinds.append(random.choice(["sinks", "prefill", "longer"]))
 
     if "edit" in kinds:
@@ -65,36 +65,40 @@ def edit(world: World, index: OpenIndex) -> None:
     if "shorter" in kinds:
         text = text[: max(len(text) * 2 // 3, case.sinks + case.tail + 20)]
     if "sinks" in kinds:
-        plan = replace(plan, sinks=random.choice([1, 2, 5, 11, 30]))
+        plan = with_changes(plan, sinks=random.choice([1, 2, 5, 11, 30]))
     if "tail" in kinds:
-        plan = replace(plan, tail=random.choice([2, 5, 20, 40]))
-    if "prefill" in kinds and not plan.prefill.exact:
+        plan = with_changes(plan, tail=random.choice([2, 5, 20, 40]))
+    if "prefill" in kinds and not plan.config.prefill.exact:
         kind = random.choice([*prefills()])
-        plan = replace(plan, prefill=from_options(prefills(), kind, draw_options(random, prefills()[kind])))
+        plan = with_changes(plan, prefill=from_options(prefills(), kind, draw_options(random, prefills()[kind])))
     if "int8" in kinds:
-        plan = replace(plan, kv_dtype=None if plan.kv_dtype else "int8")
-    plan = replace(plan, prompt=world.prompt(text), chunk_size=_again(plan, random))
+        plan = with_changes(plan, kv_dtype=None if plan.config.kv_dtype else "int8")
+    plan = with_changes(plan, prompt=world.prompt(text), chunk_size=_again(plan, random))
     if "methods" in kinds:
         name = random.choice([*indexers()])
         made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=case.head_dim))
-        plan = replace(plan, methods={name: made})
+        plan = with_changes(plan, methods={name: made})
     folder = world.folder / "index.skv"
     try:
         build_index(plan, folder)
     except ArtifactError as error:
         expect("is the index of another document" in str(error), "refused", str(error))
-        plan = replace(plan, force=True)
+        plan = with_changes(plan, force=True)
         build_index(plan, folder)
     else:
         there = Artifact(folder).manifest.methods
-        kept = {name: one for name, one in world.plan().methods.items() if name not in plan.methods and name in there}
-        plan = replace(plan, methods=plan.methods | kept)
+        kept = {
+            name: one
+            for name, one in world.plan().config.methods.items()
+            if name not in plan.config.methods and name in there
+        }
+        plan = with_changes(plan, methods=plan.config.methods | kept)
     _same_as_fresh(world, folder, plan, methods=True)
     world.open("index.skv")
 
 
 def _again(plan: BuildPlan, random: Random) -> int:
-    return random.choice([plan.chunk_size, 64, 200]) if plan.prefill.exact else plan.chunk_size
+    return random.choice([plan.chunk_size, 64, 200]) if plan.config.prefill.exact else plan.chunk_size
 
 
 @deed("more methods", 4, asks=False)
@@ -105,7 +109,7 @@ def more_methods(world: World, index: OpenIndex) -> None:
     made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=world.case.head_dim))
     build_index(adding_plan(Artifact(folder), world.loaded, {name: made}), folder)
     plan = world.plan()
-    _same_as_fresh(world, folder, replace(plan, methods=plan.methods | {name: made}), methods=True)
+    _same_as_fresh(world, folder, with_changes(plan, methods=plan.config.methods | {name: made}), methods=True)
     world.open("index.skv")
 
 
@@ -138,8 +142,8 @@ def _same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool
     where the rows that they are made of are the same bit for bit."""
     if fresh is None:
         fresh = world.folder / "fresh.skv"
-        build_index(replace(plan, growth=None, force=False), fresh)
-    most, in_8_bits = ROUNDING, plan.kv_dtype is not None
+        build_index(with_changes(plan, growth=None, force=False), fresh)
+    most, in_8_bits = ROUNDING, plan.config.kv_dtype is not None
     if in_8_bits:
         most = 4 * IN_8_BITS
     layers = world.case.layers

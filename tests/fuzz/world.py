@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from support.python_help import BY_NAME
+from support.small_index import with_changes
 
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
 from sparsekv.formats.models.identify import identify
@@ -16,7 +17,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.asker import Asker
@@ -103,14 +104,16 @@ class World:
         plan = BuildPlan(
             loaded=self.loaded,
             prompt=self.prompt(document),
-            methods={name: from_options(indexers(), name, options) for name, options in case.indexers},
-            sinks=case.sinks,
-            tail=case.tail,
-            chunk_size=case.chunk_size,
-            prefill=from_options(prefills(), case.prefill, case.prefill_options),
-            kv_dtype=case.kv_dtype,
+            config=BuildConfig(
+                methods={name: from_options(indexers(), name, options) for name, options in case.indexers},
+                sinks=case.sinks,
+                tail=case.tail,
+                chunk_size=case.chunk_size,
+                prefill=from_options(prefills(), case.prefill, case.prefill_options),
+                kv_dtype=case.kv_dtype,
+            ),
         )
-        return replace(plan, **changes)
+        return with_changes(plan, **changes)
 
     def build(self, name: str, plan: BuildPlan | None = None) -> OpenIndex:
         """Build, or build onto, the index of a name, and open it."""

@@ -10,7 +10,7 @@ import torch
 from support.artifacts import assert_no_strays
 from support.interrupted import interrupted_builds
 from support.reference import assert_close
-from support.small_index import TEXT, prefilled, recorded_attention, small_plan
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan, with_changes
 from support.tiny_models import POSITIONS
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -25,7 +25,7 @@ from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.kernels.kmeans.blocks import block_offsets
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
@@ -92,11 +92,11 @@ def test_a_method_that_takes_no_tokens_is_made_again_from_all_of_them(tmp_path: 
     coded = PQCacheIndexer(pq_bytes=4, iterations=2)
     of_codes = CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)
     methods = {"squeezed": SqueezedIndexer(levels=(0.2,)), "multipole": MULTIPOLE, "pqcache": coded, "codes": of_codes}
-    plan = replace(_plan(), methods=methods)
+    plan = with_changes(_plan(), methods=methods)
     first = build_index(plan, tmp_path / "a.skv")
     assert online_methods(first) == {"multipole", "pqcache", "codes"}
     books = Artifact(tmp_path / "a.skv").method_tensors("pqcache", 0)["codebooks"].clone()
-    assert stored_indexers(first) == plan.methods
+    assert stored_indexers(first) == plan.config.methods
     grown = _grow(tmp_path / "a.skv", plan.loaded, MORE[:100])
     order = Artifact(tmp_path / "a.skv").method_tensors("squeezed", 0)["token_order"]
     middle = torch.arange(grown.split.sinks, grown.split.sinks + grown.split.middle, dtype=torch.int32)
@@ -115,7 +115,9 @@ def test_no_method_goes_on_online_where_the_keys_depend_on_the_prompts_length(tm
 
 
 def test_a_method_of_an_earlier_revision_is_made_again_from_all_tokens(tmp_path: Path) -> None:
-    plan = replace(_plan(), methods={"codes": CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)})
+    plan = with_changes(
+        _plan(), methods={"codes": CodesIndexer(levels=(0.1,), code_bytes=4, iterations=2, query_sample=64)}
+    )
     with pytest.MonkeyPatch.context() as earlier:
         earlier.setattr(CodesIndexer, "revision", 1)
         first = build_index(plan, tmp_path / "a.skv")
@@ -151,7 +153,7 @@ def _one_layer() -> LoadedModel:
 
 def test_an_index_that_is_killed_while_it_grows_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     loaded, base = _one_layer(), tmp_path / "base.skv"
-    first = build_index(replace(_plan(), loaded=loaded), base)
+    first = build_index(with_changes(_plan(), loaded=loaded), base)
     shutil.copytree(base, tmp_path / "straight.skv")
     sums = _sums(_grow(tmp_path / "straight.skv", loaded))
     outcomes, resumed = [], 0
@@ -207,7 +209,7 @@ def test_damage_never_gets_a_sum_of_its_own(tmp_path: Path) -> None:
         _grow(tmp_path / "a.skv", plan.loaded)
     edited = _plan(text=FIRST[:500] + MORE)
     with recorded_attention(plan.loaded.model) as outputs:
-        build_index(replace(edited, loaded=plan.loaded), tmp_path / "a.skv")
+        build_index(with_changes(edited, loaded=plan.loaded), tmp_path / "a.skv")
     assert prefilled(outputs) == len(edited.prompt.input_ids)
 
 
@@ -250,8 +252,8 @@ def test_recall_after_growing_is_nearly_that_of_one_build(embedded_folder: Path,
     loaded = load_model(str(embedded_folder), device="cpu", dtype="float32")
     _keep_layers(loaded, 6)
     prompt = encode_prompt(loaded.tokenizer, TEXT, max_tokens=1536)
-    whole = BuildPlan(loaded, prompt, {"multipole": MultipoleIndexer(block=1024)}, tail=64)
-    start = replace(whole, prompt=replace(prompt, input_ids=prompt.input_ids[:-512]))
+    whole = BuildPlan(loaded, prompt, BuildConfig({"multipole": MultipoleIndexer(block=1024)}, tail=64))
+    start = with_changes(whole, prompt=replace(prompt, input_ids=prompt.input_ids[:-512]))
     build_index(whole, tmp_path / "whole.skv")
     build_index(start, tmp_path / "grown.skv")
     artifact = Artifact(tmp_path / "grown.skv")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import TEXT, prefilled, recorded_attention, small_plan
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan, with_changes
 from support.tiny_models import FAMILIES, POSITIONS
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -101,13 +101,13 @@ def test_a_second_run_changes_nothing_at_all(tmp_path: Path) -> None:
 def test_another_chunk_size_gives_the_index_that_is_there(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     first = build_index(plan, folder)
-    assert build_index(replace(plan, chunk_size=50), folder) == first
+    assert build_index(with_changes(plan, chunk_size=50), folder) == first
 
 
 def test_force_makes_every_file_again(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     first, before = build_index(plan, folder), _files(folder)
-    again = build_index(replace(plan, force=True), folder)
+    again = build_index(with_changes(plan, force=True), folder)
     assert again.uuid != first.uuid
     assert not set(before.values()) & set(_files(folder).values())
     assert {file.sha256 for file in again.files.values()} == {file.sha256 for file in first.files.values()}
@@ -131,9 +131,9 @@ def test_a_shortened_document_has_all_of_its_tails_queries(tmp_path: Path) -> No
     """Its last tokens lie in blocks that it shares, and queries are not stored for tokens that were no tail before."""
     plan = small_plan(tokens=600)
     ids = plan.prompt.input_ids[:520]
-    shortened = replace(plan, prompt=replace(plan.prompt, input_ids=ids))
+    shortened = with_changes(plan, prompt=replace(plan.prompt, input_ids=ids))
     build_index(plan, tmp_path / "a.skv")
-    assert _tokens_run(shortened, tmp_path / "a.skv") == plan.tail
+    assert _tokens_run(shortened, tmp_path / "a.skv") == plan.config.tail
     build_index(shortened, tmp_path / "b.skv")
     _assert_same_tensors(Artifact(tmp_path / "a.skv"), Artifact(tmp_path / "b.skv"), 1e-4)
 
@@ -141,12 +141,12 @@ def test_a_shortened_document_has_all_of_its_tails_queries(tmp_path: Path) -> No
 def test_other_weights_replace_an_index_by_force_alone_and_reuse_nothing_of_it(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     build_index(plan, folder)
-    other = replace(plan, loaded=replace(plan.loaded, model=FAMILIES["llama"]()))
+    other = with_changes(plan, loaded=replace(plan.loaded, model=FAMILIES["llama"]()))
     with torch.no_grad():
         other.loaded.model.get_input_embeddings().weight.neg_()
     with pytest.raises(ArtifactError, match="is an index for another model, tiny-llama"):
         build_index(other, folder)
-    assert _tokens_run(replace(other, force=True), folder) == len(plan.prompt.input_ids)
+    assert _tokens_run(with_changes(other, force=True), folder) == len(plan.prompt.input_ids)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["methods named", "methods kept"])
@@ -154,12 +154,12 @@ def test_other_weights_replace_an_index_by_force_alone_and_reuse_nothing_of_it(t
 def test_a_split_that_moves_takes_every_method_with_it(moved: dict[str, Any], named: bool, tmp_path: Path) -> None:
     plan, folder = small_plan(tokens=600), tmp_path / "a.skv"
     build_index(plan, folder)
-    again = replace(plan, **moved, methods=plan.methods if named else {})
+    again = with_changes(plan, **moved, methods=plan.config.methods if named else {})
     assert _tokens_run(again, folder) == len(plan.prompt.input_ids) - 512
     artifact = Artifact(folder)
     split, tail = artifact.manifest.split, artifact.queries(0)["tail"]
-    assert tail.shape[1] == split.tail == again.tail
-    assert list(artifact.manifest.methods) == list(plan.methods)
+    assert tail.shape[1] == split.tail == again.config.tail
+    assert list(artifact.manifest.methods) == list(plan.config.methods)
     middle = torch.arange(split.sinks, split.sinks + split.middle, dtype=torch.int32)
     for layer in artifact.manifest.indexed_layers:
         order = artifact.method_tensors("squeezed", layer)["token_order"]
@@ -169,7 +169,7 @@ def test_a_split_that_moves_takes_every_method_with_it(moved: dict[str, Any], na
 def test_a_method_that_is_not_named_stays_as_it_was(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     first, before = build_index(plan, folder), _files(folder)
-    assert build_index(replace(plan, methods={}), folder) == first
+    assert build_index(with_changes(plan, methods={}), folder) == first
     assert _files(folder) == before
 
 
@@ -177,7 +177,7 @@ def test_a_method_that_is_not_named_stays_as_it_was(tmp_path: Path) -> None:
 def test_another_parameter_of_a_method_makes_only_its_own_files_again(change: dict[str, Any], tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     first, before = build_index(plan, folder), _files(folder)
-    changed = replace(plan, methods={"squeezed": replace(plan.methods["squeezed"], **change)})
+    changed = with_changes(plan, methods={"squeezed": replace(plan.config.methods["squeezed"], **change)})
     assert _tokens_run(changed, folder) == 0
     second, after = Artifact(folder).manifest, _files(folder)
     context = {name for name in before if name.startswith(("context", "queries", "tokens"))}
@@ -190,7 +190,7 @@ def test_another_parameter_of_a_method_makes_only_its_own_files_again(change: di
 def test_an_interrupted_update_leaves_the_earlier_index_whole(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     first = build_index(plan, folder)
-    changed = replace(plan, methods={"squeezed": SqueezedIndexer(levels=(0.3, 0.1))})
+    changed = with_changes(plan, methods={"squeezed": SqueezedIndexer(levels=(0.3, 0.1))})
     _build_until(changed, folder, "index squeezed", 2)
     artifact = Artifact(folder)
     assert artifact.manifest == first
@@ -223,7 +223,7 @@ def test_layers_with_a_window_are_stored_and_not_indexed(family: str, tmp_path: 
 
 def test_a_model_whose_every_layer_slides_is_refused_by_name(tmp_path: Path) -> None:
     plan = small_plan("mistral")
-    sliding = replace(plan, loaded=replace(plan.loaded, model=FAMILIES["mistral"]()))
+    sliding = with_changes(plan, loaded=replace(plan.loaded, model=FAMILIES["mistral"]()))
     with pytest.raises(SparsekvError, match="every layer of tiny-mistral has a sliding window"):
         build_index(sliding, tmp_path / "a.skv")
 
@@ -239,9 +239,9 @@ def test_a_document_without_a_middle_or_past_the_positions_is_refused_before_any
     tmp_path: Path,
 ) -> None:
     plan = small_plan()
-    short = replace(plan, sinks=len(plan.prompt.input_ids) - plan.tail)
+    short = with_changes(plan, sinks=len(plan.prompt.input_ids) - plan.config.tail)
     assert f"{len(plan.prompt.input_ids)} tokens" in _refusal(short, tmp_path / "a.skv")
-    long = replace(plan, prompt=encode_prompt(plan.loaded.tokenizer, TEXT, max_tokens=POSITIONS + 1))
+    long = with_changes(plan, prompt=encode_prompt(plan.loaded.tokenizer, TEXT, max_tokens=POSITIONS + 1))
     assert f"{POSITIONS:,} positions" in _refusal(long, tmp_path / "a.skv")
     assert "--rope-scaling yarn:2" in _refusal(long, tmp_path / "a.skv")
 
@@ -255,7 +255,7 @@ def test_a_split_or_chunk_that_makes_no_sense_is_refused(split: dict[str, Any]) 
 
 def test_the_smallest_middle_is_one_token(tmp_path: Path) -> None:
     plan = small_plan()
-    smallest = replace(plan, sinks=len(plan.prompt.input_ids) - plan.tail - 1)
+    smallest = with_changes(plan, sinks=len(plan.prompt.input_ids) - plan.config.tail - 1)
     manifest = build_index(smallest, tmp_path / "a.skv")
     assert manifest.split.middle == 1
     assert Artifact(tmp_path / "a.skv").method_tensors("squeezed", 0)["token_offsets"].tolist() == [[0, 1]] * 2
@@ -276,7 +276,7 @@ def test_another_ending_of_the_chat_template_is_taken_over(tmp_path: Path) -> No
     first = build_index(plan, folder)
     assert plan.prompt.chat is not None
     chat = plan.prompt.chat.model_copy(update={"after": "<|end|>\n"})
-    second = build_index(replace(plan, prompt=replace(plan.prompt, chat=chat)), folder)
+    second = build_index(with_changes(plan, prompt=replace(plan.prompt, chat=chat)), folder)
     assert second.prompt.chat == chat
     assert second.files == first.files
     assert Artifact(folder).manifest == second

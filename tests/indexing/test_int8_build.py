@@ -9,7 +9,7 @@ import torch
 from support.earlier_forms import in_blocks
 from support.reference import assert_close
 from support.sealing import change_tensors
-from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan
+from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan, with_changes
 
 from sparsekv.formats.int8_rows import OF_CHANNELS, quantise
 from sparsekv.formats.reader import Artifact
@@ -179,10 +179,10 @@ def test_a_shared_prefix_ends_at_any_token(tmp_path: Path) -> None:
     """A shortened document's prefix ends where its tail begins."""
     build_index(_int8(tokens=600), tmp_path / "a.skv")
     plan = _int8(tokens=600)
-    shortened = replace(plan, prompt=replace(plan.prompt, input_ids=plan.prompt.input_ids[:520]))
+    shortened = with_changes(plan, prompt=replace(plan.prompt, input_ids=plan.prompt.input_ids[:520]))
     old = dict(Artifact(tmp_path / "a.skv").tensors(layer_file("context", 1)))
-    assert _tokens_run(shortened, tmp_path / "a.skv") == plan.tail
-    kept = 520 - plan.tail
+    assert _tokens_run(shortened, tmp_path / "a.skv") == plan.config.tail
+    kept = 520 - plan.config.tail
     for name, rows in Artifact(tmp_path / "a.skv").tensors(layer_file("context", 1)).items():
         same = rows.shape[1] if name in OF_CHANNELS else kept
         assert torch.equal(rows[:, :same], old[name][:, :same])

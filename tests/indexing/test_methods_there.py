@@ -1,11 +1,10 @@
 """Methods of an index that a build does not name: those that build from one sample of queries are built beside it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.small_index import small_plan
+from support.small_index import small_plan, with_changes
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
@@ -29,13 +28,13 @@ def test_a_method_that_builds_from_another_sample_of_queries_is_built_beside_tho
     (second,) = several
     told = list[str]()
     for _ in range(2):
-        build_index(replace(plan, methods=several), folder, tell=told.append)
+        build_index(with_changes(plan, methods=several), folder, tell=told.append)
     anew = f"codes of {folder}: built again, from a larger sample of the document's queries"
     assert told == ([anew] if first == "codes" else [])
     artifact = Artifact(folder)
     assert list(artifact.manifest.methods) == [first, second]  # `generate` asks the first
     sample = layer_file("samples", artifact.manifest.indexed_layers[0])
-    of_one, build_together = artifact.tensors(sample), replace(plan, methods=plan.methods | several)
+    of_one, build_together = artifact.tensors(sample), with_changes(plan, methods=plan.config.methods | several)
     build_index(build_together, tmp_path / "b.skv")
     assert torch.equal(of_one["positions"], Artifact(tmp_path / "b.skv").tensors(sample)["positions"])
     for name in (first, second):

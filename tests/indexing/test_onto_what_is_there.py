@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import assert_close
-from support.small_index import INDEXERS, TEXT, small_plan
+from support.small_index import INDEXERS, TEXT, small_plan, with_changes
 from support.tiny_models import build_tiny, tiny_tokenizer
 from transformers import Gemma2Config
 
@@ -57,13 +57,13 @@ def _prompt(text: str) -> FixedPrompt:
 def _plan(how: dict[str, Any], text: str, methods: tuple[str, ...]) -> BuildPlan:
     built = {name: INDEXERS[name] for name in methods}
     options = {**how, "prefill": PREFILLS[how["prefill"]]}
-    return replace(_model(), prompt=_prompt(text), methods=built, **options)
+    return with_changes(_model(), prompt=_prompt(text), methods=built, **options)
 
 
 def _again(manifest: Manifest, artifact: Artifact) -> BuildPlan:
     """The plan of a build from nothing of what an index says that it is."""
     prefill = PREFILLS[manifest.prefill.kind]
-    return replace(
+    return with_changes(
         _model(),
         prompt=FixedPrompt(artifact.input_ids(), manifest.prompt.text_sha256, None),
         methods={name: INDEXERS[name] for name in manifest.methods},
@@ -142,7 +142,7 @@ class _Sequence:
         try:
             self._run(plan, killed)
         except ArtifactError:
-            self._run(replace(plan, force=True), killed)
+            self._run(with_changes(plan, force=True), killed)
         self.grown = False
 
     def _run(self, plan: BuildPlan, killed: int | None) -> None:
@@ -251,7 +251,7 @@ def test_a_config_that_changes_logits_alone_makes_all_tensors_of_methods_again(t
     for softcap, place in ((3.0, folder), (50.0, folder), (50.0, tmp_path / "b.skv")):
         model = build_tiny(Gemma2Config, layer_types=["full_attention"] * 3, attn_logit_softcapping=softcap)()
         plan = small_plan(methods={"codes": INDEXERS["codes"]})
-        plan = replace(plan, loaded=replace(plan.loaded, model=model))
+        plan = with_changes(plan, loaded=replace(plan.loaded, model=model))
         with pytest.raises(_Killed):
             build_index(plan, place, stop)
         build_index(plan, place)

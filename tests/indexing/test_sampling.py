@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.small_index import TEXT, prefilled, recorded_attention, small_plan
+from support.small_index import TEXT, prefilled, recorded_attention, small_plan, with_changes
 from support.tiny_models import FAMILIES, VOCABULARY, tiny_tokenizer
 
 from sparsekv.formats.errors import ArtifactError
@@ -28,7 +28,7 @@ from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.indexing.prefill.quoka import QuokaPrefill
 from sparsekv.indexing.sampling import sample_positions
@@ -120,7 +120,7 @@ def test_queries_of_a_prefix_that_is_not_run_are_asked_for() -> None:
 
 
 def _plan(text: str = FIRST, **changes: Any) -> BuildPlan:
-    return replace(small_plan(text=text, tokens=len(text), methods={"csattention": TABLES}), **changes)
+    return with_changes(small_plan(text=text, tokens=len(text), methods={"csattention": TABLES}), **changes)
 
 
 def _tokens_run(plan: BuildPlan, folder: Path) -> int:
@@ -136,7 +136,7 @@ def _inodes(folder: Path) -> dict[str, int]:
 def test_tables_for_an_index_without_samples_run_sampled_tokens_and_leave_the_rest_as_it_was(tmp_path: Path) -> None:
     plan, folder = _plan(), tmp_path / "a.skv"
     squeezed = {"squeezed": SqueezedIndexer(levels=(0.2,))}
-    build_index(replace(plan, methods=squeezed), folder)
+    build_index(with_changes(plan, methods=squeezed), folder)
     before = _inodes(folder)
     assert not any(name.startswith("samples/") for name in before)
     # The last of them are not in a whole block of tokens, or run with it.
@@ -148,8 +148,8 @@ def test_tables_for_an_index_without_samples_run_sampled_tokens_and_leave_the_re
     assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {"samples", "csattention"}
     assert Artifact(folder).manifest.methods.keys() == {"csattention", "squeezed"}
     # Now they are there: other tables run nothing, and a build that names no table keeps both.
-    assert _tokens_run(replace(plan, methods={"csattention": replace(TABLES, alpha=0.5)}), folder) == 0
-    assert _tokens_run(replace(plan, methods=squeezed), folder) == 0
+    assert _tokens_run(with_changes(plan, methods={"csattention": replace(TABLES, alpha=0.5)}), folder) == 0
+    assert _tokens_run(with_changes(plan, methods=squeezed), folder) == 0
     assert {"samples", "csattention"} <= {name.partition("/")[0] for name in Artifact(folder).manifest.files}
     assert list(Artifact(folder).verify())
 
@@ -157,7 +157,7 @@ def test_tables_for_an_index_without_samples_run_sampled_tokens_and_leave_the_re
 def test_without_its_method_a_sample_goes(tmp_path: Path) -> None:
     plan, folder = _plan(), tmp_path / "a.skv"
     build_index(plan, folder)
-    build_index(replace(plan, force=True, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
+    build_index(with_changes(plan, force=True, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
     assert not any(name.startswith(("samples/", "csattention/")) for name in _inodes(folder))
 
 
@@ -182,7 +182,7 @@ def test_a_grown_index_has_the_sample_of_one_build_and_runs_only_what_is_new(mor
     addition = encode_addition(plan.loaded.tokenizer, more, None)
     grown = growing_plan(artifact, plan.loaded, addition)
     assert _tokens_run(grown, tmp_path / "a.skv") == len(grown.prompt.input_ids) - first.split.tokens // 256 * 256
-    whole = replace(plan, prompt=replace(plan.prompt, input_ids=grown.prompt.input_ids))
+    whole = with_changes(plan, prompt=replace(plan.prompt, input_ids=grown.prompt.input_ids))
     build_index(whole, tmp_path / "b.skv")
     for layer in range(3):
         actual, expected = (Artifact(tmp_path / f"{name}.skv").tensors(layer_file("samples", layer)) for name in "ab")
@@ -215,7 +215,7 @@ def test_a_model_whose_tokens_need_those_before_them_runs_from_the_first_unknown
     """Llama 4 scales a query by how many tokens its cache has."""
     plan, folder = _plan(), tmp_path / "a.skv"
     plan.loaded.model.config.attn_temperature_tuning = True
-    build_index(replace(plan, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
+    build_index(with_changes(plan, methods={"squeezed": SqueezedIndexer(levels=(0.2,))}), folder)
     first = int(sample_positions(plan.split(), 50)[0])
     assert _tokens_run(plan, folder) == len(plan.prompt.input_ids) - first
 
@@ -283,7 +283,9 @@ def test_what_a_method_is_built_of_depends_on_those_beside_it() -> None:
     """The sample is as large as any wants it, and each learns from all of it."""
     loaded = LoadedModel(FAMILIES["llama"](), tiny_tokenizer(), "tiny", None)
     codes, tables = CodesIndexer(), replace(TABLES, query_sample=4096)
-    together = Builder(loaded, {"codes": codes, "csattention": tables, "multipole": MultipoleIndexer()}, {})
-    assert Builder(loaded, {"codes": codes}, {}).sample_of("codes") == {}
+    together = Builder(
+        loaded, BuildConfig({"codes": codes, "csattention": tables, "multipole": MultipoleIndexer()}), {}
+    )
+    assert Builder(loaded, BuildConfig({"codes": codes}), {}).sample_of("codes") == {}
     assert together.sample_of("codes") == {"queries": 4096}
     assert together.sample_of("csattention") == together.sample_of("multipole") == together.sample_of("quest") == {}

@@ -22,7 +22,7 @@ from sparsekv.formats.models.load import load_model
 from sparsekv.formats.ranks.ranks import Ranks
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.registry import indexers
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.plan import BuildConfig
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.generate import Sampling
@@ -38,20 +38,18 @@ TOKENS = 12
 def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> BuildRecipe:
     """What both one process and ranks are asked to build: the indices of those methods that have one."""
     return BuildRecipe(
-        methods={name: indexer() for name, indexer in indexers().items() if name in methods},
-        prefill=prefills()["dense"](),
+        config=BuildConfig(
+            methods={name: indexer() for name, indexer in indexers().items() if name in methods},
+            tail=32,
+            chunk_size=100,
+            kv_dtype=kv_dtype_named(kv_dtype),
+        ),
         model=str(model),
         device="auto",
         dtype="auto",
-        kv_dtype=kv_dtype_named(kv_dtype),
-        rope_scaling=None,
         max_tokens=None,
-        sinks=10,
-        tail=32,
-        chunk_size=100,
         raw=False,
         special_tokens=False,
-        force=False,
         quiet=True,
     )
 

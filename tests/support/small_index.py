@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
@@ -58,12 +58,15 @@ def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **
     plan = BuildPlan(
         loaded=LoadedModel(without_window(family), tokenizer, f"tiny-{family}", None),
         prompt=encode_prompt(tokenizer, text, max_tokens=tokens),
-        methods={"squeezed": SqueezedIndexer(levels=(0.2, 0.06))},
-        sinks=4,
-        tail=16,
-        chunk_size=128,
+        config=BuildConfig({"squeezed": SqueezedIndexer(levels=(0.2, 0.06))}, sinks=4, tail=16, chunk_size=128),
     )
-    return replace(plan, **changes)
+    return with_changes(plan, **changes)
+
+
+def with_changes(plan: BuildPlan, **changes: Any) -> BuildPlan:
+    """A plan with other fields, or with other settings."""
+    settings = {name: changes.pop(name) for name in changes.keys() & {field.name for field in fields(BuildConfig)}}
+    return replace(plan, config=replace(plan.config, **settings), **changes)
 
 
 def reopen(plan: BuildPlan, folder: Path) -> OpenIndex:

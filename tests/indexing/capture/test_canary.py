@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bent_models import BENDS, bent_llama
 from support.reference import assert_close
-from support.small_index import build_small, plain_logits, reopen, small_plan, without_window
+from support.small_index import build_small, plain_logits, reopen, small_plan, with_changes, without_window
 from support.tiny_models import COMMON, FAMILIES, POSITIONS
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,7 +26,7 @@ RENAMED = "tiny-llama"
 @pytest.mark.parametrize("how", BENDS)
 def test_a_model_with_a_mask_of_its_own_ends_the_build(tmp_path: Path, how: str, kv_dtype: KVDtype | None) -> None:
     plan = small_plan(kv_dtype=kv_dtype)
-    plan = replace(plan, loaded=replace(plan.loaded, model=bent_llama(how)))
+    plan = with_changes(plan, loaded=replace(plan.loaded, model=bent_llama(how)))
     with pytest.raises(SparsekvError, match=r"tiny-llama cannot be indexed: .* a mask .*; choose another model"):
         build_index(plan, tmp_path / "bent.skv")
     assert not (tmp_path / "bent.skv" / MANIFEST).exists()
@@ -73,7 +73,7 @@ def test_an_index_in_8_bits_of_a_sharp_model_opens(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = LlamaForCausalLM(LlamaConfig(**(COMMON | {"initializer_range": 0.45}))).eval()
     plan = small_plan(kv_dtype="int8")
-    plan = replace(plan, loaded=replace(plan.loaded, model=model))
+    plan = with_changes(plan, loaded=replace(plan.loaded, model=model))
     manifest = build_index(plan, tmp_path / "sharp.skv")
     reopen(plan, tmp_path / "sharp.skv")
     assert difference(manifest.probe, plain_logits(model, plan.prompt.input_ids)[-1]) > STORING_TOLERANCE["int8"]

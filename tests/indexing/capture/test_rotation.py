@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.reference import assert_close, relative_error
 from support.rotation import turned
-from support.small_index import small_plan
+from support.small_index import small_plan, with_changes
 from support.tiny_models import FAMILIES, build_tiny
 from transformers import (
     Cohere2Config,
@@ -157,6 +157,6 @@ def test_rotations_stand_in_the_manifest_and_stay_with_an_index(tmp_path: Path) 
 
 def test_windowed_rope_is_refused_where_the_rotation_is_not_known(tmp_path: Path) -> None:
     plan = small_plan(methods={"multipole-windowed": WindowedMultipoleIndexer()})
-    plan = replace(plan, loaded=replace(plan.loaded, model=_of_another_kind()))
+    plan = with_changes(plan, loaded=replace(plan.loaded, model=_of_another_kind()))
     with pytest.raises(UsageError, match=r"how each layer turns its keys.*--force"):
         build_index(plan, tmp_path / "a.skv")

@@ -3,14 +3,13 @@
 import shutil
 import signal
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from threading import Event, Timer, get_ident
 
 import pytest
 import torch
 from support.kernel_runs import with_threads
-from support.small_index import small_plan
+from support.small_index import small_plan, with_changes
 
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import layer_file
@@ -24,7 +23,7 @@ from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 def test_any_number_of_threads_builds_the_same_from_one_context(tmp_path: Path) -> None:
     plan, sums = small_plan(), []
     build_index(plan, tmp_path / "one.skv")
-    every = replace(plan, methods={name: kind() for name, kind in indexers().items()})
+    every = with_changes(plan, methods={name: kind() for name, kind in indexers().items()})
     for threads in (1, 2, 3):
         folder = tmp_path / f"{threads}.skv"
         shutil.copytree(tmp_path / "one.skv", folder)

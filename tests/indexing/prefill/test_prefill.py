@@ -1,6 +1,6 @@
 """Sparse prefills: with everything chosen they are dense, with less each chunk has its budget, and no trace of more."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.prefill_perplexity import prefill_perplexity
 from support.random_tensors import normal
 from support.reference import assert_close, attention_probabilities, reference_attention
-from support.small_index import TEXT, build_small, plain_logits, reopen, small_plan
+from support.small_index import TEXT, build_small, plain_logits, reopen, small_plan, with_changes
 from support.tiny_models import FAMILIES, VOCABULARY
 
 from sparsekv.formats.errors import ArtifactError, UsageError
@@ -226,7 +226,7 @@ def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
         f"{tmp_path / 'dense.skv'} was prefilled densely, and a quoka prefill would replace that; choose another "
         "folder with --output, or give --force to replace it"
     )
-    assert not build_index(replace(sparse, force=True), tmp_path / "dense.skv").prefill.exact
+    assert not build_index(with_changes(sparse, force=True), tmp_path / "dense.skv").prefill.exact
     assert build_index(small_plan(), tmp_path / "dense.skv").prefill.exact
 
 

@@ -1,13 +1,13 @@
 """A new method is one class on each side, registered: built, opened, decoded with and reported by nothing else."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits
+from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits, with_changes
 
 from sparsekv.formats.schema import layer_file
 from sparsekv.indexing.build import build_index
@@ -60,7 +60,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_registered_method_is_built_opened_decoded_with_and_reported(tmp_path: Path) -> None:
     assert "loudest" in choose_indexers([])
-    plan = replace(small_plan(), methods={"loudest": LoudestIndexer(power=3.0)})
+    plan = with_changes(small_plan(), methods={"loudest": LoudestIndexer(power=3.0)})
     manifest = build_index(plan, tmp_path / "toy.skv")
     assert manifest.methods["loudest"].parameters == {"seed": 0, "power": 3.0}
     assert layer_file("loudest", 0) in manifest.files
@@ -85,9 +85,9 @@ def test_a_registered_method_is_built_opened_decoded_with_and_reported(tmp_path:
 
 
 def test_another_parameter_builds_the_toy_anew(tmp_path: Path) -> None:
-    plan = replace(small_plan(), methods={"loudest": LoudestIndexer()})
+    plan = with_changes(small_plan(), methods={"loudest": LoudestIndexer()})
     first = build_index(plan, tmp_path / "toy.skv")
-    second = build_index(replace(plan, methods={"loudest": LoudestIndexer(power=1.0)}), tmp_path / "toy.skv")
+    second = build_index(with_changes(plan, methods={"loudest": LoudestIndexer(power=1.0)}), tmp_path / "toy.skv")
     name = layer_file("loudest", 0)
     assert second.files[name].recipe != first.files[name].recipe
     assert second.parent_uuid == first.uuid

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.reference import assert_close
-from support.small_index import TEXT, build_small, plain_logits_after, small_plan
+from support.small_index import TEXT, build_small, plain_logits_after, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
 from support.traced import SOME, answered, chosen_tokens, every_form
 from tokenizers import normalizers
@@ -215,7 +215,7 @@ def test_a_passage_is_found_as_the_tokenizer_normalises_it(tmp_path: Path) -> No
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     plan = small_plan()
     loaded = replace(plan.loaded, tokenizer=tokenizer)
-    build_index(replace(plan, loaded=loaded, prompt=encode_prompt(tokenizer, text)), tmp_path / "nfc.skv")
+    build_index(with_changes(plan, loaded=loaded, prompt=encode_prompt(tokenizer, text)), tmp_path / "nfc.skv")
     opened = open_index(Artifact(tmp_path / "nfc.skv"), loaded.model, tokenizer, identify(loaded))
     traced = TracedIndex(opened, EVERYTHING)
     hidden = traced.hide(["cafe\u0301 est ferme\u0301"])

@@ -1,0 +1,207 @@
+"""The index that is in a build's folder: refusals to lose it, notes about it, and its methods that are built again."""
+
+from dataclasses import replace
+from itertools import zip_longest
+
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
+from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.kv_storage import AUTO, KVDtype
+from sparsekv.formats.manifest import REBUILD
+from sparsekv.formats.schema import TOKENS, Manifest, MethodRecord, PrefillRecord, Split
+from sparsekv.formats.writer import ArtifactWriter
+from sparsekv.indexing.indexers.registry import indexer_of, indexers
+from sparsekv.indexing.plan import Build
+from sparsekv.indexing.prefill.interface import prefill_name
+from sparsekv.indexing.reuse import ReusePlan
+from sparsekv.indexing.same_document import LEAST_IN_COMMON, is_cut, share_that_stays
+from sparsekv.indexing.sampling import sample_size
+
+WAYS_OUT = "choose another folder with --output, or give --force to replace it"
+
+
+def refuse_what_is_lost(build: Build) -> None:
+    """Raise ArtifactError if the build would lose what only --force gives up, or append to another index."""
+    growth, base = build.plan.growth, build.writer.base
+    if growth and (base is None or base.uuid != growth.base):
+        raise ArtifactError(
+            f"{build.writer.folder} was changed meanwhile by another process; run the same command again"
+        )
+    if base is None or growth or build.plan.config.force:
+        return
+    _keep_others(build, base)
+    _keep_additions(build, base)
+    _keep_dense(build, base)
+
+
+def _keep_additions(build: Build, base: Manifest) -> None:
+    """Raise ArtifactError if the build would drop appended text without --force."""
+    folder = build.writer.folder
+    if base.additions and base.prompt.ids_sha256 != build.ids_sha256:
+        added = sum(addition.tokens for addition in base.additions)
+        lacking = [name for name in build.plan.config.methods if name not in base.methods]
+        methods = f"add methods to it with {add_methods_hint(folder, lacking)}, " if lacking else ""
+        raise ArtifactError(
+            f"{folder} holds {added:,} tokens that were appended and that this document lacks; {methods}build "
+            "another index with --output, or give --force to replace it by one of this document alone"
+        )
+
+
+def _keep_others(build: Build, base: Manifest) -> None:
+    """Raise ArtifactError if the build would replace the index of another document or model without --force."""
+    plan, folder = build.plan, build.writer.folder
+    if base.model.weights_hash != build.model.weights_hash:
+        raise ArtifactError(f"{folder} is an index for another model, {base.model.id}; {WAYS_OUT}")
+    if len(base.layers) != plan.num_hidden_layers:
+        has = f"{len(base.layers)} layers, and its model {plan.num_hidden_layers}"
+        raise ArtifactError(f"the manifest of {folder} contradicts itself: it has {has}; {REBUILD}")
+    if base.prompt.text_sha256 == plan.prompt.text_sha256:
+        return
+    if (share := _share_that_stays(build, base)) < LEAST_IN_COMMON:
+        raise ArtifactError(
+            f"{folder} is the index of another document, {base.split.tokens:,} tokens, of whose passages this "
+            f"one has {share:.0%}; {WAYS_OUT}"
+        )
+
+
+def _share_that_stays(build: Build, base: Manifest) -> float:
+    """The share of an index's passages that the text has too: all, where it was cut; what both begin with, where the
+    index's tokens are damaged."""
+    writer, input_ids = build.writer, build.plan.prompt.input_ids
+    if not writer.is_whole(base.files[TOKENS]):
+        same = common_prefix_tokens(base.prompt.block_hashes, chained_block_hashes(input_ids.tolist()))
+        return same / base.split.tokens
+    before, after = writer.read_base(TOKENS)["input_ids"], input_ids.cpu()
+    return 1.0 if is_cut(before, after) else share_that_stays(before, after)
+
+
+def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
+    """Tell what an unfinished build has left, and how much of an index stays, before any of it is replaced: Ctrl-C then
+    leaves all of it."""
+    plan, writer, tell, base = build.plan, build.writer, build.tell, build.writer.base
+    if writer.unfinished:
+        left = f"{writer.unfinished} file{'s' * (writer.unfinished != 1)}"
+        tell(f"an unfinished build has left {left}; what fits this one is not made again")
+    if base is None or plan.growth:
+        return
+    if plan.config.force:
+        lost = [name for name in base.methods if name not in plan.config.methods]
+        tell(
+            f"{writer.folder} is replaced as a whole{', and is then without ' * bool(lost)}{', '.join(lost)} (--force)"
+        )
+    elif base.prompt.ids_sha256 != build.ids_sha256:
+        same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
+        of = f"this text, where {build.split.tokens:,} are built" if text else "an earlier text"
+        if settings := [*_other_prompt(build, base), *_other_settings(build, base)]:
+            of += f", and was built with {', '.join(settings)}, which this call does not give"
+        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
+        tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
+    elif base.files[TOKENS].recipe != build.context_recipe:
+        changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"
+        again = "what depends on that is made again, its methods too"
+        tell(f"{writer.folder} was built with {changed}, unlike this call: {again}")
+
+
+def _other_settings(build: Build, base: Manifest) -> list[str]:
+    """The options that decide keys and values, beside model and text, as an index was built where a build differs."""
+    plan, stored = build.plan, None if base.kv_storage is None else base.kv_storage.dtype
+    before = _settings(base.split, base.dtype, base.prefill, stored)
+    now = _settings(build.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
+    before["--rope-scaling"], now["--rope-scaling"] = base.rope.scaling, plan.config.rope_scaling
+    found = [f"{option} {value or 'none'}" for option, value in before.items() if value != now[option]]
+    earlier = base.prefill.kind == plan.prefill_record.kind and base.prefill.revision != plan.prefill_record.revision
+    return [*found, f"another revision of the {base.prefill.kind} prefill"] if earlier else found
+
+
+def _other_prompt(build: Build, base: Manifest) -> list[str]:
+    """The reasons, beside the text, why an index has other token ids than a build."""
+    now, before = build.plan.prompt, base.prompt
+    reasons = {
+        "--raw": before.chat is None and now.chat is not None,
+        "a chat template": before.chat is not None and now.chat is None,
+        "--special-tokens": before.special_tokens and not now.special_tokens,
+        "special tokens as plain text": now.special_tokens and not before.special_tokens,
+        "another tokenizer": base.tokenizer.tokenizer_hash != build.tokenizer.tokenizer_hash,
+        "another chat template": base.tokenizer.chat_template_hash != build.tokenizer.chat_template_hash,
+    }
+    found = [reason for reason, differs in reasons.items() if differs]
+    if not found and before.chat is not None and now.chat is not None and before.chat.before != now.chat.before:
+        has, gives = first_difference(before.chat.before, now.chat.before)
+        found.append(f"{has!r} in the chat template's head where it now has {gives!r}")
+    return found
+
+
+def first_difference(before: str, after: str) -> tuple[str, str]:
+    """The first line of each of two texts in which they differ; empty where one text has no such line."""
+    pairs = zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
+    return next(((one, other) for one, other in pairs if one != other), ("", ""))
+
+
+def _settings(split: Split, dtype: str, prefill: PrefillRecord, kv_dtype: KVDtype | None) -> dict[str, object]:
+    of_rows = {"--dtype": dtype, "--prefill": str(prefill), "--kv-dtype": kv_dtype or AUTO}
+    return {"--sinks": split.sinks, "--tail": split.tail, **of_rows}
+
+
+def _keep_dense(build: Build, base: Manifest) -> None:
+    """Raise ArtifactError if a sparse prefill would replace a dense one without --force."""
+    prefill = build.plan.config.prefill
+    if base.prefill.exact and not prefill.exact:
+        raise ArtifactError(
+            f"{build.writer.folder} was prefilled densely, and a {prefill_name(prefill)} prefill would replace that; "
+            f"{WAYS_OUT}"
+        )
+
+
+def with_lost_methods(build: Build) -> Build:
+    """The build, plus those methods of the existing index that would be lost, with their old parameters.
+
+    Where keys and values are replaced all would be; where they stay, those with a missing file, and those that build
+    from a sample of queries, if the plan's methods need another one.
+
+    Raises:
+        ArtifactError: this version cannot build one of them as it was.
+    """
+    plan, writer, earlier = build.plan, build.writer, build.earlier
+    if earlier is None or plan.growth or plan.config.force:
+        return build
+    base, tell = earlier.manifest, build.tell
+    there = [name for name in base.methods if name not in plan.config.methods and name in indexers()]
+    if base.files[TOKENS].recipe != build.context_recipe:
+        return _with(build, there, base)
+    lacking = [name for name in there if not _has_its_files(name, writer, base)]
+    if lacking:
+        tell(f"{', '.join(lacking)} of {writer.folder}: built again, as files are missing")
+    sampling = [name for name in there if _sampled(base.methods[name])] if sample_size(plan) else []
+    together = _with(build, list(dict.fromkeys([*lacking, *sampling])), base)
+    if sampling and sample_size(together.plan) != earlier.sample_size():
+        tell(f"{', '.join(sampling)} of {writer.folder}: built again, from a larger sample of the document's queries")
+    return together
+
+
+def _with(build: Build, names: list[str], base: Manifest) -> Build:
+    """The build, plus methods of an index as they were; raises ArtifactError where this version cannot build one."""
+    try:
+        others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in names}
+        config = replace(build.plan.config, methods=build.plan.config.methods | others)
+        return replace(build, plan=replace(build.plan, config=config))
+    except (TypeError, ValueError, UsageError) as error:
+        raise ArtifactError(
+            f"methods of {build.writer.folder} cannot be built again as they were: {error}; name all that are wanted "
+            "with --method, or give --force to do without them"
+        ) from None
+
+
+def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
+    """Whether a method's files and those that it was built from are there; only sizes are looked at."""
+    files = [*base.methods[name].built_from, *(path for path in base.files if path.startswith(f"{name}/"))]
+    return all(path in base.files and writer.is_there(base.files[path]) for path in files)
+
+
+def _sampled(method: MethodRecord) -> bool:
+    return any(path.startswith("samples/") for path in method.built_from)
+
+
+def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:
+    """Methods as an index had them, then new ones: the first is what `generate` asks where none is named."""
+    before = [] if base is None else [name for name in base.methods if name in methods]
+    return {name: methods[name] for name in dict.fromkeys([*before, *methods])}

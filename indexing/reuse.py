@@ -1,0 +1,143 @@
+"""Rows and files that a build reuses of the earlier index in its folder, decided before the model runs."""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
+from sparsekv.formats.layout import in_this_form
+from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.formats.schema import TOKENS, Manifest, layer_file
+from sparsekv.indexing.capture.stored_rows import TakenOver
+from sparsekv.indexing.context_files import ContextFacts, facts_from_note, row_settings
+from sparsekv.indexing.plan import Build
+from sparsekv.indexing.sampling import sample_positions, sample_recipe, sample_size
+
+LEAST_SHARE = 0.5
+"""Of a document's tokens, how many must have set the scales of channels in 8 bits: where a quarter did, storing costs
+half as much again, where a sixteenth did, twice as much (docs/reference/eight-bits.md)."""
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """The parts of a context that a build need not make.
+
+    Args:
+        missing: names of the context's files to write; the others are reused.
+        facts: facts of layers, probe and canary, as an earlier build noted them; None if none did.
+        positions: [P] int64, rising: the sample whose queries the methods need.
+        sample_recipe: the recipe of the sample's files.
+        has_samples: the sample's files are reused.
+        prefix_tokens: leading tokens whose rows the earlier index has, so that they need not be prefilled.
+    """
+
+    missing: AbstractSet[str]
+    facts: ContextFacts | None
+    positions: torch.Tensor
+    sample_recipe: str
+    has_samples: bool
+    prefix_tokens: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole context is reused, so that no model runs."""
+        return self.facts is not None and not self.missing and self.has_samples
+
+
+def plan_reuse(build: Build) -> ReusePlan:
+    """Decide what a build reuses; files that are reused are recorded in the build's journal."""
+    recipe, layers = build.context_recipe, range(build.plan.num_hidden_layers)
+    names = [TOKENS, *(layer_file(folder, layer) for layer in layers for folder in ("context", "queries"))]
+    missing = {name for name in names if not build.writer.reuse(name, recipe)}
+    facts = _known_facts(build)
+    positions = sample_positions(build.split, sample_size(build.plan))
+    sampled = sample_recipe(recipe, positions)
+    has_samples = facts is not None and not missing and _reuse_samples(build, facts, positions, sampled)
+    earlier = build.earlier
+    # Where only queries are missing, they are computed from rows of this prompt, which the earlier index has.
+    needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
+    prefix = shared_prefix(build, positions) if needed else 0
+    return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
+
+
+def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
+    """The int8 rows that a build begins with; None where all of its rows are exact."""
+    earlier = build.earlier
+    if not prefix_tokens or earlier is None or earlier.manifest.kv_storage is None:
+        return None
+    return TakenOver(
+        prefix_tokens, lambda layer: earlier.read(layer_file("context", layer)), earlier.manifest.kv_storage
+    )
+
+
+def shared_prefix(build: Build, positions: torch.Tensor) -> int:
+    """How many leading tokens need not be prefilled again: the index in the folder has their rows, from the same model,
+    dtype and prefill.
+
+    Args:
+        positions: [P], rising, of which queries are needed. A query that the index lacks is computed from the rows
+            before it, unless these were selected for each chunk, or the model needs all rows before it: then the
+            prefix ends there.
+    """
+    earlier, plan = build.earlier, build.plan
+    if earlier is None or plan.config.force or not build.team.starts_after_prefix or not _fits(build, earlier.manifest):
+        return 0
+    base = earlier.manifest
+    if base.kv_storage is not None and base.kv_storage.measured_tokens < len(plan.prompt.input_ids) * LEAST_SHARE:
+        return 0
+    if not earlier.are_whole(layer_file("context", layer) for layer in range(len(base.layers))):
+        return 0
+    chain = chained_block_hashes(plan.prompt.input_ids.tolist())
+    # Queries are stored for the tail alone, which the edit may have moved: those of the new tail are computed again.
+    shared = min(common_prefix_tokens(base.prompt.block_hashes, chain), build.split.sinks + build.split.middle)
+    exact = plan.config.prefill.exact
+    if shared and not (exact and _runs_alone(build)):
+        unknown = positions[~torch.isin(positions, earlier.query_positions())]
+        shared = min(shared, int(unknown[0])) if len(unknown) else shared
+    if exact:
+        return shared
+    # Rows of a sparse prefill depend on where chunks begin and end, so the prefix ends after a chunk that was whole in
+    # both. The index's last token is in none: it ran alone, densely.
+    return min(shared, base.split.tokens - 1) // plan.chunk_size * plan.chunk_size
+
+
+def _runs_alone(build: Build) -> bool:
+    """Whether a token may run without those before it: Llama 4 scales queries by how many a cache has."""
+    return not getattr(build.plan.loaded.model.config.get_text_config(), "attn_temperature_tuning", False)
+
+
+def _fits(build: Build, base: Manifest) -> bool:
+    """Whether a build's rows may follow those of an index."""
+    plan = build.plan
+    return (
+        row_settings(base.model, base.split, base.dtype, base.prefill)
+        == row_settings(build.model, build.split, plan.dtype, plan.prefill_record)
+        and (base.kv_storage is None or _continues_int8(build, base))
+        and not rope_depends_on_length(base.rope.parameters)
+    )
+
+
+def _continues_int8(build: Build, base: Manifest) -> bool:
+    """Whether rows may follow those of an int8 index: only in int8, else rows would pass for exact ones, and after a
+    dense prefill, because a sparse one would choose other tokens by rounded keys."""
+    assert base.kv_storage is not None
+    stored = base.kv_storage.dtype == build.plan.config.kv_dtype and in_this_form(base)
+    return stored and build.plan.config.prefill.exact
+
+
+def _known_facts(build: Build) -> ContextFacts | None:
+    noted = facts_from_note(build.writer.notes.get(build.context_recipe))
+    if noted and len(noted.layers) == build.plan.num_hidden_layers:
+        return noted
+    base = build.writer.base
+    if base and base.files[TOKENS].recipe == build.context_recipe:
+        return ContextFacts(base.layers, base.probe, base.kv_storage, base.canary)
+    return None
+
+
+def _reuse_samples(build: Build, facts: ContextFacts, positions: torch.Tensor, recipe: str) -> bool:
+    """Reuse the sample files of indexed layers; returns whether all that are needed were there."""
+    names = [layer_file("samples", layer) for layer in facts.indexed_layers] if len(positions) else []
+    reused = [build.writer.reuse(name, recipe) for name in names]
+    return all(reused)
