@@ -85,7 +85,7 @@ def test_the_best_tokens_are_chosen(rerank: float, seed: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 @pytest.mark.parametrize("replaced", [True, False])
-def test_it_costs_and_leaves_what_torch_does(rerank: float, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_and_rest_are_those_of_torch(rerank: float, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, context = coded_layer(5000)
     method, (plain, in_place) = Codes(rerank=rerank, replace=replaced), one_step(layer)
     expected = method.prepare(context).select(plain, Budget(300))
@@ -94,8 +94,8 @@ def test_it_costs_and_leaves_what_torch_does(rerank: float, replaced: bool, monk
     assert found.rest is not None
     assert (found.rest.in_place is not None) == replaced
     (left,) = found.rest.segments()
-    in_place = found.rest.in_place
-    weights = (left.log_counts if in_place is None else in_place[0].log_weights()).exp().sum()
+    scored = found.rest.in_place
+    weights = (left.log_counts if scored is None else scored[0].log_weights()).exp().sum()
     assert float(weights) == pytest.approx(float(left.log_counts.exp().sum()), rel=1e-5)
 
 
