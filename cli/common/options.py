@@ -84,7 +84,11 @@ SpecialTokensOption = Annotated[
 ]
 EncodingOption = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names)."),
+    typer.Option(
+        metavar="NAME",
+        help="Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). Of UTF-16 and UTF-32 a byte "
+        "order mark is enough.",
+    ),
 ]
 ChunkSizeOption = Annotated[
     int | None,

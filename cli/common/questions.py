@@ -2,6 +2,7 @@
 
 import sys
 
+from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
 
@@ -49,7 +50,4 @@ def _read(file: str, option: str) -> str:
         raise UsageError(str(error)) from None
     if len(data) > MOST:
         raise UsageError(f"{name} is longer than {MOST >> 20} MiB; questions are short, give fewer at once")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{name} is not text in UTF-8; convert it first") from None
+    return decode_text(data, name)

@@ -17,13 +17,15 @@ _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
 }
 """Byte order marks of encodings whose order of bytes is not in their names."""
+_MARKABLE = (UTF_8, "utf-8-sig")
+"""Encodings in which no text begins with a mark of `_MARKS`, so that the mark decides."""
 
 
 class Document:
     """A text read in pieces: everything read is checked and hashed, and what `first` or `whole` returned is kept.
 
-    A byte order mark at the start is dropped. Each method but `of` raises UsageError if what it reads is not text in
-    its encoding, or if the whole text is white space.
+    A byte order mark at the start is dropped, and one of UTF-16 or UTF-32 is followed instead of UTF-8. Each method but
+    `of` raises UsageError if what it reads is not text in its encoding, or if the whole text is white space.
 
     Args:
         name: the document's name in errors.
@@ -33,6 +35,7 @@ class Document:
     def __init__(self, name: str, reader: BinaryIO, encoding: str = UTF_8):
         self._name, self._reader, self._encoding = name, reader, encoding
         self._decoder, self._sum = codecs.getincrementaldecoder(encoding)(), hashlib.sha256()
+        self._decoded = 0  # bytes
         self._kept: list[str] = []
         self._characters, self._begun, self._ended, self._blank = 0, False, False, True
 
@@ -67,15 +70,19 @@ class Document:
     def _read(self) -> str:
         data = self._reader.read(_PIECE)
         self._ended = not data
-        if not self._begun:
+        if not self._decoded:
+            self._encoding = marked_encoding(data, self._encoding)
+            self._decoder = codecs.getincrementaldecoder(self._encoding)()
             self._check_mark(data)
         try:
             text = self._decoder.decode(data, final=self._ended)
             if text and not self._begun:
                 text, self._begun = text.removeprefix("\ufeff"), True
             self._sum.update(text.encode())
-        except UnicodeError:
-            raise UsageError(f"{self._name} is not text in {self._encoding.upper()}{_way_out(data)}") from None
+        except UnicodeError as error:
+            where = undecodable(error, self._encoding, self._decoded + len(data))
+            raise UsageError(f"{self._name} {where}{_way_out(data)}") from None
+        self._decoded += len(data)
         if "\0" in text:
             raise UsageError(f"{self._name} is not text: it contains zero bytes{_way_out(data)}")
         self._blank = self._blank and not text.strip()
@@ -105,11 +112,44 @@ def check_encoding(name: str) -> str:
     return found.name
 
 
+def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
+    """UTF-16 or UTF-32 if a text's first bytes are its byte order mark and `encoding` is UTF-8, or `encoding`."""
+    # UTF-32 first: its mark begins with that of UTF-16, and a text has no zero character behind it.
+    marked = [name for name, marks in reversed(_MARKS.items()) if data.startswith(marks)]
+    return marked[0] if marked and encoding in _MARKABLE else encoding
+
+
+def undecodable(error: UnicodeError, encoding: str, end: int) -> str:
+    """The predicate of an error message for a text with a byte that its encoding lacks.
+
+    Args:
+        end: bytes of the text up to the end of those that the decoder was given.
+    """
+    said = f"is not text in {encoding.upper()}"
+    if not isinstance(error, UnicodeDecodeError):
+        return said
+    return f"{said} at byte offset {end - len(error.object) + error.start:,}"
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """A whole text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, without its mark.
+
+    Args:
+        name: the text's name in errors.
+
+    Raises:
+        UsageError: it is not text in that encoding.
+    """
+    encoding = marked_encoding(data)
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeError as error:
+        where = undecodable(error, encoding, len(data))
+        raise UsageError(f"{name} {where}; convert it to UTF-8 first, such as by iconv") from None
+
+
 def _way_out(data: bytes) -> str:
-    """The remedy for a text that begins with bytes of another encoding."""
-    for encoding, marks in reversed(_MARKS.items()):
-        if data.startswith(marks):
-            return f", and begins as {encoding.upper()} does; give --encoding {encoding}"
+    """The remedy for a text that is in another encoding."""
     zeros = [data[start:1000:2].count(0) for start in (0, 1)]
     if max(zeros) > len(data[:1000]) // 4 > 2 * min(zeros):
         return f", as UTF-16 does; give --encoding utf-16-{'le' if zeros[1] > zeros[0] else 'be'}"

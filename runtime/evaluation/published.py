@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.documents.text_source import read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.suggestions import choose_one
@@ -70,11 +71,9 @@ def shorten(text: str, count: CountTokens, limit: int) -> str:
 
 def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     try:
-        text = read_bytes(file, option=option).decode("utf-8-sig")
+        text = decode_text(read_bytes(file, option=option), f"{option} {file}")
     except SparsekvError as error:
         raise UsageError(str(error)) from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{option} {file} is not text in UTF-8") from None
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

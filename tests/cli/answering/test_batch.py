@@ -80,11 +80,19 @@ def test_questions_from_a_slow_command_are_waited_for(place: Path) -> None:
     assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stderr
 
 
+def test_questions_in_utf_16_are_read_by_their_byte_order_mark(place: Path) -> None:
+    questions = "Why, Zoë?\nHow?\n"
+    Path("plain.txt").write_text(questions, encoding="utf-8")
+    Path("wide.txt").write_text(questions, encoding="utf-16")
+    plain, wide = (run_here(*ASK, "--batch-file", name) for name in ("plain.txt", "wide.txt"))
+    assert (plain.code, wide.code, wide.stdout) == (0, 0, plain.stdout), wide.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"\n \n\t\n", ("--batch-file bad.txt holds no question",)),
-        (b"caf\xe9\n", ("--batch-file bad.txt is not text in UTF-8",)),
+        (b"caf\xe9\n", ("--batch-file bad.txt is not text in UTF-8 at byte offset 3;",)),
         (None, ("--batch-file bad.txt is a folder",)),
     ],
 )

@@ -1,5 +1,6 @@
 """Reading a document: no further than it is needed, and refused wherever it is no text."""
 
+import codecs
 import io
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from support.peak import PEAK
 
 from sparsekv.formats.checksums import hash_bytes, hash_file
-from sparsekv.formats.documents.document import open_document, read_document
+from sparsekv.formats.documents.document import decode_text, open_document, read_document
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 LONG = "naïve café 漢字 🙂, and so on\n" * 100_000
@@ -43,7 +44,7 @@ def test_a_beginning_is_read_and_the_rest_only_counts(characters: int, path: Pat
         (b" \n\t\n", "is empty"),
         (b" " * 3_000_000, "is empty"),
         (b"\xef\xbb\xbf", "is empty"),
-        (b"\xff\xfe\x00a", "not text in UTF-8"),
+        (b"\xff\xfe\x00\xd8", "not text in UTF-16"),
         (b"caf\xe9", "not text in UTF-8"),
         (b"a" * 3_000_000 + b"\xc3", "not text in UTF-8"),
         (b"PK\0\0", "zero bytes"),
@@ -132,12 +133,24 @@ def test_a_mark_before_a_text_of_a_named_order_is_no_part_of_it(encoding: str, p
     assert read_document(str(path), encoding) == read_document(str(path), "utf-16") == "A text."
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("named", ["utf-8", "utf-8-sig"])
+def test_a_byte_order_mark_names_the_encoding_by_itself(encoding: str, named: str, path: Path) -> None:
+    text = "naïve café, and so on\n" * 60_000
+    mark = "" if encoding == "utf-8-sig" else "\ufeff"
+    path.write_bytes((mark + text).encode(encoding))
+    assert read_document(str(path), named) == text
+    assert decode_text(path.read_bytes(), str(path)) == text
+
+
 @pytest.mark.parametrize(
     ("data", "encoding", "says"),
     [
-        ("A text.".encode("utf-16"), "utf-8", "not text in UTF-8, and begins as UTF-16 does; give --encoding utf-16$"),
-        ("A text.".encode("utf-32"), "utf-8", "not text in UTF-8, and begins as UTF-32 does; give --encoding utf-32$"),
         ("é".encode("latin-1"), "utf-8", "such as --encoding latin-1, or convert it"),
+        ("caf\u00e9".encode("latin-1"), "utf-8", "not text in UTF-8 at byte offset 3;"),
+        ("é".encode() * 2**20 + b"\xff", "utf-8", "at byte offset 2,097,152;"),
+        (b"a" + "é".encode() * 2**20 + b"\xc3", "utf-8", "at byte offset 2,097,153;"),
+        (codecs.BOM_UTF16_LE + "a".encode("utf-16-le") + b"\x00\xd8", "utf-8", "not text in UTF-16 at byte offset 4"),
         ("A text.".encode("utf-16-le"), "utf-8", "zero bytes, as UTF-16 does; give --encoding utf-16-le$"),
         ("A text.".encode("utf-16-be"), "latin-1", "zero bytes, as UTF-16 does; give --encoding utf-16-be$"),
         ("A text.".encode("utf-16-be"), "utf-16", "no byte order mark; give --encoding utf-16-le, or utf-16-be$"),

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.small_layer import SmallLayer, all_chosen, as_queries, most_children, small_layer
+from support.random_tensors import normal
+from support.small_layer import TAIL, SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import MethodRecord
@@ -110,23 +111,30 @@ def test_a_budget_of_everything_selects_everything(layer: SmallLayer, method: Sq
 
 @properties
 @given(seed=st.integers(0, 10**6), budget=budgets, group=st.sampled_from([1, 3]), softcap=st.sampled_from([None, 4.0]))
+@example(seed=770142, budget=Budget(19), group=1, softcap=None)  # scores of two tokens agree to one in a million
 def test_with_one_token_a_cluster_the_choice_is_the_oracles(
     seed: int, budget: Budget, group: int, softcap: float | None
 ) -> None:
     """S_i is then the softmax over the middle alone, averaged over the group.
 
     The oracle averages probabilities of the softmax over everything attended. The two rank alike when nothing else
-    is attended, or when the group is one head: what else is attended scales a head's probabilities as a whole.
+    is attended, or when the group is one head: what else is attended scales a head's probabilities as a whole. Each
+    rounds its scores by itself, so that tokens whose scores in float64 agree to one part in 100,000 may change places.
     """
     layer = small_layer(seed, middle=60, G=group, levels=(1.0,), softcap=softcap)
     assert bool((layer.context.tensors["level0.counts"] == 1).all())
     _, selection = _select(layer, FLAT, budget)
     selector = FLAT.prepare(layer.context)
-    other = torch.randn(layer.queries.shape[:3]) if group == 1 else None
+    other = normal(seed, *layer.queries.shape[:3]) if group == 1 else None
     oracle = OracleSelector(layer.context)
     best = oracle.select(as_queries(layer.queries, other), budget)
-    for ours, theirs in zip(all_chosen(selection, selector), all_chosen(best, oracle), strict=True):
-        assert [set(tokens) for tokens in ours] == [set(tokens) for tokens in theirs]
+    scores = _scores(layer, 0, shared=False).gather(-1, _cluster_of(layer)[:, None].expand(-1, TAIL, -1))
+    pairs = zip(all_chosen(selection, selector), all_chosen(best, oracle), scores, strict=True)
+    for ours, theirs, of_tokens in pairs:
+        for one, other_one, of_token in zip(ours, theirs, of_tokens, strict=True):
+            assert len(set(one)) == len(set(other_one)) == budget.tokens(60)
+            swapped = of_token[sorted(set(one) ^ set(other_one))]
+            assert not len(swapped) or float(swapped.max()) <= float(swapped.min()) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("levels", [(0.2, 0.05), (0.4, 0.2, 0.1)], ids=["two levels", "three levels"])
