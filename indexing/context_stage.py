@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from sparsekv.formats.checksums import hash_tokens
+from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
-from sparsekv.indexing.capture.canary import judge_canary, run_canary
+from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, run_canary
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
@@ -63,18 +64,19 @@ def build_context(job: BuildJob) -> ContextFacts:
     known, positions = _known_facts(job, recipe), wanted_positions(job)
     sampled = sample_recipe(recipe, positions)
     if known and not missing and reuse_samples(job, known.indexed_layers, positions, sampled):
-        return known
+        return _with_canary(job, known)
     _check_room(job, len(positions), sum(layer_file("context", layer) in missing for layer in layers))
     job.team.begin_preflight(job.plan.prompt.input_ids)
     preflight(job.plan.loaded.model, job.plan.prompt.input_ids, job.plan.loaded.name)
     prefix_tokens = shared_prefix(job, positions)
+    _compare_base(job, prefix_tokens)
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
     if what := captured.not_finite():
         raise SparsekvError(f"{what} are not finite in {job.plan.dtype}; {_remedy(job, prefix_tokens)}")
     taken = taken_over(job, prefix_tokens)
     if known and not missing:  # queries at other positions alone: rows stay, and what was measured over them
-        found = known
+        found = _with_canary(job, known)
     else:
         canary, probe = _canary(job, captured, taken)
         found = ContextFacts(_layer_facts(job, captured), probe, canary=canary)
@@ -202,6 +204,36 @@ def _canary(job: BuildJob, captured: Captured, taken: TakenOver | None) -> tuple
     rows = partial(rows_as_stored, captured.rows, kv_dtype=plan.kv_dtype, taken=taken)
     runs = run_canary(plan.loaded.model, plan.prompt.input_ids, rows)
     return judge_canary(runs, plan.loaded.model.dtype, plan.loaded.name)
+
+
+def _with_canary(job: BuildJob, known: ContextFacts) -> ContextFacts:
+    """Facts of a context whose files stay, with the canary and the probe that an earlier version did not store.
+
+    Processes that share a model hold no rows of a context that stays: there it stays without.
+
+    Raises:
+        SparsekvError: the model's own attention over the stored rows differs from ours.
+    """
+    model, ids = job.plan.loaded.model, job.plan.prompt.input_ids
+    if known.canary or len(canary_positions(model, len(ids))) == 1 or not job.team.starts_after_prefix:
+        return known
+
+    def rows(layer: int) -> Pair:
+        stored = job.writer.read(layer_file("context", layer), model.device)
+        return context_rows(stored, model.dtype).part(slice(None))
+
+    canary, probe = judge_canary(run_canary(model, ids, rows), model.dtype, job.plan.loaded.name)
+    storage = known.storage and known.storage.model_copy(update={"exact_probe": False})
+    return replace(known, canary=canary, probe=probe, storage=storage)
+
+
+def _compare_base(job: BuildJob, tokens: int) -> None:
+    """Raise IdentityError where the model differs from the one that made the rows of the index in the folder, of which
+    the build takes over those of so many tokens."""
+    base = job.writer.base
+    if base is not None and tokens:
+        rows = partial(prefix_rows, job, tokens=tokens)
+        compare_canary(base, tokens, job.plan.loaded.model, job.plan.prompt.input_ids, rows)
 
 
 def _bytes_to_write(job: BuildJob, sampled: int, missing: int) -> int:
