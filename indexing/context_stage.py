@@ -14,7 +14,7 @@ from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.kv_storage import KVStorage
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
-from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, run_canary
+from sparsekv.indexing.capture.canary import canary_positions, judge_canary, run_canary
 from sparsekv.indexing.capture.capture import CapturedQueries, RowsDone, capture
 from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
@@ -31,7 +31,7 @@ from sparsekv.indexing.sampling import (
     wanted_positions,
     write_sample,
 )
-from sparsekv.indexing.shared_prefix import prefix_rows, shared_prefix, taken_is_finite, taken_over
+from sparsekv.indexing.shared_prefix import compared_prefix, prefix_rows, taken_is_finite, taken_over
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ def build_context(job: BuildJob) -> ContextFacts:
     _check_room(job, len(positions), sum(layer_file("context", layer) in missing for layer in layers))
     job.team.begin_preflight(job.plan.prompt.input_ids)
     preflight(job.plan.loaded.model, job.plan.prompt.input_ids, job.plan.loaded.name)
-    prefix_tokens = shared_prefix(job, positions)
-    _compare_base(job, prefix_tokens)
+    prefix_tokens = compared_prefix(job, positions)
     early = early_rows(job, recipe, missing)
     captured = _capture(job, positions, prefix_tokens, early.rows_done)
     if what := captured.not_finite():
@@ -225,15 +224,6 @@ def _with_canary(job: BuildJob, known: ContextFacts) -> ContextFacts:
     canary, probe = judge_canary(run_canary(model, ids, rows), model.dtype, job.plan.loaded.name)
     storage = known.storage and known.storage.model_copy(update={"exact_probe": False})
     return replace(known, canary=canary, probe=probe, storage=storage)
-
-
-def _compare_base(job: BuildJob, tokens: int) -> None:
-    """Raise IdentityError where the model differs from the one that made the rows of the index in the folder, of which
-    the build takes over those of so many tokens."""
-    base = job.writer.base
-    if base is not None and tokens:
-        rows = partial(prefix_rows, job, tokens=tokens)
-        compare_canary(base, tokens, job.plan.loaded.model, job.plan.prompt.input_ids, rows)
 
 
 def _bytes_to_write(job: BuildJob, sampled: int, missing: int) -> int:

@@ -1,5 +1,7 @@
 """What a build takes over from the finished index in its folder: the rows of tokens that both begin with."""
 
+from functools import partial
+
 import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
@@ -7,6 +9,7 @@ from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.layout import in_this_form
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import Manifest, layer_file
+from sparsekv.indexing.capture.canary import compare_canary
 from sparsekv.indexing.capture.stored_rows import TakenOver
 from sparsekv.indexing.context_files import row_settings
 from sparsekv.indexing.plan import BuildJob
@@ -44,6 +47,19 @@ def shared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
     # Rows of a sparse prefill depend on where chunks begin and end, so the prefix ends after a chunk that was whole in
     # both. The index's last token is in none: it ran alone, densely.
     return min(shared, base.split.tokens - 1) // job.plan.chunk_size * job.plan.chunk_size
+
+
+def compared_prefix(job: BuildJob, positions: torch.Tensor) -> int:
+    """The same, once the canary of that index has shown that this model makes the same of its rows.
+
+    Raises:
+        IdentityError: it does not: other weights made the rows, or a model that attended otherwise.
+    """
+    tokens = shared_prefix(job, positions)
+    if tokens and job.writer.base is not None:
+        rows = partial(prefix_rows, job, tokens=tokens)
+        compare_canary(job.writer.base, tokens, job.plan.loaded.model, job.plan.prompt.input_ids, rows)
+    return tokens
 
 
 def _runs_alone(job: BuildJob) -> bool:
