@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparsekv.formats.context_rows import Pair
+from sparsekv.formats.context_rows import Pair, context_rows
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.int8_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file
-from sparsekv.indexing.capture.canary import judge_canary, run_canary
+from sparsekv.indexing.capture.canary import canary_positions, compare_canary, judge_canary, run_canary
 from sparsekv.indexing.capture.capture import RowsDone, capture
 from sparsekv.indexing.capture.preflight import preflight
 from sparsekv.indexing.capture.rotation import measure_rotations
@@ -29,10 +29,32 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
     Raises:
         SparsekvError: an index cannot follow the model, keys, values, queries or logits are not finite, or the model's
             own attention over the stored rows differs from ours.
+        IdentityError: other weights made the rows of the earlier index that are reused.
     """
     if reuse.facts is not None and reuse.is_complete:
-        return reuse.facts
+        return _with_canary(build, reuse.facts)
     return ContextStage(build, reuse).run()
+
+
+def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
+    """Facts of a context whose files stay, with the canary and the probe that an earlier version did not store.
+
+    Processes that share a model hold no rows of a context that stays: there it stays without.
+
+    Raises:
+        SparsekvError: the model's own attention over the stored rows differs from ours.
+    """
+    model, ids = build.plan.loaded.model, build.plan.prompt.input_ids
+    if facts.canary or len(canary_positions(model, len(ids))) == 1 or not build.team.starts_after_prefix:
+        return facts
+
+    def rows(layer: int) -> Pair:
+        stored = build.writer.read(layer_file("context", layer), model.device)
+        return context_rows(stored, model.dtype).part(slice(None))
+
+    canary, probe = judge_canary(run_canary(model, ids, rows), model.dtype, build.plan.loaded.name)
+    storage = facts.storage and facts.storage.model_copy(update={"exact_probe": False})
+    return replace(facts, canary=canary, probe=probe, storage=storage)
 
 
 class ContextStage:
@@ -50,13 +72,16 @@ class ContextStage:
         tell_memory(build, len(reuse.positions))
         build.team.begin_preflight(self.input_ids)
         preflight(self.model, self.input_ids, plan.loaded.name)
+        if build.earlier is not None and reuse.prefix_tokens:
+            compare_canary(build.earlier.manifest, reuse.prefix_tokens, self.model, self.input_ids, self._prefix_rows)
         early = early_rows(build, reuse.missing)
         captured = self._capture(early.rows_done)
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
         taken = reused_rows(build, reuse.prefix_tokens)
         # Rows that were reused have facts that were measured over them: only queries were missing.
-        facts = reuse.facts if reuse.facts and not reuse.missing else self._measure(captured, taken)
+        known = reuse.facts if not reuse.missing else None
+        facts = _with_canary(build, known) if known else self._measure(captured, taken)
         files = ContextFiles(writer, recipe, reuse.missing, kv_dtype, taken, copies=not build.team.has_all_heads)
         if kv_dtype is None:
             writer.note(recipe, facts.note())
@@ -67,7 +92,7 @@ class ContextStage:
             if queries.sample is not None and len(reuse.positions):
                 write_sample(writer, layer, queries.sample, reuse.positions, reuse.sample_recipe)
             build.progress("write context", layer + 1, len(facts.layers))
-        if kv_dtype is not None and facts is not reuse.facts:
+        if kv_dtype is not None and known is None:
             # The error of storage is known once all layers were written, as long as their exact rows are there.
             storage = files.storage(build.ids_sha256, build.split.tokens, exact_probe=False)
             facts = replace(facts, storage=storage)

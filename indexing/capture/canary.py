@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.formats.probe import PROBE_TOLERANCE, difference, top_logits
-from sparsekv.formats.schema import CanaryToken, Probe
+from sparsekv.formats.probe import PROBE_TOLERANCE, difference, is_over_exact, probe_tolerance, top_logits
+from sparsekv.formats.schema import CanaryToken, Manifest, Probe
 from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.kernels.common.given_rows import Pair, logits_over_rows
+from sparsekv.kernels.common.given_rows import Pair, Rows, logits_over_rows
 from sparsekv.kernels.common.hook import route_attention
 
 RUN = 8
@@ -67,11 +68,7 @@ def run_canary(model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[
 
 def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Callable[[int], Pair]) -> CanaryRun:
     first, end = max(0, last + 1 - RUN), last + 1
-
-    def up_to_last(layer: int, own: Pair) -> Pair:
-        keys, values = rows(layer)
-        return keys[:, :end], values[:, :end]
-
+    up_to_last = _up_to(last, rows)
     try:
         own = logits_over_rows(model, input_ids[first:end], first, up_to_last)
     except torch.OutOfMemoryError:
@@ -85,6 +82,45 @@ def _run(model: PreTrainedModel, input_ids: torch.Tensor, last: int, rows: Calla
     with route_attention(model, lambda call: DensePrefill().attend(call, 0)):
         ours = logits_over_rows(model, input_ids[first:end], first, up_to_last)
     return CanaryRun(last, own, ours)
+
+
+def _up_to(last: int, rows: Callable[[int], Pair]) -> Rows:
+    """The rows of the tokens up to `last`."""
+
+    def given(layer: int, own: Pair) -> Pair:
+        keys, values = rows(layer)
+        return keys[:, : last + 1], values[:, : last + 1]
+
+    return given
+
+
+def compare_canary(
+    manifest: Manifest, tokens: int, model: PreTrainedModel, input_ids: torch.Tensor, rows: Callable[[int], Pair]
+) -> None:
+    """Compare the canary of an index with what a model makes of the first rows, which a build takes over from it.
+
+    Args:
+        tokens: how many rows are taken over.
+        input_ids: [N] int64, the build's prompt, which begins with the tokens of these rows.
+        rows: returns a layer's keys and values [Hk, T, D] of at least these tokens, on the model's device.
+
+    Raises:
+        IdentityError: the logits differ beyond rounding: another model made the rows, or one that attended otherwise.
+    """
+    tolerance = probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest))
+    for token in manifest.canary:
+        if token.position >= tokens:
+            continue
+        at = token.position
+        logits = logits_over_rows(model, input_ids[at : at + 1], at, _up_to(at, rows))[-1]
+        if not (off := difference(token, logits)) <= tolerance:
+            raise IdentityError(
+                f"the canary (logits of token {at:,} over the stored context)",
+                f"{token.logits[0]:.4f} at its top",
+                f"{off:.1%} away",
+                "these are other weights, or the model masks other tokens than it did: use the model it was built with "
+                f"(--model {manifest.model.id}), or {REBUILD}",
+            )
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.manifest import REBUILD
-from sparsekv.formats.probe import PROBE_TOLERANCE, STORING_TOLERANCE, difference
+from sparsekv.formats.probe import difference, is_over_exact, probe_tolerance
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Manifest
 from sparsekv.kernels.common.given_rows import Pair, Rows, logits_over_rows
@@ -45,13 +45,13 @@ def compare_probe(artifact: Artifact, model: PreTrainedModel, last: int, rows: R
     with all_cores(model):
         logits = logits_over_rows(model, torch.tensor([last]), manifest.split.tokens - 1, given)[-1]
     off = difference(manifest.probe, logits)
-    if not off <= _tolerance(manifest, model.dtype, over_exact=_is_exact(manifest)):
+    if not off <= probe_tolerance(manifest, model.dtype, over_exact=is_over_exact(manifest)):
         stored, found = f"{manifest.probe.logits[0]:.4f} at its top", f"{logits[manifest.probe.token_ids[0]]:.4f}"
         raise _other(manifest, "logits", stored, f"{found}, {off:.1%} away")
     if manifest.kv_storage is not None:  # rounding may choose another expert for the token, whose rows then are others
         return
     rows_off = float(torch.stack([torch.stack(pair) for pair in compared]).amax())
-    if not rows_off <= ROW_TOLERANCE * _tolerance(manifest, model.dtype, over_exact=False):
+    if not rows_off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=False):
         raise _other(manifest, "keys and values", "the stored ones", f"{rows_off:.1%} away")
 
 
@@ -85,22 +85,3 @@ def _check_heads(artifact: Artifact, layer: int, keys: torch.Tensor) -> None:
     if (found := artifact.heads_and_channels(layer)) != (heads, channels):
         has, wants = f"{found[0]} heads of {found[1]} channels", f"{heads} of {channels}"
         raise ArtifactError(f"layer {layer} of {artifact.folder} has {has}, and the model {wants}; {REBUILD}")
-
-
-def _is_exact(manifest: Manifest) -> bool:
-    """Whether the probe's logits are those over the rows before they were rounded."""
-    return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
-
-
-def _tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool) -> float:
-    """The largest difference for a model in a dtype, which may be that of stored rows from exact ones."""
-    rounding = max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[_dtype(manifest.dtype)])
-    if manifest.kv_storage is None or not over_exact:
-        return rounding
-    return max(rounding, STORING_TOLERANCE[manifest.kv_storage.dtype])
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -3,15 +3,17 @@
 import io
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.bent_models import BENDS, BentLlama
-from support.command import fails
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.bent_models import BENDS, BEYOND, BentLlama, attention_bent_by
+from support.command import fails, run_here
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.errors import IdentityError
+from sparsekv.formats.schema import MANIFEST
 from sparsekv.runtime import api
 
 OPENING = {
@@ -26,13 +28,30 @@ OPENING = {
 }
 
 
+BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
+
+
+@contextmanager
+def _loaded_as(kind: type[PreTrainedModel]) -> Iterator[None]:
+    """Within the context transformers loads Llamas as models of this kind."""
+    AutoModelForCausalLM.register(LlamaConfig, kind, exist_ok=True)
+    try:
+        yield
+    finally:
+        MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(LlamaConfig)
+
+
 @pytest.fixture(params=BENDS)
 def bent(request: pytest.FixtureRequest) -> Iterator[None]:
     """While it lasts, transformers loads a Llama with a mask of its own."""
-    kind = type("Bent", (BentLlama,), {"bend": staticmethod(BENDS[request.param])})
-    AutoModelForCausalLM.register(LlamaConfig, kind, exist_ok=True)
-    yield
-    MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(LlamaConfig)
+    with _loaded_as(type("Bent", (BentLlama,), {"bend": staticmethod(BENDS[request.param])})):
+        yield
+
+
+@pytest.fixture(params=BEYOND)
+def beyond(request: pytest.FixtureRequest) -> type[PreTrainedModel]:
+    """A Llama whose mask is bent where the tokens of a build's preflight do not show it."""
+    return attention_bent_by(f"beyond_{request.param}", BEYOND[request.param])
 
 
 @pytest.mark.parametrize("command", OPENING)
@@ -44,10 +63,52 @@ def test_an_index_that_was_built_before(place: Path, command: str, monkeypatch: 
     assert not (place / "longer.skv").exists()
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "append"])
+def test_an_index_that_was_built_before_a_bend_beyond_the_preflight(
+    place: Path, command: str, beyond: type[PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
+    before = {path: path.read_bytes() for path in Path("doc.skv").rglob("*") if path.is_file()}
+    with _loaded_as(beyond):
+        fails(1, *OPENING[command], says=("probe", "masks other tokens", "--model", "build the index again"))
+    assert {path: path.read_bytes() for path in Path("doc.skv").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_build_of_a_model_that_is_bent_beyond_the_preflight(
+    place: Path, kv_dtype: str, beyond: type[PreTrainedModel]
+) -> None:
+    build = (*BUILD, "-o", "bent.skv", "--kv-dtype", kv_dtype)
+    with _loaded_as(beyond):
+        fails(1, *build, says=("attends by a mask or a bias", "at token", "choose another model"))
+        fails(1, "generate", "Why?", "--index", "bent.skv", says=("unfinished",))
+    left = [path for path in Path("bent.skv").rglob("*") if path.is_file() and path.name != "unfinished.json"]
+    assert sum(path.stat().st_size for path in left if path.name != ".sparsekv") == 0
+    built = run_here(*build)
+    assert (built.code, built.stdout, built.stderr) == (0, "bent.skv\n", "")
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)], ids=str)
+def test_a_refused_build_leaves_the_index_that_was_there(
+    place: Path, options: tuple[str, ...], beyond: type[PreTrainedModel]
+) -> None:
+    Path("doc.txt").write_text(Path("doc.txt").read_text() + "One more line.\n" * 20)
+    before = Path("doc.skv", MANIFEST).read_bytes()
+    with _loaded_as(beyond):
+        fails(1, *BUILD, "-o", "doc.skv", *options, says=("the model masks" if not options else "attends by a mask",))
+    assert Path("doc.skv", MANIFEST).read_bytes() == before
+    assert run_here("generate", "Why?", "--max-new-tokens", "2").code == 0
+
+
 @pytest.mark.usefixtures("bent")
 def test_a_build(place: Path) -> None:
-    command = ("build-index", "doc.txt", "--model", "model", "-o", "bent.skv", "-q")
-    fails(1, *command, says=("cannot be indexed", "has a mask that the model itself makes", "choose another model"))
+    fails(
+        1,
+        *BUILD,
+        "-o",
+        "bent.skv",
+        says=("cannot be indexed", "has a mask that the model itself makes", "choose another model"),
+    )
     fails(1, "generate", "Why?", "--index", "bent.skv", says=("unfinished",))
 
 

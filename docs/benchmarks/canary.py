@@ -1,0 +1,172 @@
+"""Times what the probe costs when an index is opened, and what preflight and canary cost in its build.
+
+    sparsekv build-index manual.txt --max-tokens 6144
+    python docs/benchmarks/canary.py manual.skv --rounds 7
+    python docs/benchmarks/canary.py manual.skv --build
+    python docs/benchmarks/canary.py capped.skv --soft-cap capped
+
+Each round opens the index once in every way, one after another, in one process: it loads the model, compares its
+identity, runs the probe, makes the layers ready and answers with one token. The answer is timed too, because without a
+probe it is the first to read weights and rows. A ratio is the median of the rounds' own ratios. `--build` builds the
+index's tokens again into a folder that is removed, with `squeezed`, and times the parts. `--soft-cap` writes a random
+model of the embedded one's shape with a soft cap into a folder, and an index of 6,144 tokens, unless they are there.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from sparsekv.formats.documents.prompt import FixedPrompt
+from sparsekv.formats.models.identify import identify
+from sparsekv.formats.models.load import load_model
+from sparsekv.formats.reader import CPU, Artifact
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.capture.canary import compare_canary, run_canary
+from sparsekv.indexing.capture.preflight import preflight
+from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.interface import DensePrefill
+from sparsekv.kernels.common.given_rows import Pair
+from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime import api
+from sparsekv.runtime.decoding.few_rows_linear import all_cores
+from sparsekv.runtime.decoding.generate import Sampling
+from sparsekv.runtime.decoding.open import OpenIndex
+
+TOKENS = 6144
+Probe = Callable[[OpenIndex], None]
+
+
+def no_probe(index: OpenIndex) -> None:
+    """Opening by hashes alone."""
+
+
+def own_probe(index: OpenIndex) -> None:
+    """The last token by the model's own attention, as opening does."""
+    index.check_probe(hold=True)
+
+
+def our_probe(index: OpenIndex) -> None:
+    """The last token by sparsekv's attention, to which no mask of the model's own shows."""
+    with route_attention(index.model, lambda call: DensePrefill().attend(call, 0)):
+        index.check_probe(hold=True)
+
+
+def two_tokens(index: OpenIndex) -> None:
+    """The last token, and one of the canary's, which lies in the middle."""
+    index.check_probe(hold=True)
+    manifest = index.artifact.manifest
+    middle = manifest.model_copy(update={"canary": manifest.canary[1:2]})
+    with all_cores(index.model):
+        compare_canary(middle, manifest.split.tokens, index.model, index.input_ids, stored_rows(index.artifact))
+
+
+VARIANTS: dict[str, Probe] = {
+    "without": no_probe,
+    "last token": own_probe,
+    "the same, our attention": our_probe,
+    "last and middle token": two_tokens,
+}
+
+
+def stored_rows(artifact: Artifact) -> Callable[[int], Pair]:
+    """A layer's keys and values, mapped."""
+    return lambda layer: artifact.context_rows(layer, CPU).part(slice(None))
+
+
+def opened(folder: Path, model: str, probe: Probe) -> tuple[float, float, float]:
+    """Seconds to load the model, to open the index, and to answer with a token."""
+    started, artifact = time.perf_counter(), Artifact(folder)
+    loaded = load_model(model, device="cpu")
+    ready = time.perf_counter()
+    identify(loaded, artifact.manifest)
+    index = OpenIndex(artifact, loaded.model, loaded.tokenizer)
+    probe(index)
+    asker = api.Index(index).asker()
+    made = time.perf_counter()
+    asker.ask("What is an assignment?", Sampling(max_new_tokens=1))
+    return ready - started, made - ready, time.perf_counter() - made
+
+
+def time_opening(folder: Path, model: str, rounds: int) -> None:
+    """Print the medians of each variant, and its ratio to the first."""
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
+    for number in range(rounds + 1):
+        for name, probe in VARIANTS.items():
+            seconds = opened(folder, model, probe)
+            if number:  # the first round warms up
+                found[name].append(seconds)
+    for name, seconds in found.items():
+        load, opening, answer = (statistics.median(part) for part in zip(*seconds, strict=True))
+        pairs = list(zip(seconds, found["without"], strict=True))
+        opens = statistics.median(sum(one[:2]) / sum(base[:2]) for one, base in pairs)
+        all_of_it = statistics.median(sum(one) / sum(base) for one, base in pairs)
+        print(
+            f"{transformers.__version__} {folder.name:12} {name:24} load {load:.3f} open {opening:.3f} first token "
+            f"{answer:.3f} s; load and open x {opens:.3f}, with the first token x {all_of_it:.3f}, of {rounds}"
+        )
+
+
+def time_build(folder: Path, model: str) -> None:
+    """Print what a build takes, and preflight and canary of it."""
+    artifact, loaded = Artifact(folder), load_model(model, device="cpu")
+    ids, manifest = artifact.input_ids().clone(), artifact.manifest
+    prompt = FixedPrompt(ids, manifest.prompt.text_sha256, manifest.prompt.chat)
+    with tempfile.TemporaryDirectory() as place:
+        plan = BuildPlan(loaded, prompt, {"squeezed": SqueezedIndexer()}, chunk_size=manifest.prefill.chunk_size)
+        whole = timed(lambda: build_index(plan, Path(place) / "again.skv"))
+    first = timed(lambda: preflight(loaded.model, ids, loaded.name))
+    last = timed(lambda: run_canary(loaded.model, ids, stored_rows(artifact)))
+    print(
+        f"{transformers.__version__} {folder.name:12} build of {len(ids):,} tokens {whole:.1f} s, of which preflight "
+        f"{first:.2f} s, canary {last:.2f} s: {(first + last) / whole:.1%}"
+    )
+
+
+def timed(deed: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    deed()
+    return time.perf_counter() - started
+
+
+def make_soft_capped(model: Path, folder: Path) -> None:
+    """Write a random model with a soft cap, and an index of random tokens by it."""
+    embedded = load_model(device="cpu")
+    like = embedded.model.config
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    of_embedded = {name: getattr(like, name) for name in (*sizes, "num_key_value_heads", "max_position_embeddings")}
+    full = ["full_attention"] * like.num_hidden_layers
+    config = Gemma2Config(**of_embedded, head_dim=64, query_pre_attn_scalar=64, layer_types=full)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+    embedded.tokenizer.save_pretrained(model)
+    loaded = load_model(str(model), device="cpu")
+    prompt = FixedPrompt(torch.randint(1000, 40_000, (TOKENS,)), "0" * 64, None)
+    build_index(BuildPlan(loaded, prompt, {"squeezed": SqueezedIndexer()}, chunk_size=2048), folder)
+
+
+def main() -> None:
+    """Time what the options say."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("index", type=Path)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--build", action="store_true", help="time a build in place of openings")
+    options.add_argument("--soft-cap", type=Path, metavar="FOLDER", help="of a random model with a soft cap")
+    given = options.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if given.soft_cap is not None and not given.index.exists():
+        make_soft_capped(given.soft_cap, given.index)
+    model = str(given.soft_cap or Artifact(given.index).manifest.model.id)
+    time_build(given.index, model) if given.build else time_opening(given.index, model, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

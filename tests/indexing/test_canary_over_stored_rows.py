@@ -1,0 +1,128 @@
+"""Builds onto an index compare its canary, and give one to an index of an earlier version."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bent_models import BEYOND, bend_attention, spares_the_end
+from support.reference import assert_close
+from support.sealing import read_fields, seal
+from support.small_index import INDEXERS, build_small, plain_logits, reopen, small_plan, without_window
+
+from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.manifest import read_manifest
+from sparsekv.formats.reader import Artifact
+from sparsekv.formats.schema import MANIFEST, Manifest
+from sparsekv.indexing.append import encode_addition, growing_plan
+from sparsekv.indexing.build import build_index
+from sparsekv.indexing.more_methods import adding_plan
+from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.prefill.keydiff import KeyDiffPrefill
+
+STORED: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sparse": {"prefill": KeyDiffPrefill(prefill_budget=40)},
+    "int8": {"kv_dtype": "int8"},
+}
+ADDED = {"multipole": INDEXERS["multipole"]}
+
+
+def _without_canary(folder: Path) -> None:
+    """As an earlier version wrote it."""
+    fields = read_fields(folder)
+    fields["canary"] = []
+    seal(folder, fields)
+
+
+def _appended(folder: Path, plan: BuildPlan) -> BuildPlan:
+    artifact = Artifact(folder)
+    prompt = artifact.manifest.prompt
+    addition = encode_addition(plan.loaded.tokenizer, "A line more.\n" * 3, prompt.chat, prompt.border)
+    return growing_plan(artifact, plan.loaded, addition)
+
+
+def _longer(folder: Path, plan: BuildPlan) -> BuildPlan:
+    return replace(plan, prompt=small_plan(tokens=420).prompt)
+
+
+GROWN: dict[str, Callable[[Path, BuildPlan], BuildPlan]] = {"append": _appended, "longer": _longer}
+
+
+@pytest.mark.parametrize("grow", GROWN)
+def test_rows_are_taken_over_for_the_model_that_made_them_alone(tmp_path: Path, grow: str) -> None:
+    """The bend ends before the last token of the index, by which opening compares."""
+    index = build_small(tmp_path / "doc.skv", tokens=300)
+    before = (tmp_path / "doc.skv" / MANIFEST).read_bytes()
+    plan = small_plan(tokens=300)
+    bent = bend_attention(plan.loaded.model, "ending", spares_the_end)
+    bent_plan = replace(plan, loaded=replace(plan.loaded, model=bent))
+    reopen(bent_plan, tmp_path / "doc.skv")
+    with pytest.raises(IdentityError, match=r"the canary \(logits of token .* other weights, or the model masks"):
+        build_index(GROWN[grow](tmp_path / "doc.skv", bent_plan), tmp_path / "doc.skv")
+    assert (tmp_path / "doc.skv" / MANIFEST).read_bytes() == before
+    grown = build_index(GROWN[grow](tmp_path / "doc.skv", plan), tmp_path / "doc.skv")
+    assert grown.split.tokens > index.split.tokens
+    assert len(grown.canary) == 3
+
+
+@pytest.mark.parametrize("ids", [[10**6], [0]], ids=["unknown-token", "another"])
+def test_a_canary_of_other_tokens_is_refused(tmp_path: Path, ids: list[int]) -> None:
+    build_small(tmp_path / "doc.skv")
+    fields = read_fields(tmp_path / "doc.skv")
+    fields["canary"][1] |= {"token_ids": ids, "logits": [123.0]}
+    seal(tmp_path / "doc.skv", fields)
+    with pytest.raises(IdentityError, match="the canary"):
+        build_index(_appended(tmp_path / "doc.skv", small_plan()), tmp_path / "doc.skv")
+
+
+def _added_methods(folder: Path, plan: BuildPlan) -> Manifest:
+    return build_index(adding_plan(Artifact(folder), plan.loaded, ADDED), folder)
+
+
+def _built_onto(folder: Path, plan: BuildPlan) -> Manifest:
+    return build_index(replace(plan, methods=ADDED), folder)
+
+
+def _append(folder: Path, plan: BuildPlan) -> Manifest:
+    return build_index(_appended(folder, plan), folder)
+
+
+@pytest.mark.parametrize("change", [_added_methods, _built_onto, _append])
+@pytest.mark.parametrize("how", ["dense", "sparse", "int8"])
+def test_an_index_of_an_earlier_version_gets_a_canary(
+    tmp_path: Path, change: Callable[[Path, BuildPlan], Manifest], how: str
+) -> None:
+    changes = STORED[how]
+    plan = small_plan(**changes)
+    build_small(tmp_path / "doc.skv", **changes)
+    new = read_manifest(tmp_path / "doc.skv")
+    _without_canary(tmp_path / "doc.skv")
+    manifest = change(tmp_path / "doc.skv", plan)
+    tokens = manifest.split.tokens
+    assert [token.position for token in manifest.canary] == [tokens * part // 4 - 1 for part in (1, 2, 3)]
+    index = reopen(plan, tmp_path / "doc.skv")
+    if change is not _append:
+        for before, after in zip([*new.canary, new.probe], [*manifest.canary, manifest.probe], strict=True):
+            assert after.token_ids == before.token_ids
+            assert_close(torch.tensor(after.logits), torch.tensor(before.logits), 1e-5)
+    if how == "dense":
+        plain = plain_logits(without_window("llama"), index.input_ids)
+        for token in manifest.canary:
+            assert_close(torch.tensor(token.logits), plain[token.position][token.token_ids], 1e-4)
+
+
+@pytest.mark.parametrize("how", BEYOND)
+def test_methods_of_a_bent_model_are_refused_in_an_index_of_an_earlier_version(tmp_path: Path, how: str) -> None:
+    """Its bent rows and probe are the bent model's own, by our attention, so that opening finds no difference."""
+    plan = small_plan()
+    build_small(tmp_path / "doc.skv")
+    _without_canary(tmp_path / "doc.skv")
+    before = read_manifest(tmp_path / "doc.skv")
+    bent = bend_attention(plan.loaded.model, f"later_{how}", BEYOND[how])
+    with pytest.raises(SparsekvError, match="attends by a mask or a bias"):
+        _built_onto(tmp_path / "doc.skv", replace(plan, loaded=replace(plan.loaded, model=bent)))
+    assert read_manifest(tmp_path / "doc.skv") == before
+    reopen(plan, tmp_path / "doc.skv")
