@@ -10,7 +10,7 @@ import torch
 from support.bent_models import BEYOND, bend_attention, spares_the_end
 from support.reference import assert_close
 from support.sealing import read_fields, seal
-from support.small_index import INDEXERS, build_small, plain_logits, reopen, small_plan, without_window
+from support.small_index import INDEXERS, build_small, plain_logits, reopen, small_plan, with_changes, without_window
 
 from sparsekv.formats.errors import IdentityError, SparsekvError
 from sparsekv.formats.manifest import read_manifest
@@ -83,7 +83,7 @@ def _added_methods(folder: Path, plan: BuildPlan) -> Manifest:
 
 
 def _built_onto(folder: Path, plan: BuildPlan) -> Manifest:
-    return build_index(replace(plan, methods=ADDED), folder)
+    return build_index(with_changes(plan, methods=ADDED), folder)
 
 
 def _append(folder: Path, plan: BuildPlan) -> Manifest:
