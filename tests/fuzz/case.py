@@ -89,8 +89,8 @@ def draw(seed: int) -> Case:
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
         deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
-    if case.prefill != "dense" and random.random() < 0.5:  # whose rows depend on all that came before them
-        deed = random.choice(["edit", "edit", "grow"])
+    if case.prefill != "dense" and random.random() < 0.6:  # whose rows depend on all that came before them
+        deed = random.choice(["edit", "edit", "edit", "grow"])
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 
@@ -144,15 +144,15 @@ def _draw_index(random: Random, case: Case) -> Case:
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.25 else "dense"
+    prefill = random.choice([*prefills()]) if random.random() < 0.3 else "dense"
     options = draw_options(random, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
-    chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
+    chunk = random.choice([64, 64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
     if prefill != "dense" and random.random() < 0.7:  # rows stay by blocks of 256 tokens and by whole chunks
-        whole = random.choice([256, 256, 512, 384, 3 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
+        whole = random.choice([256, 512, 512, 384, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
