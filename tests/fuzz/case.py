@@ -84,25 +84,27 @@ class Palette:
     no number there is no limit.
     """
 
-    SHAPES, OPTIONS = 4, 3
+    SHAPES, OPTIONS = 3, 3
 
     def __init__(self, number: int | None):
         self.number = number
-        shapes = [] if number is None else [_draw_model(Random(f"{number} {one}")) for one in range(self.SHAPES)]
-        self.shapes = [(one.group, one.head_dim) for one in shapes]
+        random, self.shapes = Random(f"shapes {number}"), set[tuple[int, int]]()
+        while number is not None and len(self.shapes) < self.SHAPES:
+            one = _draw_model(random)
+            self.shapes.add((one.group, one.head_dim))
 
     def shaped(self, random: Random, case: Case) -> Case:
         """The case with one of the shapes, and with fewer heads for it where there were too many."""
         if not self.shapes:
             return case
-        group, head_dim = random.choice(self.shapes)
+        group, head_dim = random.choice(sorted(self.shapes))
         kv_heads = min(case.kv_heads, max(1, 1024 // (group * head_dim)), max(1, 16 // group))
         return replace(case, group=group, head_dim=head_dim, kv_heads=kv_heads)
 
-    def options(self, random: Random, kind: type, head_dim: int | None = None) -> Options:
-        """Options of a method, an indexer or a prefill: some, or one of the sets."""
+    def options(self, random: Random, case: Case, kind: type, head_dim: int | None = None) -> Options:
+        """Options of a method, an indexer or a prefill: some, or those of the case's set."""
         if self.number is not None:
-            random = Random(f"{self.number} {kind.__name__} {head_dim} {random.randrange(self.OPTIONS)}")
+            random = Random(f"{self.number} {kind.__name__} {head_dim} {case.text % self.OPTIONS}")
         return draw_options(random, kind, head_dim=head_dim)
 
 
@@ -177,7 +179,7 @@ def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
     prefill = random.choice([*prefills()]) if random.random() < 0.3 else "dense"
-    options = palette.options(random, prefills()[prefill])
+    options = palette.options(random, case, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
     chunk = random.choice([64, 64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
@@ -195,7 +197,7 @@ def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
         prefill=prefill,
         prefill_options=options,
         kv_dtype="int8" if random.random() < 0.15 else None,
-        indexers=tuple((name, palette.options(random, indexers()[name], case.head_dim)) for name in names),
+        indexers=tuple((name, palette.options(random, case, indexers()[name], case.head_dim)) for name in names),
     )
 
 
@@ -210,7 +212,7 @@ def _draw_answers(random: Random, case: Case, palette: Palette) -> Case:
     return replace(
         case,
         method=method,
-        options=palette.options(random, kind),
+        options=palette.options(random, case, kind),
         budget=draw_budget(random, case.middle),
         residual=random.random() < 0.2,
         question_prefill=question_prefill,

@@ -12,11 +12,10 @@ from sparsekv.runtime.decoding.batch import why_alone
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 
-from .asking import fed_with
 from .commands import asking_options, is_read_back, placed, ran
 from .deeds import deed
 from .oracles import ROUNDING, expect
-from .questions import Checks, takes_everything
+from .questions import Checks, fed_with, takes_everything
 from .world import World
 
 

@@ -18,10 +18,9 @@ from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.queries import Queries
 
-from .asking import fed_with
 from .deeds import deed
 from .oracles import ROUNDING, error_of, expect
-from .questions import rounding_decides, stepped
+from .questions import fed_with, rounding_decides, stepped
 from .world import World, stored_rows
 
 APART = 1e-3
