@@ -44,7 +44,7 @@ class Choices:
 
     def __init__(self, world: World, index: OpenIndex, *, calibration: bool):
         self.artifact, self.calibration = index.artifact, calibration
-        self.layers = index.artifact.manifest.indexed_layers
+        self.layers, self.device = index.artifact.manifest.indexed_layers, index.model.device
         self.truth = {layer: Truth(world, layer, calibration=calibration) for layer in self.layers}
 
     def measured(self, form: Form, budget_of: Callable[[int], Budget], wanted: Budget | None) -> list[dict[str, Any]]:
@@ -57,19 +57,21 @@ class Choices:
         found = []
         for layer in self.layers:
             rows, truth = LayerRows(self.artifact, layer), self.truth[layer]
-            selector = prepare_layer(rows, form.name, form.method, shared=shared).selector
+            selector = prepare_layer(rows, form.name, form.method, self.device, shared=shared).selector
             (block,) = truths(
                 rows, [tail_block(self.artifact, layer, calibration=self.calibration)], torch.device("cpu")
             )
             selection = selector.select(block.queries, budget_of(layer))
             heads, queries, middle = truth.probability.shape
-            positions = chosen_positions(selection.rows, selector.layout, middle).expand(heads, queries, -1)
+            positions = chosen_positions(selection.rows, selector.layout, middle).cpu().expand(heads, queries, -1)
             chosen = torch.zeros(heads, queries, middle + 1, dtype=torch.bool).scatter_(-1, positions, True)[..., :-1]
             best = (wanted or budget_of(layer)).tokens(middle)
             oracle = torch.zeros_like(chosen).scatter_(-1, truth.probability.topk(best, -1).indices, True)
             recall = (chosen & oracle).sum(-1).double().mean(1) / best
             tied = torch.tensor([truth.ties(best, head) for head in range(heads)])
-            read = (2 * chosen.sum(-1) + torch.as_tensor(selection.cost.index_rows)).double().mean(1) / (2 * middle)
+            read = (2 * chosen.sum(-1) + torch.as_tensor(selection.cost.index_rows).cpu()).double().mean(1) / (
+                2 * middle
+            )
             plainly = selection.rows.log_weights is None and (selection.rest is None or not selection.rest.attended)
             measures = truth.measured(chosen) | {"recall": recall.where(~tied, torch.nan), "kv_fraction": read}
             if not plainly:

@@ -91,7 +91,10 @@ DUE = (
         "this index has one level; build it with two",
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
-    Due(r"every layer of \S+ has a sliding window, and an index is of those", lambda case: case.window > 0),
+    Due(
+        r"\S+ cannot be indexed: every layer of \S+ has a sliding window, and an index is of those",
+        lambda case: case.window > 0,
+    ),
     Due(
         r"--prefill \S+: \S+ turns keys by the prompt's length, so that it has to be run at once",
         lambda case: case.rope in BY_LENGTH,
