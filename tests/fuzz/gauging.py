@@ -21,7 +21,7 @@ from sparsekv.runtime.selection.queries import Queries
 from .deeds import deed
 from .oracles import ROUNDING, error_of, expect
 from .questions import fed_with, rounding_decides, stepped
-from .world import World, stored_rows
+from .world import World, files_of, stored_rows
 
 APART = 1e-3
 """The largest difference of missed shares, relative where they are above 1, from those in float64."""
@@ -73,8 +73,15 @@ class Gauged:
         self.found.setdefault(layer, []).append(Found(query, *found, keys))
 
 
-def missed(one: Found, middle: torch.Tensor, facts: Any, sinks: torch.Tensor | None) -> torch.Tensor:
-    """[Hk, G, Q] float64: what centroids of the rest have of all attention, of keys [Hk, M, D] that are the middle."""
+def missed(
+    one: Found, middle: torch.Tensor, facts: Any, sinks: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[Hk, G, Q] float64: what centroids of the rest have of all attention.
+
+    Args:
+        middle: the keys [Hk, M, D] that may be chosen.
+        bias: [Hk, C], by which a method lets its clusters weigh more than the tokens that they stand for.
+    """
 
     def logits(keys: torch.Tensor) -> torch.Tensor:
         plain = torch.einsum("hgqd,htd->hgqt", one.query.double().cpu(), keys.double().cpu()) * facts.softmax_scale
@@ -94,12 +101,21 @@ def missed(one: Found, middle: torch.Tensor, facts: Any, sinks: torch.Tensor | N
     if not one.rest:
         return torch.full_like(attended, math.nan)
     left = torch.cat([logits(part.keys) + part.log_counts.double().cpu()[:, None] for part in one.rest], -1)
-    stand_for = sum(part.log_counts.double().cpu().exp().sum(-1) for part in one.rest)
+    stand_for = sum(_tokens(part, bias) for part in one.rest)
     taken = (positions < tokens).sum(-1)
     apart = float((stand_for + taken - tokens).abs().max())
     if one.log_weights is None:
         expect(apart <= 1e-3 * tokens, "rest", f"centroids stand for {stand_for.tolist()} beside {taken.tolist()}")
     return 1 / (1 + (attended - left.logsumexp(-1)).exp())
+
+
+def _tokens(part: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """[Hk, Q or 1]: how many tokens some centroids stand for together."""
+    log_counts = part.log_counts.double().cpu()
+    if bias is not None:
+        more = bias if part.clusters is None else bias.gather(-1, part.clusters.long().cpu())
+        log_counts = log_counts - more[:, None]
+    return log_counts.exp().sum(-1)
 
 
 @deed("gauge", 4)
@@ -122,7 +138,8 @@ def gauge(world: World, index: OpenIndex) -> None:
         return
     gauged.found.clear()
     answer = gauged.asker.ask(asked, Sampling(case.answer))
-    stored, files = stored_rows(world.folder / "index.skv", case.layers), world.sinks("index.skv")
+    stored, sinks = stored_rows(world.folder / "index.skv", case.layers), world.sinks("index.skv")
+    files = files_of(world.folder / "index.skv")
     first, end = index.split.sinks, index.split.sinks + index.split.middle
     layers = index.artifact.manifest.layers
     for layer, stats in enumerate(gauged.asker.cache.stored_layers):
@@ -132,8 +149,9 @@ def gauge(world: World, index: OpenIndex) -> None:
         if told is None:
             continue
         middle = stored[layer][0][:, first:end]
-        shares = [missed(one, middle, layers[layer], files[layer]).mean(1).flatten() for one in gauged.found[layer]]
-        expected = float(torch.cat(shares).mean())
+        bias = files.get(f"{case.method}/layer_{layer:03d}.safetensors", {}).get("rest_bias")
+        shares = [missed(one, middle, layers[layer], sinks[layer], bias) for one in gauged.found[layer]]
+        expected = float(torch.cat([share.mean(1).flatten() for share in shares]).mean())
         right = abs(told[0] - expected) <= APART or (math.isnan(told[0]) and math.isnan(expected))
         expect(right, "gauge", f"of layer {layer}: {told[0]}, and {expected} in float64")
         expect(not told[1] and not told[2], "gauge", f"of layer {layer} raised a budget: {told}")
