@@ -29,14 +29,17 @@ APART = 1e-3
 
 @dataclass(frozen=True)
 class Found:
-    """What a layer chose for some queries: positions [Hk, Q or 1, R] of the middle, M for none, and their log-weights;
-    centroids of the rest; and the keys [Hk, E, D] that the queries attend to exactly."""
+    """What a layer chose for some queries, of tokens at places [Q]: positions [Hk, Q or 1, R] of the middle, M for
+    none, and their log-weights; centroids of the rest; and the keys [Hk, E, D] that the queries attend to exactly, the
+    last of them those of tokens up to `end`."""
 
     query: torch.Tensor
+    places: torch.Tensor
     positions: torch.Tensor
     log_weights: torch.Tensor | None
     rest: tuple[Any, ...]
     exact: torch.Tensor
+    end: int
 
 
 class Recorder(GatherExecutor):
@@ -50,7 +53,7 @@ class Recorder(GatherExecutor):
         selection = self.select(queries, budget)
         fetched = self.fetch(selection, queries.query.device)
         positions = chosen_positions(selection.rows, self.selector.layout, self.middle.used)
-        self.keep(queries.query, positions, selection.rows.log_weights, fetched.rest)
+        self.keep(queries.query, queries.positions().cpu(), positions, selection.rows.log_weights, fetched.rest)
         return fetched
 
 
@@ -69,8 +72,8 @@ class Gauged:
         )
 
     def _keep(self, layer: int, query: torch.Tensor, *found: Any) -> None:
-        keys = self.asker.cache.stored_layers[layer].exact_rows()[0]
-        self.found.setdefault(layer, []).append(Found(query, *found, keys))
+        stored = self.asker.cache.stored_layers[layer]
+        self.found.setdefault(layer, []).append(Found(query, *found, stored.exact_rows()[0], stored.get_seq_length()))
 
 
 def missed(
@@ -94,7 +97,7 @@ def missed(
     if one.log_weights is not None:
         chosen = chosen + one.log_weights.double().cpu()
     exact = logits(one.exact)
-    seen = torch.arange(exact.shape[-1]) <= torch.arange(exact.shape[-1] - queries, exact.shape[-1])[:, None]
+    seen = torch.arange(exact.shape[-1]) < exact.shape[-1] - (one.end - 1 - one.places)[:, None]
     attended = torch.cat([chosen, exact.masked_fill(~seen, -math.inf)], -1).logsumexp(-1)
     if sinks is not None:
         attended = torch.logaddexp(attended, sinks.double().cpu().view(heads, -1, 1))
