@@ -16,7 +16,7 @@ help:
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
-	@echo "make fuzz          drawn cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda"
+	@echo "make fuzz          drawn cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
 	@echo "make fuzz-mutations  faults put back into a copy of the code, each to be found by fuzzing"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
@@ -83,7 +83,8 @@ SECONDS ?= 60
 DEVICE ?= cpu
 
 fuzz: .venv/installed
-	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) --device $(DEVICE) $(if $(WORKERS),--workers $(WORKERS))
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) --device $(DEVICE) $(if $(WORKERS),--workers $(WORKERS)) \
+		$(if $(GPUS),--gpus $(GPUS))
 
 fuzz-mutations: .venv/installed
 	$(BIN)/python tests/fuzz/mutations.py $(if $(WORKERS),--workers $(WORKERS))

@@ -16,13 +16,8 @@ from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
 from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy
-from .questions import Checks, rounding_decides, stepped, takes_everything
+from .questions import Checks, fed_with, rounding_decides, stepped, takes_everything
 from .world import World
-
-
-def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
-    """Token ids [T] that a model is fed for an answer: the question's, and all of the answer's but the last."""
-    return torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
 
 
 @deed("batch", 10)

@@ -77,20 +77,54 @@ LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3",
 ROPES = ("linear", "yarn", "llama3", "dynamic", "longrope", "longrope")
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed."""
+class Palette:
+    """The few shapes of heads and sets of options that the cases of a run may have, drawn from a number.
+
+    Kernels are compiled for each of them, for seconds: all cases of a palette share what its first ones compile. With
+    no number there is no limit.
+    """
+
+    SHAPES, OPTIONS = 3, 3
+
+    def __init__(self, number: int | None):
+        self.number = number
+        random, self.shapes = Random(f"shapes {number}"), set[tuple[int, int]]()
+        while number is not None and len(self.shapes) < self.SHAPES:
+            one = _draw_model(random)
+            self.shapes.add((one.group, one.head_dim))
+
+    def shaped(self, random: Random, case: Case) -> Case:
+        """The case with one of the shapes, and with fewer heads for it where there were too many."""
+        if not self.shapes:
+            return case
+        group, head_dim = random.choice(sorted(self.shapes))
+        kv_heads = min(case.kv_heads, max(1, 1024 // (group * head_dim)), max(1, 16 // group))
+        return replace(case, group=group, head_dim=head_dim, kv_heads=kv_heads)
+
+    def options(self, random: Random, case: Case, kind: type, head_dim: int | None = None) -> Options:
+        """Options of a method, an indexer or a prefill: some, or those of the case's set."""
+        if self.number is not None:
+            random = Random(f"{self.number} {kind.__name__} {head_dim} {case.text % self.OPTIONS}")
+        return draw_options(random, kind, head_dim=head_dim)
+
+
+NO_PALETTE = Palette(None)
+
+
+def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
+    """The case of a seed; with a palette of the shapes and options that it may have."""
     from .deeds import DEEDS  # these take cases
 
     random = Random(seed)
-    case = _draw_model(random)
+    case = palette.shaped(random, _draw_model(random))
     case = _draw_document(random, case)
-    case = _draw_index(random, case)
-    case = _draw_answers(random, case)
+    case = _draw_index(random, case, palette)
+    case = _draw_answers(random, case, palette)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
     if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
         deed, case = random.choice(["talk", "saved"]), replace(case, answer=random.choice([3, 6, 12]))
-    if case.prefill != "dense" and random.random() < 0.5:  # whose rows depend on all that came before them
-        deed = random.choice(["edit", "edit", "grow"])
+    if case.prefill != "dense" and random.random() < 0.6:  # whose rows depend on all that came before them
+        deed = random.choice(["edit", "edit", "edit", "grow"])
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     return replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
 
@@ -139,20 +173,20 @@ def _draw_document(random: Random, case: Case) -> Case:
     )
 
 
-def _draw_index(random: Random, case: Case) -> Case:
+def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
     tail = random.choice([2, 3, 16, 16, 33, 128])
     sinks = random.choice([1, 2, 4, 4, 10, 17, 64])
     while case.tokens <= sinks + tail + 1:
         sinks, tail = random.choice([1, 4]), random.choice([2, 16])
-    prefill = random.choice([*prefills()]) if random.random() < 0.25 else "dense"
-    options = draw_options(random, prefills()[prefill])
+    prefill = random.choice([*prefills()]) if random.random() < 0.3 else "dense"
+    options = palette.options(random, case, prefills()[prefill])
     if prefill != "dense" and random.random() < 0.7:
         options = (*(one for one in options if one[0] != "prefill_budget"), ("prefill_budget", random.randint(8, 200)))
-    chunk = random.choice([64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
+    chunk = random.choice([64, 64, 100, 128, 256, 255]) if prefill != "dense" else random.choice([1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
     if prefill != "dense" and random.random() < 0.7:  # rows stay by blocks of 256 tokens and by whole chunks
-        whole = random.choice([256, 256, 512, 384, 3 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
+        whole = random.choice([256, 512, 512, 384, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 1, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))
     return replace(
@@ -163,11 +197,11 @@ def _draw_index(random: Random, case: Case) -> Case:
         prefill=prefill,
         prefill_options=options,
         kv_dtype="int8" if random.random() < 0.15 else None,
-        indexers=tuple((name, draw_options(random, indexers()[name], head_dim=case.head_dim)) for name in names),
+        indexers=tuple((name, palette.options(random, case, indexers()[name], case.head_dim)) for name in names),
     )
 
 
-def _draw_answers(random: Random, case: Case) -> Case:
+def _draw_answers(random: Random, case: Case, palette: Palette) -> Case:
     built = [name for name, _ in case.indexers]
     usable = [name for name, method in methods().items() if not method.needs_index or name in built]
     method = random.choice(built) if random.random() < 0.6 else random.choice(usable)
@@ -178,7 +212,7 @@ def _draw_answers(random: Random, case: Case) -> Case:
     return replace(
         case,
         method=method,
-        options=draw_options(random, kind),
+        options=palette.options(random, case, kind),
         budget=draw_budget(random, case.middle),
         residual=random.random() < 0.2,
         question_prefill=question_prefill,
@@ -186,9 +220,16 @@ def _draw_answers(random: Random, case: Case) -> Case:
         placement=random.choice(["device", "device", "device", "host", "disk"]),
         ahead=random.random() < 0.1,
         guard=random.choice([0.01, 0.1, 0.5]) if random.random() < 0.1 else None,
-        questions=tuple(random.choice([1, 1, 2, 5, 12, 30, 130]) for _ in range(random.choice([1, 1, 2, 3]))),
+        questions=_draw_questions(random, case),
         answer=random.choice([1, 2, 3, 3, 3, 4, 6, 12]),
     )
+
+
+def _draw_questions(random: Random, case: Case) -> tuple[int, ...]:
+    """Lengths of questions; one of a token, which a decode step has too, is so short without a template alone."""
+    lengths = [random.choice([1, 1, 2, 5, 12, 30, 130]) for _ in range(random.choice([1, 1, 2, 3]))]
+    first = [1] if case.raw and random.random() < 0.3 else lengths[:1]
+    return (*first, *lengths[1:])
 
 
 def draw_budget(random: Random, middle: int) -> str:

@@ -67,7 +67,8 @@ def ran(world: World, *arguments: str) -> Outcome:
     return outcome
 
 
-def _asking(world: World, budget: str) -> list[str]:
+def asking_options(world: World, budget: str) -> list[str]:
+    """The case's setting as `generate` and `chat` are given it."""
     case = world.case
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
@@ -105,7 +106,9 @@ def command(world: World, index: OpenIndex) -> None:
         if case.guard is not None or len(case.indexers) > 1 or case.prefill_options:
             return
         question = world.question(0)
-        outcome = ran(world, "generate", "--index", "index.skv", *_asking(world, case.budget), "--json", "--", question)
+        outcome = ran(
+            world, "generate", "--index", "index.skv", *asking_options(world, case.budget), "--json", "--", question
+        )
         if outcome.code == 0:
             expected = world.asker(index).ask(question_ids(index, question, raw=case.raw), Sampling(case.answer))
             found = json.loads(outcome.stdout)
@@ -126,7 +129,16 @@ def resume(world: World, index: OpenIndex) -> None:
     with placed(world):
         Path("q.txt").write_text("".join(f"q{number}\n" for number in range(2)))
         asking = [
-            [*_asking(world, budget), "--batch-file", "q.txt", "--batch-size", "1", "--json", "--resume", "a.jsonl"]
+            [
+                *asking_options(world, budget),
+                "--batch-file",
+                "q.txt",
+                "--batch-size",
+                "1",
+                "--json",
+                "--resume",
+                "a.jsonl",
+            ]
             for budget in budgets
         ]
         first = ran(world, "generate", "--index", "index.skv", *asking[0])
@@ -156,7 +168,7 @@ def many_commands(world: World, index: OpenIndex) -> None:
             )
             expect(budgets == {"1", "1.0"}, "report's budgets", f"{budgets}")
         elif kind == "trace":
-            asking = [*_asking(world, case.budget)]
+            asking = [*asking_options(world, case.budget)]
             for left_out in ("--ahead",):
                 asking = [one for one in asking if one != left_out]
             place = asking.index("--placement")
@@ -200,7 +212,7 @@ def compiled(world: World, index: OpenIndex) -> None:
         return
     question = world.question(0)
     with placed(world):
-        asking = [*_asking(world, world.case.budget), "--json"]
+        asking = [*asking_options(world, world.case.budget), "--json"]
         outcome = ran(world, "generate", "--index", "index.skv", *asking, "--compile", "on", "--", question)
     if outcome.code == 0:
         asked = question_ids(index, question, raw=world.case.raw)
@@ -219,7 +231,7 @@ def chat_command(world: World, index: OpenIndex) -> None:
     with placed(world):
         Path("questions.txt").write_text("".join(f"{one}\n" for one in questions))
         with Path("questions.txt").open() as lines, mock.patch.object(sys, "stdin", lines):
-            outcome = ran(world, "chat", "--index", "index.skv", *_asking(world, case.budget))
+            outcome = ran(world, "chat", "--index", "index.skv", *asking_options(world, case.budget))
     if outcome.code == 0:
         asker = world.asker(index)
         prefilling = prefill_method(index.artifact, case.question_prefill)

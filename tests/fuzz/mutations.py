@@ -1,8 +1,8 @@
 """Puts faults of known kinds back into a copy of the code, one at a time, and fuzzes until each is found.
 
 `python tests/fuzz/mutations.py --workers 4`; `--fault WORD` for those whose name has the word. A fault's old text must
-stand exactly once in its file, else the run ends before it begins: mend the patch. Seeds that fail without any fault
-are left out. The exit code is 1 where a fault was not found.
+stand exactly once in its file, else the run ends before it begins: mend the patch. A case that fails without the fault,
+too, has not found it. The exit code is 1 where a fault was not found.
 """
 
 import argparse
@@ -119,15 +119,33 @@ def copied(folder: Path) -> Path:
     return tree
 
 
-def fuzzed(folder: Path, given: argparse.Namespace, log: Path, *more: str) -> list[dict[str, object]]:
-    """The failures of a run over the copy, in order of seeds."""
+def fuzzed(folder: Path, first: int, cases: int, workers: int) -> list[dict[str, object]]:
+    """The failures of a run over the copy that ends with the first of them, in order of seeds."""
+    log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
     command = [sys.executable, str(folder / "tree/tests/fuzz/run.py"), "--no-shrink", "--log", str(log)]
-    command += ["--first-seed", str(given.first_seed), "--cases", str(given.cases), "--workers", str(given.workers)]
+    command += ["--first-seed", str(first), "--cases", str(cases), "--workers", str(workers), "--until-failures", "1"]
     environment = os.environ | {"PYTHONPATH": str(folder / "path")}
-    subprocess.run([*command, *more], env=environment, stdout=subprocess.DEVNULL, check=False)
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     lines = log.read_text().splitlines() if log.exists() else []
     return sorted((json.loads(line) for line in lines), key=lambda one: int(one["seed"]))
+
+
+def found_by(folder: Path, fault: Fault, given: argparse.Namespace) -> tuple[int, dict[str, object]] | None:
+    """The number of the first case that fails with a fault in the copy and not without it, and its failure."""
+    path, first, end = folder / "tree" / fault.patch.file, given.first_seed, given.first_seed + given.cases
+    whole = path.read_text()
+    while first < end:
+        path.write_text(whole.replace(fault.patch.old, fault.patch.new))
+        failures = fuzzed(folder, first, end - first, given.workers)
+        path.write_text(whole)
+        for failure in failures:
+            seed = int(str(failure["seed"]))
+            if not fuzzed(folder, seed, 1, 1):
+                return seed - given.first_seed + 1, failure
+            print(f"    seed {seed} fails without a fault, too", flush=True)
+        first = int(str(failures[-1]["seed"])) + 1 if failures else end
+    return None
 
 
 def main() -> int:
@@ -140,23 +158,14 @@ def main() -> int:
     faults = [one for one in FAULTS if given.fault in one.name]
     with tempfile.TemporaryDirectory(prefix="sparsekv-mutations-") as name:
         folder = Path(name)
-        tree, known = copied(folder), folder / "known.txt"
+        tree = copied(folder)
         for fault in faults:
             fault.patch.check(tree)
-        without = fuzzed(folder, given, folder / "log.jsonl")
-        known.write_text("".join(f"{one['seed']}\n" for one in without))
-        print(f"without a fault: {len(without)} of {given.cases} cases fail, and are left out", flush=True)
         missed = 0
         for fault in faults:
-            patch = fault.patch
-            began, path = time.monotonic(), tree / patch.file
-            whole = path.read_text()
-            path.write_text(whole.replace(patch.old, patch.new))
-            found = fuzzed(folder, given, folder / "log.jsonl", "--until-failures", "1", "--except", str(known))
-            path.write_text(whole)
-            missed += not found
-            told = f"case {int(str(found[0]['seed'])) - given.first_seed + 1}" if found else "NOT FOUND"
-            how = str(found[0]["told"])[:90] if found else ""
+            began, found = time.monotonic(), found_by(folder, fault, given)
+            missed += found is None
+            told, how = ("NOT FOUND", "") if found is None else (f"case {found[0]}", str(found[1]["told"])[:90])
             print(f"{fault.name:54} {told:10} {time.monotonic() - began:4.0f} s  {how}", flush=True)
     return bool(missed)
 

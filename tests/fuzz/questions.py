@@ -44,7 +44,7 @@ class Checks:
         expect(ours.tolist() == whole.tolist(), "ids", _apart(self.world, ours.tolist(), whole.tolist()))
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
-        fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
+        fed = fed_with(asked, answer)
         logits = self.truth(fed)
         self.held(dense, "dense", len(asked), fed, answer, logits)
         if not all_of_them:
@@ -114,6 +114,11 @@ class Checks:
             expect(
                 apart <= ROUNDING, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely"
             )
+
+
+def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
+    """Token ids [T] that a model is fed for an answer: the question's, and all of the answer's but the last."""
+    return torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
 
 
 @torch.inference_mode()

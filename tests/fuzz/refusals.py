@@ -1,36 +1,112 @@
 """Refusals that are due: what a case asks for is documented as impossible, and says so in one line."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from .case import Case
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Scaled positions that turn keys by a sequence's length."""
+TUNING, TRACING, EVALUATING = (
+    {"many commands", *more} for more in (("tune command",), ("trace",), ("eval command",))
+)  # deeds that run it
+
+
+@dataclass(frozen=True)
+class Due:
+    """A message that may be due, by a pattern that matches it from its beginning.
+
+    when: whether it may be due in a case; less: whether the first number that the message tells is the smaller one of
+    the first two, by which it is true: numbers that contradict it make it false.
+    """
+
+    pattern: str
+    when: Callable[[Case], bool] = lambda case: True
+    less: bool | None = None
+
+    def allows(self, case: Case, message: str) -> bool:
+        found = re.match(self.pattern, message)
+        if found is None or not self.when(case):
+            return False
+        numbers = [int(number.replace(",", "")) for number in found.groups()]
+        return self.less is None or (numbers[0] <= numbers[1]) == self.less or numbers[0] == numbers[1]
+
+
+def _few_positions(case: Case) -> bool:
+    return bool(case.positions)
+
+
+def _options(case: Case, name: str) -> list[object]:
+    """An option's values, of the method and of all that are built."""
+    kinds = (case.options, case.prefill_options, *(options for _, options in case.indexers))
+    return [value for options in kinds for option, value in options if option == name]
+
+
+N = r"([\d,]+)"
 DUE = (
-    r"positions",
-    r"has room for",
-    r"--method oracle: it bounds what a choice can do",
-    r"is too short to index",
-    r"--stream: a trace tells of the document's own tokens",
-    r"windowed RoPE needs to know how each layer turns its keys",
-    r"--residual",
-    r"splits pairs of channels that RoPE turns together",
-    r"how this model turns its keys is not known",
-    r"--select-layer",
-    r"this index has one level",
-    r"no setting reads less than everything",
-    r"every layer of .* has a sliding window",
-    r"--stream: tokens that it moves into the index would be lost to --prefill",
-    r"turns keys by the (prompt's )?length",
-)
-"""Parts of the messages of refusals that may be due."""
-OF_FAMILIES = {
-    "doge": "has a mask that the model itself makes",
+    Due(
+        rf"document and question have {N} tokens and the model has {N} positions; ask a shorter", _few_positions, False
+    ),
+    Due(
+        rf"document and question have {N} tokens and positions of this model change at {N}, where no index can follow",
+        lambda case: case.rope == "longrope",
+        False,
+    ),
+    Due(rf"the document and what is added have {N} tokens and \S+ has {N} positions; add less", _few_positions, False),
+    Due(rf"the document has {N} tokens and \S+ has {N} positions; shorten it with", _few_positions, False),
+    Due(
+        rf"a document of \S+ has {N} tokens, where \S+ has room for {N} ",
+        lambda case: case.deed in EVALUATING and (case.positions > 0 or case.rope in BY_LENGTH),
+        False,
+    ),
+    Due(
+        rf"the document is too short to index: {N} tokens with the chat template, where sinks and tail alone take {N};",
+        less=True,
+    ),
+    Due("--method oracle: it bounds what a choice can do and is none", lambda case: case.deed in TUNING),
+    Due("no setting reads less than everything and holds --target-", lambda case: case.deed in TUNING),
+    Due(
+        "--stream: a trace tells of the document's own tokens; leave it out",
+        lambda case: case.deed in TRACING and True in _options(case, "stream"),
+    ),
+    Due(
+        r"--stream: tokens that it moves into the index would be lost to --prefill \S+ of the next question",
+        lambda case: True in _options(case, "stream") and case.question_prefill not in (None, "dense", "own"),
+    ),
+    Due(
+        "--residual needs clusters with value centroids, and the index has none",
+        lambda case: case.residual and not any(name.startswith("multipole") for name, _ in case.indexers),
+    ),
+    Due(
+        r"--residual: \S+ takes generated tokens in, and no cluster holds these",
+        lambda case: case.residual and True in _options(case, "stream"),
+    ),
+    Due(
+        r"--subspace-size (\d+) splits pairs of channels that RoPE turns together; give an even size",
+        lambda case: any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size")),
+    ),
+    Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give less", less=False),
+    Due(
+        "this index has one level; build it with two",
+        lambda case: "hierarchical" in _options(case, "lookup"),
+    ),
+    Due(
+        r"\S+ cannot be indexed: every layer of \S+ has a sliding window, and an index is of those",
+        lambda case: case.window > 0,
+    ),
+    Due(
+        r"--prefill \S+: \S+ turns keys by the prompt's length, so that it has to be run at once",
+        lambda case: case.rope in BY_LENGTH,
+    ),
+    # models whose masks are their own
+    Due(r"\S+ cannot be indexed: .* has a mask that the model itself makes", lambda case: case.family == "doge"),
     # transformers 5.17 makes a window of no tokens of a config without one
-    "qwen2_moe": "hides a token from itself",
-}
-"""By family: the part of the message that may refuse its models."""
+    Due(r"\S+ cannot be indexed: .* hides a token from itself", lambda case: case.family == "qwen2_moe"),
+)
 
 
 def is_due(case: Case, message: str) -> bool:
     """Whether a case may be refused so."""
-    due = [*DUE, *(part for family, part in OF_FAMILIES.items() if family == case.family)]
-    return "\n" not in message.strip() and any(re.search(part, message) for part in due)
+    line = message.strip().removeprefix("sparsekv: error: ")
+    return "\n" not in line and any(one.allows(case, line) for one in DUE)

@@ -21,21 +21,22 @@ APART = 1e-3
 
 
 class Truth:
-    """One layer's dense attention of the held-out queries, in float64 from the files alone."""
+    """One layer's dense attention of the held-out queries, or of those of calibration, in float64 from files alone."""
 
-    def __init__(self, world: World, layer: int):
+    def __init__(self, world: World, layer: int, *, calibration: bool = False):
         folder = world.folder / "index.skv"
         manifest = json.loads((folder / "manifest.json").read_text())
         facts, split = manifest["layers"][layer], manifest["split"]
         stored = files_of(folder)[f"queries/layer_{layer:03d}.safetensors"]
         keys, values = (rows.double() for rows in stored_rows(folder, world.case.layers)[layer])
-        first = split["tail"] // 2
-        queries = stored["tail"][:, first:].double().unflatten(0, (len(keys), -1))  # [Hk, G, Q, D]
+        half, tail = split["tail"] // 2, split["tail"]
+        first, end = (0, half) if calibration else (half, tail)
+        queries = stored["tail"][:, first:end].double().unflatten(0, (len(keys), -1))  # [Hk, G, Q, D]
         logits = torch.einsum("hgqd,htd->hgqt", queries, keys) * facts["softmax_scale"]
         if facts["softcap"] is not None:
             logits = facts["softcap"] * (logits / facts["softcap"]).tanh()
-        tokens, tail = keys.shape[1], split["tail"]
-        seen = torch.arange(tokens) <= torch.arange(tokens - tail + first, tokens)[:, None]
+        tokens = keys.shape[1]
+        seen = torch.arange(tokens) <= torch.arange(tokens - tail + first, tokens - tail + end)[:, None]
         self.logits = logits.masked_fill(~seen, -torch.inf)
         self.values, self.sinks = values, stored.get("sink_logits")
         self.middle = slice(split["sinks"], split["sinks"] + split["middle"])

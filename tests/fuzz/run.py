@@ -4,6 +4,11 @@ One case alone: `--seed N`, or `--case "Case(...)"`.
 
 Each worker is a process of one thread. One that crashes, or is silent for longer than a case may take, is a failure of
 its seed; another takes its place. The exit code is 1 where a case failed.
+
+On a GPU, `--device cuda --workers 16 --gpus 2`: workers share the GPUs, and a folder of compiled kernels, which is
+TRITON_CACHE_DIR or one in memory. A run draws its shapes and options from a palette, whose number is its first seed, so
+that they are few enough to be compiled at once. A case that takes too long there is told as slow and runs again with
+more time, when what it compiled is in that folder; it fails where that is too long, too.
 """
 
 import argparse
@@ -24,6 +29,10 @@ sys.path[0] = str(HERE.parents[1])  # not this folder, whose names would stand f
 
 FIRST_CASE, EACH_CASE, SHRINKING = 300.0, 180.0, 40.0
 """Seconds that a worker's first case may take, which imports and compiles, each other one, and making it simple."""
+SLOW = 3
+"""How many times as long a case on a GPU may take that was too slow at first."""
+COMPILED = Path("/dev/shm/sparsekv-fuzz-triton")
+"""Where compiled kernels lie, of all workers and of the runs that follow, unless TRITON_CACHE_DIR says it."""
 SHRUNK_OF_A_KIND = 2
 """So many failures of one kind are made simple; the others are only told."""
 
@@ -37,9 +46,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=None, help="the first seed; by default one of the time")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="over which workers are spread in turn")
+    parser.add_argument("--palette", type=int, help="its number; by default the first seed on a GPU, else none")
     parser.add_argument("--log", type=Path, help="a file to which each failure is added, a line of JSON")
     parser.add_argument("--until-failures", type=int, default=None, help="stop after so many failures")
     parser.add_argument("--except", dest="left_out", type=Path, help="a file of seeds that are not run, one a line")
+    parser.add_argument("--deed", default="", help="a deed that all cases have, whatever they drew")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
     parser.add_argument("--seed", type=int, help="run this seed alone, here, and show its case and traceback")
     parser.add_argument("--case", help="run this case alone, here")
@@ -50,7 +62,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     given = parsed()
     if given.worker:
-        return work(given.device)
+        return work(given)
     if given.seed is not None or given.case is not None:
         return one_case(given)
     return Fuzzing(given).run()
@@ -72,27 +84,37 @@ def prepare() -> None:
 
 def one_case(given: argparse.Namespace) -> int:
     prepare()
-    from fuzz.case import Case, draw
+    from fuzz.case import Case
     from fuzz.checks import check
 
-    case = draw(given.seed) if given.case is None else eval(given.case, {"Case": Case})
+    case = drawn(given, given.seed) if given.case is None else eval(given.case, {"Case": Case})
     print(case, flush=True)
     print(f"refused, as is due: {refusal}" if (refusal := check(case, given.device)) else "right")
     return 0
 
 
-def work(device: str) -> int:
+def drawn(given: argparse.Namespace, seed: int) -> Any:
+    """The case of a seed in a run that was given these options."""
+    from dataclasses import replace
+
+    from fuzz.case import Palette, draw
+
+    case = draw(seed, Palette(given.palette))
+    return replace(case, deed=given.deed) if given.deed else case
+
+
+def work(given: argparse.Namespace) -> int:
     """Answer each line of standard input, a request as JSON, by a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed meanwhile is no answer
     prepare()
-    from fuzz.case import draw
     from fuzz.checks import failure
     from fuzz.shrink import shrunk
 
+    device = given.device
     for line in sys.stdin:
         request = json.loads(line)
-        case = draw(request["seed"])
+        case = drawn(given, request["seed"])
         if "kind" in request:
             simple = shrunk(case, lambda one: failure(one, device)["kind"], request["kind"], SHRINKING)
             answer: dict[str, Any] = failure(simple, device) | {"case": repr(simple)}
@@ -103,10 +125,10 @@ def work(device: str) -> int:
 
 
 class Worker:
-    """A process that runs cases."""
+    """A process that runs cases, by its number among the workers; it keeps the kernels that it has compiled."""
 
-    def __init__(self, device: str):
-        self.device = device
+    def __init__(self, given: argparse.Namespace, number: int):
+        self.given, self.number = given, number
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -140,10 +162,17 @@ class Worker:
         return {"kind": "hang" if late else "crash", "told": ended, "case": ""}
 
     def _start(self) -> None:
-        command = [sys.executable, str(HERE), "--worker", "--device", self.device]
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        given = self.given
+        command = [sys.executable, str(HERE), "--worker", "--device", given.device, "--deed", given.deed]
+        command += [] if given.palette is None else ["--palette", str(given.palette)]
+        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        if given.device == "cuda":
+            environment.setdefault("TRITON_CACHE_DIR", str(COMPILED))
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            gpus = seen.split(",") if seen else [str(number) for number in range(given.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[self.number % min(given.gpus, len(gpus))]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def end(self) -> None:
@@ -165,13 +194,17 @@ class Fuzzing:
         self.kinds: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.failed: dict[int, str] = {}
+        self.slow: list[int] = []
+        if given.device == "cuda" and given.palette is None:
+            given.palette = self.first
         out = given.left_out.read_text().split() if given.left_out is not None else []
         self.left_out = {int(seed) for seed in out}
         self.errors: queue.Queue[BaseException] = queue.Queue()
 
     def run(self) -> int:
-        print(f"seeds from {self.first}, {self.given.workers} workers, {self.given.device}", flush=True)
-        threads = [threading.Thread(target=self._work) for _ in range(self.given.workers)]
+        palette = "" if self.given.palette is None else f", palette {self.given.palette}"
+        print(f"seeds from {self.first}, {self.given.workers} workers, {self.given.device}{palette}", flush=True)
+        threads = [threading.Thread(target=self._work, args=(number,)) for number in range(self.given.workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -180,6 +213,8 @@ class Fuzzing:
             raise self.errors.get()
         took = time.monotonic() - self.began
         print(f"{self.ran} cases in {took:.0f} s, {len(self.failed)} failures, {sum(self.refused.values())} refused")
+        if self.slow:
+            print(f"  slow    {len(self.slow):5}: run again with more time: seeds {' '.join(map(str, self.slow))}")
         for told, times in self.refused.most_common():
             print(f"  refused {times:5}: {told}")
         for kind, times in self.kinds.most_common():
@@ -195,13 +230,19 @@ class Fuzzing:
             self.given_out += 1
             return self.first + self.given_out - 1
 
-    def _work(self) -> None:
-        worker = Worker(self.given.device)
+    def _work(self, number: int) -> None:
+        worker = Worker(self.given, number)
         try:
             while (seed := self._next()) is not None:
                 if seed in self.left_out:
                     continue
-                self._take(worker, seed, worker.ask({"seed": seed}, EACH_CASE))
+                answer = worker.ask({"seed": seed}, EACH_CASE)
+                if answer["kind"] == "hang" and self.given.device == "cuda":
+                    with self.lock:
+                        self.slow.append(seed)
+                    print(f"SLOW seed {seed}: {answer['told']}; it runs again", flush=True)
+                    answer = worker.ask({"seed": seed}, SLOW * EACH_CASE)
+                self._take(worker, seed, answer)
         except BaseException as error:
             self.errors.put(error)
         finally:

@@ -1,5 +1,6 @@
 """Deeds that talk: several turns, a talk that is saved, and threads that ask at once."""
 
+import asyncio
 from random import Random
 from threading import Thread
 
@@ -130,3 +131,35 @@ def threads(world: World, index: OpenIndex) -> None:
         fed = torch.cat([asked[place], torch.tensor(answer.ids[:-1], dtype=torch.long)])
         logits = checks.truth(fed)[len(asked[place]) - 1 :]
         expect_greedy(logits, answer.ids, "threads", "an answer beside others against plain transformers")
+
+
+@deed("tasks", 3)
+def tasks(world: World, index: OpenIndex) -> None:
+    """Tasks of one event loop over one asker, some of which are given up early, have the answers of plain
+    transformers; an asker of the same index beside it, too."""
+    case, checks, random = world.case, Checks(world, index), Random(world.case.more)
+    asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(4)]
+    askers = [world.dense(index)]
+    if takes_everything(case):
+        askers.append(world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill()))
+    patience = [random.choice([0.0, 0.005, 0.02, 60.0]) for _ in asked]
+
+    async def ask(place: int) -> Answer | None:
+        await asyncio.sleep(random.choice([0.0, 0.001, 0.01]))
+        asker = random.choice(askers)
+        answering = asyncio.to_thread(asker.ask, asked[place], Sampling(case.answer + place))
+        try:
+            return await asyncio.wait_for(answering, patience[place])
+        except TimeoutError:
+            return None
+
+    async def all_of_them() -> list[Answer | None]:
+        answers = await asyncio.gather(*(ask(place) for place in range(len(asked))))
+        # What was given up still runs, or waits: who asks now comes after it.
+        return [*answers, *[await asyncio.to_thread(one.ask, asked[0], Sampling(case.answer)) for one in askers]]
+
+    for place, answer in enumerate(asyncio.run(all_of_them())):
+        if answer is not None:
+            ids = asked[place] if place < len(asked) else asked[0]
+            fed = torch.cat([ids, torch.tensor(answer.ids[:-1], dtype=torch.long)])
+            expect_greedy(checks.truth(fed)[len(ids) - 1 :], answer.ids, "tasks", f"answer {place} of tasks")

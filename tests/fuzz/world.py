@@ -20,10 +20,12 @@ from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.choose_setting import choose_setting
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.selection.registry import DENSE
 
 from .case import Case, from_options
@@ -127,12 +129,7 @@ class World:
     def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Asker:
         """What answers as the case says, at its budget or at another."""
         case = replace(self.case, **changes)
-        asked = case.question_prefill
-        prefilling = prefill_method(index.artifact, asked)
-        parameters = dict(case.options)
-        setting = choose_setting(
-            index.artifact, case.method, budget or case.budget, parameters, prefilling, residual=case.residual
-        )
+        setting, question = self.setting(index, budget, **changes)
         guarded = case.guard is not None and estimates_missed(setting.method, residual=case.residual)
         return Asker.open(
             index,
@@ -140,8 +137,25 @@ class World:
             placement=case.placement,
             prefetch=case.ahead,
             guard=Guard(case.guard) if guarded else None,
-            question=question_prefill(asked, case.prefill_budget, prefilling, parameters),
+            question=question,
         )
+
+    def setting(
+        self, index: OpenIndex, budget: str | None = None, **changes: Any
+    ) -> tuple[Setting, QuestionPrefill | None]:
+        """The case's setting, and how its question's tokens select, at its budget or at another."""
+        case = replace(self.case, **changes)
+        prefilling, parameters = prefill_method(index.artifact, case.question_prefill), dict(case.options)
+        setting = choose_setting(
+            index.artifact, case.method, budget or case.budget, parameters, prefilling, residual=case.residual
+        )
+        return setting, question_prefill(case.question_prefill, case.prefill_budget, prefilling, parameters)
+
+    def sinks(self, name: str) -> list[torch.Tensor | None]:
+        """Each layer's learned sinks [H], as an index's files have them."""
+        files = files_of(self.folder / name)
+        queries = (files.get(f"queries/layer_{layer:03d}.safetensors", {}) for layer in range(self.case.layers))
+        return [stored.get("sink_logits") for stored in queries]
 
     def dense(self, index: OpenIndex) -> Asker:
         """What answers by dense attention."""

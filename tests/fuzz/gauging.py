@@ -1,0 +1,165 @@
+"""The deed that gauges: what `--gauge` prints is recomputed in float64 from stored rows, choice and centroids."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker
+from sparsekv.runtime.attention.guard import estimates_missed
+from sparsekv.runtime.attention.sparse_layer import appends
+from sparsekv.runtime.decoding.asker import Asker
+from sparsekv.runtime.decoding.generate import Sampling, question_ids
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.reporting.recall import chosen_positions
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.queries import Queries
+
+from .deeds import deed
+from .oracles import ROUNDING, error_of, expect
+from .questions import fed_with, rounding_decides, stepped
+from .world import World, files_of, stored_rows
+
+APART = 1e-3
+"""The largest difference of missed shares, relative where they are above 1, from those in float64."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a layer chose for some queries, of tokens at places [Q]: positions [Hk, Q or 1, R] of the middle, M for
+    none, and their log-weights; centroids of the rest; and the keys [Hk, E, D] that the queries attend to exactly, the
+    last of them those of tokens up to `end`."""
+
+    query: torch.Tensor
+    places: torch.Tensor
+    positions: torch.Tensor
+    log_weights: torch.Tensor | None
+    rest: tuple[Any, ...]
+    exact: torch.Tensor
+    end: int
+
+
+class Recorder(GatherExecutor):
+    """Gathers as always, and keeps what it found."""
+
+    def __init__(self, *layer: Any, keep: Any, **options: Any):
+        super().__init__(*layer, **options)
+        self.keep = keep
+
+    def find(self, queries: Queries, budget: Budget) -> Fetched:
+        selection = self.select(queries, budget)
+        fetched = self.fetch(selection, queries.query.device)
+        positions = chosen_positions(selection.rows, self.selector.layout, self.middle.used)
+        self.keep(queries.query, queries.positions().cpu(), positions, selection.rows.log_weights, fetched.rest)
+        return fetched
+
+
+class Gauged:
+    """An asker that measures the missed share, and what its layers found since."""
+
+    def __init__(self, world: World, index: OpenIndex):
+        self.found: dict[int, list[Found]] = {}
+        setting, question = world.setting(index)
+
+        def maker(layer: int) -> GatherMaker:
+            return partial(Recorder, keep=partial(self._keep, layer))
+
+        self.asker = Asker.open(
+            index, setting, measure_missed=True, placement=world.case.placement, question=question, gather_makers=maker
+        )
+
+    def _keep(self, layer: int, query: torch.Tensor, *found: Any) -> None:
+        stored = self.asker.cache.stored_layers[layer]
+        self.found.setdefault(layer, []).append(Found(query, *found, stored.exact_rows()[0], stored.get_seq_length()))
+
+
+def missed(
+    one: Found, middle: torch.Tensor, facts: Any, sinks: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[Hk, G, Q] float64: what centroids of the rest have of all attention.
+
+    Args:
+        middle: the keys [Hk, M, D] that may be chosen.
+        bias: [Hk, C], by which a method lets its clusters weigh more than the tokens that they stand for.
+    """
+
+    def logits(keys: torch.Tensor) -> torch.Tensor:
+        plain = torch.einsum("hgqd,htd->hgqt", one.query.double().cpu(), keys.double().cpu()) * facts.softmax_scale
+        return plain if facts.softcap is None else facts.softcap * (plain / facts.softcap).tanh()
+
+    heads, queries, tokens = len(middle), one.query.shape[2], middle.shape[1]
+    of_middle = torch.cat([logits(middle), torch.full((*one.query.shape[:3], 1), -math.inf, dtype=torch.float64)], -1)
+    positions = one.positions.cpu().expand(heads, queries, -1)
+    chosen = of_middle.gather(-1, positions[:, None].expand(*one.query.shape[:3], -1))
+    if one.log_weights is not None:
+        chosen = chosen + one.log_weights.double().cpu()
+    exact = logits(one.exact)
+    seen = torch.arange(exact.shape[-1]) < exact.shape[-1] - (one.end - 1 - one.places)[:, None]
+    attended = torch.cat([chosen, exact.masked_fill(~seen, -math.inf)], -1).logsumexp(-1)
+    if sinks is not None:
+        attended = torch.logaddexp(attended, sinks.double().cpu().view(heads, -1, 1))
+    if not one.rest:
+        return torch.full_like(attended, math.nan)
+    left = torch.cat([logits(part.keys) + part.log_counts.double().cpu()[:, None] for part in one.rest], -1)
+    stand_for = sum(_tokens(part, bias) for part in one.rest)
+    taken = (positions < tokens).sum(-1)
+    apart = float((stand_for + taken - tokens).abs().max())
+    if one.log_weights is None:
+        expect(apart <= 1e-3 * tokens, "rest", f"centroids stand for {stand_for.tolist()} beside {taken.tolist()}")
+    return 1 / (1 + (attended - left.logsumexp(-1)).exp())
+
+
+def _tokens(part: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """[Hk, Q or 1]: how many tokens some centroids stand for together."""
+    log_counts = part.log_counts.double().cpu()
+    if bias is not None:
+        more = bias if part.clusters is None else bias.gather(-1, part.clusters.long().cpu())
+        log_counts = log_counts - more[:, None]
+    return log_counts.exp().sum(-1)
+
+
+@deed("gauge", 4)
+def gauge(world: World, index: OpenIndex) -> None:
+    """The missed share of each layer is the softmax's own of the rest's centroids, and measuring changes no answer."""
+    case = world.case
+    asked = question_ids(index, world.question(0), raw=case.raw)
+    setting, _ = world.setting(index)
+    assert setting.method is not None
+    if not estimates_missed(setting.method, residual=setting.residual):
+        try:
+            Gauged(world, index)
+        except UsageError as error:
+            expect("cannot tell how much attention it leaves" in str(error), "gauge refused", str(error))
+        else:
+            expect(False, "gauge", f"{case.method} has no centroids of what it leaves, and is measured")
+        return
+    gauged, plainly = Gauged(world, index), world.asker(index, guard=None, ahead=False)
+    if appends(gauged.asker.cache.stored_layers):
+        return
+    gauged.found.clear()
+    answer = gauged.asker.ask(asked, Sampling(case.answer))
+    stored, sinks = stored_rows(world.folder / "index.skv", case.layers), world.sinks("index.skv")
+    files = files_of(world.folder / "index.skv")
+    first, end = index.split.sinks, index.split.sinks + index.split.middle
+    layers = index.artifact.manifest.layers
+    for layer, stats in enumerate(gauged.asker.cache.stored_layers):
+        told = stats.missed()
+        if (told is None) != (layer not in gauged.found):
+            expect(False, "gauge", f"of layer {layer}: {told}, and {len(gauged.found.get(layer, ()))} choices")
+        if told is None:
+            continue
+        middle = stored[layer][0][:, first:end]
+        bias = files.get(f"{case.method}/layer_{layer:03d}.safetensors", {}).get("rest_bias")
+        shares = [missed(one, middle, layers[layer], sinks[layer], bias) for one in gauged.found[layer]]
+        expected = float(torch.cat([share.mean(1).flatten() for share in shares]).mean())
+        right = abs(told[0] - expected) <= APART or (math.isnan(told[0]) and math.isnan(expected))
+        expect(right, "gauge", f"of layer {layer}: {told[0]}, and {expected} in float64")
+        expect(not told[1] and not told[2], "gauge", f"of layer {layer} raised a budget: {told}")
+    fed = fed_with(asked, answer.ids)
+    logits = stepped(index, plainly, fed, len(asked))
+    apart = error_of(stepped(index, gauged.asker, fed, len(asked)), logits)
+    right = apart <= ROUNDING or rounding_decides(index, plainly, fed, len(asked), logits)
+    expect(right, "gauged logits", f"are {apart:.2e} from those of an answer that is not measured")
