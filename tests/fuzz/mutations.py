@@ -43,7 +43,7 @@ class Fault:
 
 
 HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/decoding/batch.py", "runtime/decoding/talk.py"
-SHARED, LAYER, ROPE = "indexing/shared_prefix.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
+SHARED, LAYER, ROPE = "indexing/reuse.py", "runtime/attention/sparse_layer.py", "formats/models/rope.py"
 PROMPT, LAYERS = "formats/documents/prompt.py", "runtime/decoding/sparse_layers.py"
 FAULTS = (
     Fault(
@@ -59,7 +59,7 @@ FAULTS = (
     ),
     Fault(
         "rows stay under other settings",
-        Patch(SHARED, "== row_settings(job.model, job.split, ", "== row_settings(job.model, base.split, "),
+        Patch(SHARED, "== row_settings(build.model, build.split, ", "== row_settings(build.model, base.split, "),
     ),
     Fault(
         "a sparse prefill goes on within a chunk",

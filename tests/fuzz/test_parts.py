@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fuzz.case import Case, Palette, draw
 from fuzz.deeds import DEEDS
 from fuzz.drawing import expect_drawn, left_by
+from fuzz.mutations import FAULTS, ROOT, Fault
 from fuzz.oracles import Wrong
 from fuzz.refusals import is_due
 from sparsekv.runtime.decoding.generate import Sampling
@@ -79,3 +81,8 @@ def test_cuts_leave_what_transformers_leaves() -> None:
     assert left_by(Sampling(1, 1.0, top_k=2), logits).isfinite().tolist() == [True, True, False, False, False]
     assert left_by(Sampling(1, 1.0, top_p=0.64), logits).isfinite().tolist() == [True, True, False, False, False]
     assert left_by(Sampling(1, 1.0, top_p=0.63), logits).isfinite().tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_faults_patch_fits_the_code(fault: Fault) -> None:
+    fault.patch.check(ROOT)
