@@ -9,7 +9,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.builder import Builder
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.prefill.interface import Prefill
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
@@ -27,7 +27,7 @@ class EvalRecipe:
     budgets: list[Budget]
     indexers: dict[str, Indexer]
     prefills: dict[str, Prefill]
-    question: QuestionPrefill | None
+    question: Dense | Own | QuestionPrefill
     residual: bool
     sinks: int
     tail: int
