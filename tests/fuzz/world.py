@@ -20,9 +20,9 @@ from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import DENSE
 
 from .case import Case, from_options
@@ -124,25 +124,25 @@ class World:
     def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Asker:
         """What answers as the case says, at its budget or at another."""
         case = replace(self.case, **changes)
-        asked = case.question_prefill
-        prefilling = prefill_method(index.artifact, asked)
-        parameters = dict(case.options)
-        setting = choose_setting(
-            index.artifact, case.method, budget or case.budget, parameters, prefilling, residual=case.residual
-        )
-        guarded = case.guard is not None and estimates_missed(setting.method, residual=case.residual)
-        return Asker.open(
-            index,
-            setting,
+        config = choose_config(
+            index.artifact,
+            case.method,
+            dict(case.options),
+            budget=budget or case.budget,
+            residual=case.residual,
+            prefill=case.question_prefill,
+            prefill_budget=case.prefill_budget,
             placement=case.placement,
-            prefetch=case.ahead,
-            guard=Guard(case.guard) if guarded else None,
-            question=question_prefill(asked, case.prefill_budget, prefilling, parameters),
+            ahead=case.ahead,
         )
+        form = config.attention
+        if case.guard is not None and isinstance(form, Form) and estimates_missed(form.method, residual=form.residual):
+            config = replace(config, guard=Guard(case.guard))
+        return Asker.open(index, config)
 
     def dense(self, index: OpenIndex) -> Asker:
         """What answers by dense attention."""
-        return Asker.open(index, choose_setting(index.artifact, DENSE, None, {}, {}, residual=False))
+        return Asker.open(index, choose_config(index.artifact, DENSE))
 
 
 def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
