@@ -222,8 +222,7 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
 
 def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    question = replace(DENSE, chunk_size=5)
-    cache = full_index.cache(sparse("snapkv", SnapKV(window_queries=4), Budget(0.2), question=question))
+    cache = full_index.cache(sparse("snapkv", SnapKV(window_queries=4), Budget(0.2), question=DENSE))
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
 
 
