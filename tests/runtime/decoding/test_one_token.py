@@ -147,7 +147,7 @@ def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index:
     talk = Talk(full_index, DecodeConfig(Form("codes", "", Codes(), False), FEW, question=PREFILL), raw=True)
     for number, question in enumerate("abcd"):
         if number == 3:
-            talk.switch(DecodeConfig(Form("quest", "", Quest(), False), FEW))
+            talk.switch(DecodeConfig(Form("quest", "", Quest(), False), FEW, question=PREFILL))
         said = torch.cat([said, full_index.tokenizer(question, return_tensors="pt").input_ids[0]])
         expected = plain_answer(full_index, said)[:1]
         assert talk.ask(question, sampling).ids == expected
