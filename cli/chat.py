@@ -6,7 +6,6 @@ from typing import Any
 
 import typer
 
-from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     BudgetOption,
     MaxNewTokensOption,
@@ -25,6 +24,7 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.chatting.choices import Choices
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.help_panels import GroupedCommand
+from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -36,7 +36,9 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
 )
 from sparsekv.cli.common.small_budgets import note_small_budgets
-from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -79,11 +81,19 @@ def chat(
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
-    chosen = choose(
-        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
+    artifact = open_artifact(index)
+    config = choose_config(
+        artifact,
+        method,
+        parameters,
+        budget=budget,
+        residual=residual,
+        prefill=prefill,
+        prefill_budget=prefill_budget,
+        placement=placement,
     )
-    artifact, setting, hold = chosen.artifact, chosen.setting, placement == "device"
-    choices, early = Choices(artifact, budget, parameters, residual), chosen.early_reading(device, hold=hold)
+    choices = Choices(artifact, None if budget is None else config.budget, parameters, residual)
+    early, hold = EarlyReading.of(artifact, device, config), placement == "device"
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.chatting.loop import HOW, converse
     from sparsekv.cli.chatting.piped import is_piped, piped_questions
@@ -93,24 +103,23 @@ def chat(
     from sparsekv.runtime.decoding.talk import Talk
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
-    check_placement(placement)
-    if setting.method is None and placement != "device":
+    if isinstance(config.attention, Dense) and placement != "device":
         note(f"--placement {placement} counts after /method NAME: dense attention reads everything", quiet=quiet)
     piped, questions = is_piped(), piped_questions()
     first = [next(questions)] if piped else []
     started, loading = time.perf_counter(), list[float]()
     opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, early=early)
-    talk = Talk(opened, setting, placement=placement, prefill=chosen.question, raw=raw, special_tokens=special_tokens)
+    talk = Talk(opened, config, raw=raw, special_tokens=special_tokens)
     took = time.perf_counter() - started - sum(loading)
-    note_small_budgets([setting.budget], quiet=quiet)
+    note_small_budgets([config.budget], quiet=quiet)
     if stats:
         if piped:  # at a terminal the first line says so
-            note(f"answers by {describe(setting)}", quiet=False)
+            note(f"answers by {describe(config)}", quiet=False)
         note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
     session = Session(talk, choices, sampling, stats=stats, quiet=quiet, dtype=dtype)
     if piped:
         for question in chain(first, questions):
             session.ask(question)
         return
-    note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(setting)}; {HOW}", quiet=quiet)
+    note(f"{artifact.folder}: {opened.split.tokens:,} tokens; {describe(config)}; {HOW}", quiet=quiet)
     converse(session)

@@ -34,9 +34,8 @@ from sparsekv.formats.kv_storage import AUTO, kv_dtype_named
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import choose_prefill, prefills
-from sparsekv.runtime.attention.question import QUESTION_BUDGET
-from sparsekv.runtime.decoding.choose_prefill import OWN
-from sparsekv.runtime.decoding.choose_prefill import question_prefill as how_prefilled
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
+from sparsekv.runtime.decoding.choose_config import question_prefill as how_prefilled
 from sparsekv.runtime.evaluation.comparison import check_room
 from sparsekv.runtime.evaluation.engine import evaluate
 from sparsekv.runtime.evaluation.inputs import Inputs, read_contexts, work_folder
@@ -117,7 +116,7 @@ def evaluate_methods(
         typer.Option(
             metavar="dense|own|METHOD",
             help="What questions attend to: everything, what the answer's method selects (own), or what METHOD does.",
-            autocompletion=names_of(methods, DENSE, OWN),
+            autocompletion=names_of(methods, DENSE, Own.name),
         ),
     ] = DENSE,
     question_budget: Annotated[

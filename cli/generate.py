@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.answering.by_ranks import for_all_ranks, joined_answers, one_at_a_time, refuse_merged_heads
-from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     AnswersJsonOption,
     BatchSizeOption,
@@ -33,6 +32,7 @@ from sparsekv.cli.answering.resuming import AnswersFile, refuse_questions_file, 
 from sparsekv.cli.answering.schedule import parse_schedule
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.help_panels import GroupedCommand
+from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -49,10 +49,11 @@ from sparsekv.cli.common.stats import note_cut
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.ranks.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
-from sparsekv.runtime.cache.kv_store import check_placement
-from sparsekv.runtime.decoding.choose_setting import refuse_beside_dense
+from sparsekv.runtime.attention.config import Dense, QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import check_mode
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -148,16 +149,26 @@ def generate(
     if schedule is not None:
         budget, parameters["step"] = parse_schedule(schedule, budget, parameters.get("step"))
     ranks = join_ranks(device)
-    chosen = choose(
-        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
+    artifact = open_artifact(index)
+    config = choose_config(
+        artifact,
+        method,
+        parameters,
+        budget=budget,
+        residual=residual,
+        prefill=prefill,
+        prefill_budget=prefill_budget,
+        guard=None if guard is None else Guard(guard),
+        gauge=gauge,
+        placement=placement,
+        ahead=ahead,
     )
-    artifact, setting, asking = chosen.artifact, chosen.setting, chosen.question
     if ranks is not None:
         refuse_with_ranks({"--resume": resume, "--save-to": save_to})
-        refuse_merged_heads(setting, asking)
+        refuse_merged_heads(config)
         batch_size = one_at_a_time(batch_size, batch_file)
     hold = placement == "device"
-    early = None if ranks is not None else chosen.early_reading(device, hold=hold)
+    early = None if ranks is not None else EarlyReading.of(artifact, device, config)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.answering.answers import batch_answers, batch_of, choose_batch_size, parse_batch_size
     from sparsekv.cli.answering.batch import encode_questions, note_plain_questions, questions_asked
@@ -175,26 +186,22 @@ def generate(
     if save_to is not None:
         refuse_unsavable(artifact, save_to, dtype)
         outlive_reader()
-    check_placement(placement)
     check_mode(compiled)
-    guarded, stats = None if guard is None else Guard(guard), stats or gauge
-    measured, option = gauge or guarded is not None, "--gauge" if guarded is None else "--guard"
-    if setting.method is None:
-        beside = {"--guard": guard, "--gauge": gauge, "--ahead": ahead, "--prefill": chosen.prefilling and prefill}
+    stats = stats or gauge
+    if isinstance(config.attention, Dense):
+        by_method = isinstance(config.question, QuestionPrefill) and prefill
+        beside = {"--guard": guard, "--gauge": gauge, "--ahead": ahead, "--prefill": by_method}
         refuse_beside_dense(beside | {"--placement": placement != "device" and placement})
-    elif measured:
-        check_estimates_missed(option, setting.name, setting.method, residual=setting.residual)
-    wanted_size = parse_batch_size(batch_size, batch_file, option if measured else "")
+    wanted_size = parse_batch_size(batch_size, batch_file, config.measured)
     questions = for_all_ranks(ranks, lambda: questions_asked(prompt, prompt_file, batch_file))
     if resume is not None and not (batch_file and as_json):
         raise UsageError("--resume is for the lines of --batch-file with --json; give both")
     encoding = {"raw": raw, "special_tokens": special_tokens}
-    decides = {"guard": guard, "ahead": ahead, "dtype": dtype, **encoding}
-    settings = settings_of(setting, sampling, artifact, asking, **decides)
+    settings = settings_of(config, sampling, artifact, dtype=dtype, **encoding)
     if resume is not None:
         refuse_redirected_to(resume)
         refuse_questions_file(resume, batch_file)
-    resumed = None if resume is None else AnswersFile(resume, questions, identity(setting), settings)
+    resumed = None if resume is None else AnswersFile(resume, questions, identity(config), settings)
     done = [] if resumed is None else resumed.begin()
     if done:
         note(f"{len(done)} of {len(questions)} answers are in {resume}", quiet=quiet)
@@ -204,13 +211,11 @@ def generate(
     opened = load_for(
         artifact, model, device, dtype, quiet=quiet, hold=hold, loaded_in=loading.append, ranks=ranks, early=early
     )
-    asker = Asker.open(
-        opened, setting, measure_missed=gauge, guard=guarded, placement=placement, prefetch=ahead, question=asking
-    )
-    note_small_budgets([setting.budget], quiet=quiet)
+    asker = Asker.open(opened, config)
+    note_small_budgets([config.budget], quiet=quiet)
     took = time.perf_counter() - started - sum(loading)
     if stats:
-        note(setting.origin or f"answers by {setting.name}, budget {setting.budget}", quiet=False)
+        note(config.origin or f"answers by {config.attention.name}, budget {config.budget}", quiet=False)
         note(f"model loaded in {sum(loading):.2f} s, index opened in {took:.2f} s", quiet=False)
     left = sum(bool(one.strip()) for one in questions[len(done) :])
     together = batch_of(asker, sampling, choose_batch_size(wanted_size, asker, left, max_new_tokens))
@@ -218,7 +223,7 @@ def generate(
     batch = encode_questions(opened, questions, batch_file, **encoding)[len(done) :]
     note_plain_questions(opened, questions[len(done) :], batch_file, special_tokens=special_tokens, quiet=quiet)
     told = (stats, resumed, settings, batch_file is not None)
-    output = Output(setting, as_json, not (batch_file or as_json), measured, *told)
+    output = Output(config, as_json, not (batch_file or as_json), bool(config.measured), *told)
     for line in done:
         say(line)
     if batch_file is None:

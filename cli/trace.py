@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.answering.chosen import choose
 from sparsekv.cli.answering.options import (
     BudgetOption,
     MaxNewTokensOption,
@@ -18,6 +17,7 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.common.answer_stream import AnswerStream, answer_may_meet_notes
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.help_panels import GroupedCommand
+from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.memory_limit import refuse_little_room
 from sparsekv.cli.common.method_options import with_method_options
 from sparsekv.cli.common.options import (
@@ -32,6 +32,8 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.questions import read_question
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.cli.tracing.output import describe_size, describe_without, refuse_unwritable, say_json, write
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.early_reading import EarlyReading
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -96,24 +98,25 @@ def trace(
     """
     refuse_little_room()
     refuse_unwritable(output)
-    chosen = choose(
-        index, method, parameters, budget=budget, prefill=prefill, prefill_budget=prefill_budget, residual=residual
+    artifact = open_artifact(index)
+    config = choose_config(
+        artifact, method, parameters, budget=budget, residual=residual, prefill=prefill, prefill_budget=prefill_budget
     )
-    setting, question = chosen.setting, read_question(prompt, prompt_file)
-    early = chosen.early_reading(device, hold=True)
+    question = read_question(prompt, prompt_file)
+    early = EarlyReading.of(artifact, device, config)
     # Here, because they import transformers, which takes as long as all else: --help does not wait for it.
     from sparsekv.cli.common.loading import load_for
     from sparsekv.runtime.decoding.generate import Sampling, question_ids
     from sparsekv.runtime.tracing.trace import TracedIndex
 
     Sampling(max_new_tokens)
-    opened = load_for(chosen.artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
+    opened = load_for(artifact, model, device, dtype, quiet=quiet, hold=True, early=early)
     ids = question_ids(opened, question, raw=raw, special_tokens=special_tokens)
-    traced = TracedIndex(opened, setting, chosen.question)
+    traced = TracedIndex(opened, config)
     hidden = traced.hide(without) if without else None
-    note_small_budgets([setting.budget], quiet=quiet)
-    if setting.origin:
-        note(setting.origin, quiet=quiet)
+    note_small_budgets([config.budget], quiet=quiet)
+    if config.origin:
+        note(config.origin, quiet=quiet)
     stream = AnswerStream()
     with stream.ending_lines():
         with waiting("tracing", quiet=quiet or (not as_json and answer_may_meet_notes())):

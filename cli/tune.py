@@ -30,10 +30,10 @@ from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.reader import Artifact
 from sparsekv.formats.schema import Defaults, TuneTarget
 from sparsekv.formats.suggestions import choose_one
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.setting_times import SettingTimes
-from sparsekv.runtime.decoding.choose_setting import choose_setting
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.configure import form_options
 from sparsekv.runtime.selection.registry import methods
@@ -207,10 +207,10 @@ def _defaults(best: Tuned, target: TuneTarget) -> Defaults:
     )
 
 
-def _present(artifact: Artifact) -> Setting | None:
+def _present(artifact: Artifact) -> DecodeConfig | None:
     """What answers use before the search; None where that cannot run any more, which tuning mends."""
     try:
-        return choose_setting(artifact, None, None, {}, {}, residual=False)
+        return choose_config(artifact)
     except SparsekvError:
         return None
 

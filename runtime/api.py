@@ -21,9 +21,9 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.reader import Artifact
 from sparsekv.runtime.api_words import api_words, refuse_unknown
+from sparsekv.runtime.attention.config import Dense, QuestionPrefill
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting, refuse_beside_dense
+from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.exclusive import exclusive, exclusive_process
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.load import load_and_open
@@ -67,7 +67,7 @@ class Index:
         prefill_budget: str | float | None = None,
         **parameters: Any,
     ) -> Asker:
-        """What answers many questions with one setting: `asker.ask(question).text`.
+        """What answers many questions by one config: `asker.ask(question).text`.
 
         Allocates the document's keys and values where `placement` says: `device`, `host`, or nowhere with `disk`.
 
@@ -86,15 +86,20 @@ class Index:
                 raise UsageError(f"{name} is Sampling's: give ask a Sampling({name}={value!r})")
         refuse_unknown(parameters, ASKING)
         _check_texts({"method": method, "prefill": prefill, "placement": placement})
-        artifact, text = self.opened.artifact, None if budget is None else str(budget)
         with api_words():
-            prefilling = prefill_method(artifact, prefill)
-            setting = choose_setting(artifact, method, text, parameters, prefilling, residual=residual)
-            if setting.method is None:
-                refuse_beside_dense({"--prefill": prefilling and prefill})
-            at_once = None if prefill_budget is None else str(prefill_budget)
-            asking = question_prefill(prefill, at_once, prefilling, parameters)
-            return Asker.open(self.opened, setting, placement=placement, question=asking)
+            config = choose_config(
+                self.opened.artifact,
+                method,
+                parameters,
+                budget=None if budget is None else str(budget),
+                residual=residual,
+                prefill=prefill,
+                prefill_budget=None if prefill_budget is None else str(prefill_budget),
+                placement=placement,
+            )
+            if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
+                refuse_beside_dense({"--prefill": prefill})
+            return Asker.open(self.opened, config)
 
     def ask(self, question: str, sampling: Sampling | None = None, **setting: Any) -> Answer:
         """Answer one question, greedily by default; `setting` is what `asker` takes. Each call makes its cache anew.

@@ -39,9 +39,9 @@ def choose_batch_size(asked: int | None, asker: Asker, questions: int, answer_to
     """How many questions to answer at once, for answers of so many tokens.
 
     Raises:
-        UsageError: more than one was asked for, and the setting allows one.
+        UsageError: more than one was asked for, and the config allows one.
     """
-    alone = why_alone(asker.index, asker.setting.method, asker.cache)
+    alone = why_alone(asker.index, asker.config.attention, asker.cache)
     if asked is None:
         return 1 if alone else max(1, min(_fitting(asker, answer_tokens), questions))
     if asked > 1 and alone:

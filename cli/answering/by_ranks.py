@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.question import QuestionPrefill
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
 from sparsekv.runtime.selection.capabilities import ChoosesForAllHeads
 from sparsekv.runtime.selection.registry import methods
 
@@ -16,14 +15,13 @@ if TYPE_CHECKING:  # torch.distributed is for ranks alone, and transformers take
 T = TypeVar("T")
 
 
-def refuse_merged_heads(setting: Setting, question: QuestionPrefill | None) -> None:
+def refuse_merged_heads(config: DecodeConfig) -> None:
     """Raise UsageError if a method, of the answer or of the question, chooses once for the heads of all ranks."""
-    named = {setting.name: setting.method} | ({} if question is None else {question.name: question.method})
-    for name, method in named.items():
-        if _merges_heads(method):
+    for part in (config.attention, config.question):
+        if not isinstance(part, Dense | Own) and _merges_heads(part.method):
             others = sorted(other for other, one in methods().items() if not _merges_heads(one))
             raise UsageError(
-                f"{name} chooses once for all heads, and each rank has some of them; use one process, or one of "
+                f"{part.name} chooses once for all heads, and each rank has some of them; use one process, or one of "
                 f"{', '.join(others)}"
             )
 

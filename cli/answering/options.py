@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.options import names_of
-from sparsekv.runtime.attention.question import QUESTION_BUDGET
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.decoding.choose_prefill import OWN
 from sparsekv.runtime.decoding.compiled import WORTH_IT
 from sparsekv.runtime.selection.registry import DENSE, methods
 
@@ -83,7 +82,7 @@ PrefillOption = Annotated[
         "(own), or what METHOD does. Default: dense, which reads the document once a question; with own most methods "
         "lose answers.",
         rich_help_panel=ATTENDED,
-        autocompletion=names_of(methods, DENSE, OWN),
+        autocompletion=names_of(methods, DENSE, Own.name),
     ),
 ]
 PrefillBudgetOption = Annotated[

@@ -10,10 +10,9 @@ from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.printable import json_text
 from sparsekv.cli.common.stats import print_stats
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.attention.question import QuestionPrefill
-from sparsekv.runtime.decoding.choose_prefill import OWN
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.generate import NO_ANSWER, Answer, Sampling
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.selection.form import Form
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Output:
     an answer. numbered: there are several, which stats tell apart.
     """
 
-    setting: Setting
+    config: DecodeConfig
     as_json: bool
     streamed: bool
     measured: bool
@@ -69,7 +68,7 @@ class Output:
         """An answer as a JSON object, with the same keys for every question of a call."""
         left_out = {"ids"} if self.measured else {"ids", "layers"}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-        return {"question": question, **kept, **identity(self.setting), "settings": self.settings}
+        return {"question": question, **kept, **identity(self.config), "settings": self.settings}
 
     def total(self, *, quiet: bool) -> None:
         """Note how many answers of a batch were cut, and how fast it was answered, if times are asked for."""
@@ -82,31 +81,31 @@ class Output:
         note(f"{asked} questions: {all_in_all}", quiet=not self.stats or asked < 2)
 
 
-def identity(setting: Setting) -> dict[str, Any]:
-    """What a record says of the setting."""
-    return {"method": setting.name, "budget": setting.budget.value}
+def identity(config: DecodeConfig) -> dict[str, Any]:
+    """The fields of a config that each record has."""
+    return {"method": config.attention.name, "budget": config.budget.value}
 
 
-def settings_of(
-    setting: Setting, sampling: Sampling, artifact: Artifact, asking: QuestionPrefill | None, **more: Any
-) -> dict[str, Any]:
+def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
     """What else decides an answer, as a file to resume holds it; `more` are options by name."""
-    parameters = {} if setting.method is None else asdict(setting.method)
-    layers = setting.layer_budgets
+    parameters = asdict(config.attention.method) if isinstance(config.attention, Form) else {}
+    layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
     return {
         "index": artifact.manifest.uuid,
-        "residual": setting.residual,
+        "residual": config.attention.residual,
         **asdict(sampling),
         "parameters": {name: _as_json(value) for name, value in parameters.items()},
-        "layer_budgets": layers and {str(layer): budget.value for layer, budget in layers.items()},
-        "prefill": OWN if asking is None else _in_words(asking),
+        "layer_budgets": layers or None,
+        "prefill": _in_words(config.question),
+        "guard": None if config.guard is None else config.guard.share,
+        "ahead": config.ahead,
         **more,
     }
 
 
-def _in_words(asking: QuestionPrefill) -> str:
+def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
     """What a question's tokens attend to; with a method its budget, the tokens that share a choice, its parameters."""
-    if asking.method is None:
+    if not isinstance(asking, QuestionPrefill):
         return asking.name
     options = "".join(f", {name} {value}" for name, value in asdict(asking.method).items())
     return f"{asking.name}, {asking.budget} of {asking.chunk_size}{options}"

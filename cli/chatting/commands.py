@@ -8,6 +8,7 @@ from sparsekv.cli.chatting.slash import COMMANDS, slash
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.small_budgets import note_small_budgets
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.selection.registry import DENSE, choose_methods
 
 KEYS = {
@@ -42,22 +43,22 @@ def save(session: Session, argument: str) -> None:
 @slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
 def method(session: Session, argument: str) -> None:
     if argument:
-        setting = session.choices.other_method(argument)
+        config = session.choices.other_method(session.talk.config, argument)
         own = ", its own budget" if session.choices.budget is None else ""
-        session.switch(setting, "" if setting.form is None else f"{own}; /budget B changes that")
+        session.switch(config, "" if isinstance(config.attention, Dense) else f"{own}; /budget B changes that")
         return
     usable = choose_methods([], list(session.choices.artifact.manifest.methods))
-    note(f"{describe(session.talk.setting)}; there are: {', '.join([*usable, DENSE])}", quiet=False)
+    note(f"{describe(session.talk.config)}; there are: {', '.join([*usable, DENSE])}", quiet=False)
 
 
 @slash("/budget B", "attend to another share (5%, 0.05) or number of the document's tokens")
 def budget(session: Session, argument: str) -> None:
     if argument:
-        session.switch(session.choices.other_budget(session.talk.setting, argument))
-        session.choices.budget = argument
-        note_small_budgets([session.talk.setting.budget], quiet=session.quiet)
+        session.switch(session.choices.other_budget(session.talk.config, argument))
+        session.choices.budget = session.talk.config.budget
+        note_small_budgets([session.talk.config.budget], quiet=session.quiet)
     else:
-        note(describe(session.talk.setting), quiet=False)
+        note(describe(session.talk.config), quiet=False)
 
 
 @slash("/stats", "print times and the share of keys and values read after each answer, or no longer")

@@ -7,8 +7,8 @@ from sparsekv.cli.chatting.interrupts import Interrupts
 from sparsekv.cli.common.answer_stream import AnswerStream
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.stats import note_cut, print_stats
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.generate import Sampling
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 
 
@@ -47,17 +47,17 @@ class Session:
         if self.stats:
             print_stats(answer)
 
-    def switch(self, setting: Setting, more: str = "") -> None:
-        """Answer with another setting from now on, and say so, and more; raises what `Talk.switch` raises."""
-        self.talk.switch(setting)
-        note(f"{describe(setting)}{more}", quiet=self.quiet)
+    def switch(self, config: DecodeConfig, more: str = "") -> None:
+        """Answer by another config from now on, and say so, and more; raises what `Talk.switch` raises."""
+        self.talk.switch(config)
+        note(f"{describe(config)}{more}", quiet=self.quiet)
 
 
-def describe(setting: Setting) -> str:
-    """A setting in a few words."""
-    if setting.form is None:
+def describe(config: DecodeConfig) -> str:
+    """Method and budget of a config in a few words."""
+    if isinstance(config.attention, Dense):
         return "dense attention to all of the document"
-    residual = ", with --residual" if setting.residual else ""
-    budget = setting.budget.value
-    share = f"{budget:,} tokens" if isinstance(budget, int) else str(setting.budget)
-    return f"{setting.form.title} at {share} of the document{residual}"
+    residual = ", with --residual" if config.attention.residual else ""
+    budget = config.budget.value
+    share = f"{budget:,} tokens" if isinstance(budget, int) else str(config.budget)
+    return f"{config.attention.title} at {share} of the document{residual}"

@@ -1,5 +1,6 @@
 """`/trace`: what the answer to the last question attended to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from sparsekv.cli.chatting.session import Session
@@ -20,8 +21,8 @@ def trace(session: Session, argument: str) -> None:
         raise UsageError("/trace: nothing was asked yet; ask first")
     output = Path(argument).expanduser()
     refuse_unwritable(output, "/trace")
-    traced, last = TracedIndex(talk.index, talk.setting, talk.prefill), len(talk.turns[-1].answer)
-    answer, document = traced.trace(talk.last_asked(), last, truth=True)
+    traced = TracedIndex(talk.index, replace(talk.config, placement="device"))
+    answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)
     size = write({**document, "question": session.asked}, output)
     if answer.ids != talk.turns[-1].answer:
         note("asked again, it was answered otherwise", quiet=session.quiet)

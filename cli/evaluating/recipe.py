@@ -8,7 +8,7 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.indexing.builder import Builder
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import Prefill
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.evaluation.comparison import Comparison
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
@@ -26,7 +26,7 @@ class EvalRecipe:
     budgets: list[Budget]
     build: BuildConfig
     prefills: dict[str, Prefill]
-    question: QuestionPrefill | None
+    question: Dense | Own | QuestionPrefill
     residual: bool
     raw: bool
     keep: bool

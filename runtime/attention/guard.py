@@ -14,6 +14,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.selection import CentroidSegment
 
@@ -52,11 +53,11 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
     return method.estimates_missed or (residual and not method.replaces())
 
 
-def check_estimates_missed(option: str, name: str, method: Method, *, residual: bool) -> None:
+def check_estimates_missed(option: str, form: Form) -> None:
     """Raise UsageError for a method whose missed share cannot be estimated."""
-    if not estimates_missed(method, residual=residual):
+    if not estimates_missed(form.method, residual=form.residual):
         raise UsageError(
-            f"{option}: {name} cannot tell how much attention it leaves; add --residual or use another method"
+            f"{option}: {form.name} cannot tell how much attention it leaves; add --residual or use another method"
         )
 
 

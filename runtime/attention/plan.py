@@ -1,4 +1,4 @@
-"""Picks one layer's executors and policies, once, from its selector's capabilities and the user's options."""
+"""Picks one layer's executors and policies, once, from its selector's capabilities and the config."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch
 
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.runtime.attention.append import Appender
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
 from sparsekv.runtime.attention.executors import (
-    Executor,
     FusedExecutor,
     GatherExecutor,
     GatherMaker,
@@ -35,25 +35,30 @@ from sparsekv.runtime.selection.interface import Selector
 
 
 @dataclass(frozen=True)
-class LayerOptions:
-    """The user's options for one layer.
+class LayerParts:
+    """One layer of a cache before it is planned: its selector, its rows, and where these are.
 
     Args:
-        prefetch: search for the next decode step's rows during this one's attention.
-        meter: the missed-mass meter; its guard, if it has one, sets a limit.
-        search_device: the selector's; None: the model's.
+        number: the layer's in its model.
+        sinks: how many of the exact rows come before the middle.
+        heads: KV heads, Hk.
+        device: the model's.
+        search_device: the selector's.
         mapped: views of the index's files that the selector reads; their pages are released after each search.
-        question: selects for a question's tokens in place of the layer's selector.
-        dense_question: a question's tokens attend to everything; then nothing selects for them.
-        gather_maker: makes the executor of all steps, which gathers rows, in place of those that attend without a copy.
+        question: selects for a question's tokens, if the config gives them a method of their own.
+        gather_maker: makes the executor of all steps, which gathers rows, instead of those that attend without a copy.
     """
 
-    prefetch: bool = False
-    meter: MissedMeter | None = None
-    search_device: torch.device | None = None
+    number: int
+    selector: Selector
+    middle: MiddleRows
+    facts: LayerFacts
+    sinks: int
+    heads: int
+    device: torch.device
+    search_device: torch.device
     mapped: tuple[torch.Tensor, ...] = ()
     question: QuestionSearch | None = None
-    dense_question: bool = False
     gather_maker: GatherMaker | None = None
 
 
@@ -99,97 +104,57 @@ class LayerPlan:
         return 0 if self.graph is None else self.graph.graph_state()
 
 
-def plan_layer(
-    selector: Selector,
-    middle: MiddleRows,
-    facts: LayerFacts,
-    sinks: int,
-    budget: Budget,
-    heads: int,
-    device: torch.device,
-    options: LayerOptions,
-) -> LayerPlan:
-    """One layer's plan.
-
-    Args:
-        sinks: how many of the exact rows come before the middle.
-        heads: KV heads, Hk.
-        device: the model's.
-    """
-    read, where, make = ReadRows(heads, device), options.search_device or device, options.gather_maker or GatherExecutor
-    gather = make(selector, middle, where, options.mapped, fetch_rest=options.meter is not None)
-    prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if options.prefetch else None
-    appendable = selector if isinstance(selector, Appendable) and selector.append_size else None
-    appender = None if appendable is None else Appender(appendable, middle, sinks, read, where, prefetcher)
-    shared = _Shared(selector, middle, facts, budget, read, gather, prefetcher, options)
-    plain = options.meter is None and prefetcher is None and options.gather_maker is None
+def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
+    """Decide how one layer attends, by what its selector can do, where its rows are, and the config."""
+    selector, middle = layer.selector, layer.middle
+    read, budget = ReadRows(layer.heads, layer.device), config.budget_of(layer.number)
+    meter = MissedMeter(config.guard) if config.measured else None
+    make = layer.gather_maker or GatherExecutor
+    gather = make(selector, middle, layer.search_device, layer.mapped, fetch_rest=meter is not None)
+    prefetcher = Prefetcher(lambda queries: gather.find(queries, budget)) if config.ahead else None
+    appender = None
+    if isinstance(selector, Appendable) and selector.append_size:
+        appender = Appender(selector, middle, layer.sinks, read, layer.search_device, prefetcher)
+    measured = None if meter is None else Measured(gather, prefetcher, budget, layer.facts, meter, middle, read)
+    # All that a step does is to select and to attend: nothing is measured, prefetched or passed to a maker's executor.
+    plain = measured is None and prefetcher is None and layer.gather_maker is None
+    captured: Policy
+    if measured is not None:
+        captured = measured
+    elif prefetcher is not None:
+        captured = Prefetching(prefetcher, middle, read)
+    else:
+        in_place = plain and middle.reachable
+        executor = InPlaceExecutor(selector, middle, read.by_kernels, gather) if in_place else gather
+        captured = Direct(executor, budget, middle, read)
+    fused = plain and layer.device.type != "cuda"
+    asking = gather
+    if layer.device.type == "cuda" and measured is None and layer.gather_maker is None and middle.reachable:
+        asking = QuestionExecutor(selector, middle, layer.search_device)
     return LayerPlan(
         selector=selector,
         middle=middle,
         read=read,
         budget=budget,
-        decode=_decode(shared, device),
-        captured=_captured(shared),
-        prefill=_prefill(shared, device),
+        decode=Direct(FusedExecutor(selector, middle, gather), budget, middle, read) if fused else captured,
+        captured=captured,
+        prefill=_prefill(layer, config, asking, measured or Direct(asking, budget, middle, read)),
         gather=gather,
         appender=appender,
         prefetcher=prefetcher,
-        meter=options.meter,
-        own_prefill=options.question is None and not options.dense_question,
+        meter=meter,
+        own_prefill=isinstance(config.question, Own),
         steps_alike=plain and middle.reachable and appender is None,
         graph=selector if isinstance(selector, GraphState) else None,
     )
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What the policies of a layer are made of."""
-
-    selector: Selector
-    middle: MiddleRows
-    facts: LayerFacts
-    budget: Budget
-    read: ReadRows
-    gather: GatherExecutor
-    prefetcher: Prefetcher | None
-    options: LayerOptions
-
-    def direct(self, executor: Executor) -> Budgeted:
-        return Direct(executor, self.budget, self.middle, self.read)
-
-    def measured(self, meter: MissedMeter) -> Budgeted:
-        return Measured(self.gather, self.prefetcher, self.budget, self.facts, meter, self.middle, self.read)
-
-
-def _decode(shared: _Shared, device: torch.device) -> Policy:
-    """On a CPU, with nothing measured, prefetched or gathered, the fused executor; otherwise what `_captured` gives."""
-    options = shared.options
-    if options.meter is None and shared.prefetcher is None and options.gather_maker is None and device.type != "cuda":
-        return shared.direct(FusedExecutor(shared.selector, shared.middle, shared.gather))
-    return _captured(shared)
-
-
-def _captured(shared: _Shared) -> Policy:
-    """The policy of steps between `reserve` and `release`; only `Direct` in place is ever captured in a CUDA graph."""
-    if shared.options.meter is not None:
-        return shared.measured(shared.options.meter)
-    if shared.prefetcher is not None:
-        return Prefetching(shared.prefetcher, shared.middle, shared.read)
-    if shared.options.gather_maker is not None or not shared.middle.reachable:
-        return shared.direct(shared.gather)
-    return shared.direct(InPlaceExecutor(shared.selector, shared.middle, shared.read.by_kernels, shared.gather))
-
-
-def _prefill(shared: _Shared, device: torch.device) -> Policy:
-    """The policy of a question's tokens."""
-    meter, options, gather = shared.options.meter, shared.options, shared.gather
-    if device.type == "cuda" and meter is None and options.gather_maker is None and shared.middle.reachable:
-        gather = QuestionExecutor(shared.selector, shared.middle, gather.search_device)
-    if options.dense_question:
-        return DensePrefill(gather, shared.middle, shared.read)
-    if options.question is not None:
-        return ChunkedPrefill(options.question, gather, shared.middle, shared.read)
-    policy = shared.direct(gather) if meter is None else shared.measured(meter)
-    if isinstance(shared.selector, SharesByToken):
-        return PiecewisePrefill(policy, shared.selector.question_piece)
-    return policy
+def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, within: Budgeted) -> Policy:
+    """The policy of a question's tokens; `within` attends to what the layer's own selector chooses for them."""
+    if isinstance(config.question, Dense):
+        return DensePrefill(asking, layer.middle, within.read)
+    if layer.question is not None:
+        return ChunkedPrefill(layer.question, asking, layer.middle, within.read)
+    if isinstance(layer.selector, SharesByToken):
+        return PiecewisePrefill(within, layer.selector.question_piece)
+    return within

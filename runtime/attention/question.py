@@ -1,30 +1,13 @@
 """Selection for a question's tokens by a method other than the one that decodes the answer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method, Selector
+from sparsekv.runtime.attention.config import QuestionPrefill
+from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import RowSet, Selection
-
-QUESTION_BUDGET = "1024"
-
-
-@dataclass(frozen=True)
-class QuestionPrefill:
-    """A question's prefill: one selection per chunk, by `method`; None for dense attention."""
-
-    name: str
-    method: Method | None
-    budget: Budget
-    chunk_size: int = 128
-
-    def __post_init__(self) -> None:
-        if self.chunk_size < 1:
-            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
 
 
 class QuestionSearch:

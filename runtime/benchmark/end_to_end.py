@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.dense import dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, lay_out, sparse_layer
@@ -89,12 +90,12 @@ class ModelBench:
         """
         laid_out: dict[int, MiddleRows] = {}
         for budget in budgets:
-            layers = self._sparse_layers(form.method, contexts, budget, laid_out)
+            layers = self._sparse_layers(DecodeConfig(form, budget), form.method, contexts, laid_out)
             timed = self._time(layers, int(getattr(form.method, "step", 1)))
             yield self._row(form.name, form.variant, budget, timed, IndexCache(layers).kv_fraction())
 
     def _sparse_layers(
-        self, method: Method, contexts: list[MiddleContext], budget: Budget, laid_out: dict[int, MiddleRows]
+        self, config: DecodeConfig, method: Method, contexts: list[MiddleContext], laid_out: dict[int, MiddleRows]
     ) -> list[StoredLayer]:
         layers: list[StoredLayer] = []
         shared: dict[str, object] = {}
@@ -104,7 +105,7 @@ class ModelBench:
             selector = method.prepare(context)
             if turn not in laid_out:
                 laid_out[turn] = lay_out(self.data[turn], selector)
-            layer = sparse_layer(self.data[turn], laid_out[turn], selector, budget)
+            layer = sparse_layer(self.data[turn], laid_out[turn], selector, config)
             if self.data[turn].questions > 1:
                 refuse_unshared(method, layer.plan, f"a model's step with {type(method).__name__}")
             layers.append(layer)

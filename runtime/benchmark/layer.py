@@ -11,8 +11,9 @@ from sparsekv.formats.int8_centroids import with_centroids_in_8_bits
 from sparsekv.formats.int8_rows import quantise, row_bytes
 from sparsekv.formats.schema import LayerFacts, Split
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.packed_layers import packed_layer
-from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
+from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
@@ -21,7 +22,6 @@ from sparsekv.runtime.cache.kv_store import MemoryRows, MiddleRows
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens, read_centroids
 from sparsekv.runtime.cache.slots import PackedStep
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.interface import Selector
 
@@ -124,15 +124,15 @@ def dense_layer(data: LayerData) -> DenseLayer:
     return DenseLayer(data.keys, data.values)
 
 
-def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, budget: Budget) -> SparseLayer:
-    """A sparse cache layer, as decoding makes it; allocates a copy of sinks and tail."""
+def sparse_layer(data: LayerData, rows: MiddleRows, selector: Selector, config: DecodeConfig) -> SparseLayer:
+    """A sparse cache layer, as decoding makes it from the config; allocates a copy of sinks and tail."""
     exact = tuple(
         torch.cat([tokens[:, : data.middle.start], tokens[:, data.middle.stop :]], 1)
         for tokens in (data.keys, data.values)
     )
-    heads, sinks, device = len(exact[0]), data.split.sinks, data.keys.device
-    plan = plan_layer(selector, rows, data.facts, sinks, budget, heads, device, LayerOptions())
-    return SparseLayer((exact[0], exact[1]), data.split, plan)
+    device = data.keys.device
+    parts = LayerParts(0, selector, rows, data.facts, data.split.sinks, len(exact[0]), device, device)
+    return SparseLayer((exact[0], exact[1]), data.split, plan_layer(parts, config))
 
 
 def layer_step(data: LayerData, layer: StoredLayer) -> Step:

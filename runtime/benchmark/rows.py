@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.errors import SparsekvError
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import Clock, Timing
 from sparsekv.runtime.benchmark.dense import dense_steps
@@ -122,7 +123,7 @@ class Bench:
         cycle = int(getattr(form.method, "step", 1))
         exact_rows = 2.0 * data.keys.shape[0] * (data.split.tokens - data.split.middle)
         for budget in budgets:
-            layer = sparse_layer(data, rows, selector, budget)
+            layer = sparse_layer(data, rows, selector, DecodeConfig(form, budget))
             step, named = layer_step(data, layer), form.title
             if data.questions > 1:
                 refuse_unshared(form.method, layer.plan, self.named(named))

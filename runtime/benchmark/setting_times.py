@@ -4,6 +4,7 @@ import torch
 
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import Clock
 from sparsekv.runtime.benchmark.indexed_layers import asked, layer_of
 from sparsekv.runtime.benchmark.layer import dense_layer, lay_out, layer_step, sparse_layer
@@ -35,6 +36,8 @@ class SettingTimes:
         rows = LayerRows(self.artifact, self.layer)
         prepared = prepare_layer(rows, form.name, form.method, self.clock.device, residual=form.residual)
         middle = lay_out(self.data, prepared.selector)
-        step = layer_step(self.data, sparse_layer(self.data, middle, prepared.selector, Budget(share)))
+        step = layer_step(
+            self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
+        )
         # A method that searches only every `step` steps is timed over that many.
         return self.clock.time(step, int(getattr(form.method, "step", 1))).median

@@ -1,4 +1,4 @@
-"""Questions over one open index with one setting: the cache is made once and rewound for each question."""
+"""Questions over one open index with one config: the cache is made once and rewound for each question."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,59 +6,33 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 
 
 @dataclass(frozen=True)
 class Asker:
-    """An open index, a setting and its cache, which holds the document's keys and values."""
+    """An open index, a config and its cache, which holds the document's keys and values."""
 
     index: OpenIndex
-    setting: Setting
+    config: DecodeConfig
     cache: IndexCache
 
     @classmethod
     def open(
         cls,
         index: OpenIndex,
-        setting: Setting,
-        *,
-        measure_missed: bool = False,
-        guard: Guard | None = None,
-        placement: str = "device",
-        prefetch: bool = False,
-        question: QuestionPrefill | None = None,
+        config: DecodeConfig,
         gather_makers: Callable[[int], GatherMaker] | None = None,
     ) -> "Asker":
-        """Make the cache of a setting; arguments, memory and errors are those of `OpenIndex.sparse_cache`.
-
-        They mean nothing for dense attention, whose cache is `OpenIndex.dense_cache`'s.
-        """
+        """Make the cache of a config; arguments, memory and errors are those of `OpenIndex.cache`."""
         with exclusive(index.model):
-            if setting.form is None:
-                return cls(index, setting, index.dense_cache())
-            cache = index.sparse_cache(
-                setting.form.name,
-                setting.form.method,
-                setting.budget,
-                residual=setting.form.residual,
-                measure_missed=measure_missed,
-                guard=guard,
-                placement=placement,
-                prefetch=prefetch,
-                question=question,
-                budgets=setting.layer_budgets,
-                gather_makers=gather_makers,
-            )
-        return cls(index, setting, cache)
+            return cls(index, config, index.cache(config, gather_makers=gather_makers))
 
     def ask(
         self,
@@ -85,14 +59,14 @@ class Asker:
         """Answer questions, so many `together`, in their order; raises what `ask` raises.
 
         Raises:
-            UsageError: this setting's questions cannot share a step, or `questions` is a text.
+            UsageError: this config's questions cannot share a step, or `questions` is a text.
         """
         if isinstance(questions, str):
             raise UsageError("questions is a text; give a list of them, or ask it alone")
         if together < 1:
             raise UsageError(f"{together} questions together: give at least 1")
         with exclusive(self.index.model):
-            if reason := why_alone(self.index, self.setting.method, self.cache):
+            if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")
             ids = [self._ids(one) for one in questions]
             found = dict(Batch(self.index, self.cache, sampling or Sampling(), together).answers(ids))

@@ -15,6 +15,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -30,7 +31,7 @@ from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import warpers
 from sparsekv.runtime.decoding.shared_step import SharedStep
-from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.union import can_unite
 
 QUESTION_TOKENS = 2048
@@ -38,12 +39,12 @@ QUESTION_TOKENS = 2048
 them a GPU waits for the host, which asks for as many operations whatever their number."""
 
 
-def why_alone(index: OpenIndex, method: Method | None, cache: IndexCache) -> str:
-    """Why several questions cannot share a step; empty where they can. `method` is None for dense attention."""
+def why_alone(index: OpenIndex, attention: Form | Dense, cache: IndexCache) -> str:
+    """Why several questions cannot share a step; empty where they can."""
     if rope_depends_on_length(index.artifact.manifest.rope.parameters):
         return "this model turns keys by the length of a sequence, and sequences in a step have several lengths"
     plans = [layer.plan for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
-    if method is not None and not all(can_unite(method, plan.selector) for plan in plans):
+    if isinstance(attention, Form) and not all(can_unite(attention.method, plan.selector) for plan in plans):
         return "what stands for the tokens that this method leaves differs from question to question"
     if not all(plan.shareable for plan in plans):
         return (

@@ -11,8 +11,9 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.device import choose_device
 from sparsekv.formats.pages import map_pages
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.layer_rows import LayerRows
-from sparsekv.runtime.decoding.prepare import PreparedMethod
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.selection.form import Form
 
 BESIDE_LOADING = 4
@@ -58,6 +59,13 @@ class EarlyReading:
             self._read(form if form and form.name in artifact.manifest.methods else None, torch.get_num_threads())
         )
 
+    @classmethod
+    def of(cls, artifact: Artifact, device: str, config: DecodeConfig) -> Self:
+        """Begin to read what answers by a config need, before transformers is imported."""
+        form = config.attention if isinstance(config.attention, Form) else None
+        files, hold = files_read(artifact, config.attention), config.placement == "device"
+        return cls(artifact, device, files, hold=hold, form=form)
+
     def begin_loading(self) -> Self:
         """To be called once all is imported, before the model is loaded.
 
@@ -84,7 +92,7 @@ class EarlyReading:
         # imports has. The number is each thread's own once it was asked for it; others get what was set last.
         torch.set_num_threads(1)
         try:
-            prepared = PreparedMethod(form.name, form.method, residual=form.residual)
+            prepared = PreparedMethod(form)
             for layer in rows:
                 prepared.prepare(layer)
                 if self._loading:

@@ -1,6 +1,6 @@
 """Opening an index with its model: the identity checks, the probe, and the caches for decoding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,14 +14,13 @@ from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import ModelIdentity, Split, TokenizerIdentity
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.attention.guard import Guard, MissedMeter, check_estimates_missed
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.built_layers import BuiltLayers
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.dense_layer_in_8_bits import DenseLayerIn8Bits
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.kv_store import Pair, check_placement
+from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.rows_in_8_bits import of_tokens
 from sparsekv.runtime.cache.stored_layer import StoredLayer
@@ -30,8 +29,6 @@ from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.probe import behind_zeros, compare_probe
 from sparsekv.runtime.decoding.room import check_room
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
-from sparsekv.runtime.selection.budget import Budget
-from sparsekv.runtime.selection.interface import Method
 
 AHEAD = 2
 """Layers that are read to a GPU at a time: the second is begun before the last pieces of the first are there."""
@@ -77,62 +74,35 @@ class OpenIndex:
         named = self.artifact.manifest.model
         return LoadedModel(self.model, self.tokenizer, named.id, named.revision, self.tokenizer_files)
 
-    def sparse_cache(
-        self,
-        name: str,
-        method: Method,
-        budget: Budget,
-        *,
-        residual: bool = False,
-        measure_missed: bool = False,
-        guard: Guard | None = None,
-        placement: str = "device",
-        prefetch: bool = False,
-        question: QuestionPrefill | None = None,
-        budgets: Mapping[int, Budget] | None = None,
-        tail: bool = True,
-        gather_makers: Callable[[int], GatherMaker] | None = None,
+    def cache(
+        self, config: DecodeConfig, *, tail: bool = True, gather_makers: Callable[[int], GatherMaker] | None = None
     ) -> IndexCache:
-        """A cache that decodes with one method; layers with a sliding window stay dense.
+        """A cache that decodes by a config; layers with a sliding window stay dense.
 
         Allocates the context in the model's dtype on the model's device or in host memory (page-locked for a GPU); with
-        placement `disk` nothing, because chosen rows are read from the index's files.
+        placement `disk` nothing, because chosen rows are read from the index's files. Dense attention has no placement:
+        its cache is `dense_cache`'s.
 
         Args:
-            residual: attend to centroids for the tokens that the method does not choose.
-            measure_missed: measure the missed share of attention: steps read their logits once more, and none is
-                captured.
-            guard: measure the missed share, and limit it for each head.
-            placement: one of PLACEMENTS.
-            prefetch: search for each step's rows during the previous step's attention, with that step's query.
-            question: how a question's tokens select, if not like the answer's.
-            budgets: budgets of single layers, by layer number, that replace `budget`.
-            tail: False: the stored context ends with the middle, and the tokens fed next take the tail's place.
+            tail: False: the stored context ends with the middle, and the tokens fed next replace the tail.
             gather_makers: for each layer, what makes the executor of all of its steps.
 
         Raises:
-            UsageError: unknown placement, `residual` for an index without value centroids, or a missed share to be
-                measured or guarded of a method that cannot estimate it.
+            UsageError: a residual, and no method of the index has value centroids.
         """
-        check_placement(placement)
-        measured = measure_missed or guard is not None
-        if measured:
-            option = "--gauge" if guard is None else "--guard"
-            check_estimates_missed(option, name, method, residual=residual)
-        self.artifact.check_sums(files_read(self.artifact, name, method))
+        if isinstance(config.attention, Dense):
+            return self.dense_cache()
+        self.artifact.check_sums(files_read(self.artifact, config.attention))
         split = self.split if tail else self.split.model_copy(update={"tail": 0})
-        layers: list[StoredLayer] = []
-        where = search_device(method, placement, self.device)
-        prepared = self._take_prepared(PreparedMethod(name, method, where, residual))
+        where = search_device(config.attention.method, config.placement, self.device)
+        prepared = self._take_prepared(PreparedMethod(config.attention, where))
         about = self.artifact, self.device, self.dtype, self.take_rows
-        sparse = SparseLayers(*about, prepared, split, placement, question, gather_makers=gather_makers)
-        for layer, facts in enumerate(self.artifact.manifest.layers):
-            if facts.sliding_window is not None:
-                layers.append(self._dense_layer(layer, split.tokens))
-                continue
-            meter = MissedMeter(guard) if measured else None
-            layers.append(sparse.make(layer, (budgets or {}).get(layer, budget), meter, prefetch=prefetch))
-        return IndexCache(layers, BuiltLayers(self.artifact.manifest.layers))
+        sparse, facts = SparseLayers(*about, prepared, split, config, gather_makers), self.artifact.manifest.layers
+        layers: list[StoredLayer] = [
+            sparse.make(layer) if of_layer.sliding_window is None else self._dense_layer(layer, split.tokens)
+            for layer, of_layer in enumerate(facts)
+        ]
+        return IndexCache(layers, BuiltLayers(facts))
 
     def _take_prepared(self, wanted: PreparedMethod) -> PreparedMethod:
         """What is prepared of a method already, or else the method; the next cache gets none of it."""

@@ -13,20 +13,22 @@ from sparsekv.formats.hints import add_methods_hint
 from sparsekv.formats.manifest import REBUILD
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import layer_file
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.rows_in_8_bits import read_centroids
 from sparsekv.runtime.selection.capabilities import Appendable, OwnCentroids
 from sparsekv.runtime.selection.context import LayerPosition, MiddleContext
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
 
 
-def files_read(artifact: Artifact, name: str, method: Method | None) -> list[str]:
-    """The index's files that decoding with a method, or None for dense attention, reads beside keys and values."""
-    if method is None:
+def files_read(artifact: Artifact, attention: Form | Dense) -> list[str]:
+    """The index's files that decoding reads beside keys and values; dense attention reads none."""
+    if isinstance(attention, Dense):
         return []
-    folders = [name, "queries"] if method.needs_index else ["queries"]
+    folders = [attention.name, "queries"] if attention.method.needs_index else ["queries"]
     return [layer_file(folder, layer) for folder in folders for layer in artifact.manifest.indexed_layers]
 
 
@@ -122,20 +124,17 @@ class PreparedMethod:
 
     Args:
         device: where its tensors are searched.
-        residual: as `prepare_layer` takes it.
         shared: the state shared by the layers.
     """
 
-    name: str
-    method: Method
+    form: Form
     device: torch.device = CPU
-    residual: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
     _prepared: dict[int, PreparedLayer] = field(default_factory=dict)
 
     def is_like(self, other: "PreparedMethod") -> bool:
         """Whether its layers are prepared as the other's would be."""
-        mine, theirs = ((one.name, one.method, one.device, one.residual) for one in (self, other))
+        mine, theirs = ((one.form.name, one.form.method, one.form.residual, one.device) for one in (self, other))
         return mine == theirs
 
     def prepare(self, rows: LayerRows) -> None:
@@ -147,7 +146,8 @@ class PreparedMethod:
         held = self._prepared.pop(rows.layer, None)
         if held is not None:
             return held
-        return prepare_layer(rows, self.name, self.method, self.device, residual=self.residual, shared=self.shared)
+        form = self.form
+        return prepare_layer(rows, form.name, form.method, self.device, residual=form.residual, shared=self.shared)
 
 
 @contextmanager

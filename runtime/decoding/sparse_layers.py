@@ -1,7 +1,7 @@
 """The sparse layers of one cache over an index: each with its selector, its rows and its plan."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,17 +10,16 @@ from sparsekv.formats.context_rows import Int8Rows
 from sparsekv.formats.pages import release_pages
 from sparsekv.formats.reader import CPU, Artifact
 from sparsekv.formats.schema import Split
+from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.attention.guard import MissedMeter
-from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
-from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.plan import LayerParts, plan_layer
+from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import DiskRows, MemoryRows, MiddleRows, Pair
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits, of_tokens
 from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method, Selector
 
 
@@ -38,7 +37,7 @@ class SparseLayers:
         take_rows: gives a layer's stored keys and values, which are let go of afterwards.
         prepared: the method.
         split: the prompt's, whose tail may be cut.
-        placement: where the middle's rows are kept, one of PLACEMENTS.
+        gather_makers: for each layer, what makes the executor of all of its steps.
         question_shared: what the layers of the question's method share.
     """
 
@@ -48,40 +47,39 @@ class SparseLayers:
     take_rows: Callable[[int], LayerRows]
     prepared: PreparedMethod
     split: Split
-    placement: str
-    question: QuestionPrefill | None
-    _: KW_ONLY
+    config: DecodeConfig
     gather_makers: Callable[[int], GatherMaker] | None
     question_shared: dict[str, Any] = field(default_factory=dict)
 
-    def make(self, layer: int, budget: Budget, meter: MissedMeter | None, *, prefetch: bool) -> SparseLayer:
+    def make(self, layer: int) -> SparseLayer:
         """One layer with its plan; its middle is stored according to the placement."""
-        facts, rows = self.artifact.manifest.layers[layer], self.take_rows(layer)
+        rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
-        mapped = prepared.mapped if self.placement == "disk" else ()
-        options = LayerOptions(
-            prefetch=prefetch,
-            meter=meter,
+        parts = LayerParts(
+            number=layer,
+            selector=prepared.selector,
+            middle=middle,
+            facts=self.artifact.manifest.layers[layer],
+            sinks=self.split.sinks,
+            heads=len(exact[0]),
+            device=self.device,
             search_device=self.prepared.device,
-            mapped=mapped,
+            mapped=prepared.mapped if on_disk else (),
             question=self._question_search(rows, prepared.selector),
-            dense_question=self.question is not None and self.question.method is None,
             gather_maker=None if self.gather_makers is None else self.gather_makers(layer),
         )
         # The selector may keep the file mapped, with the pages that were read to get here.
-        for tensor in (*rows.stored.tensors.values(), *mapped) if self.placement == "disk" else ():
+        for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()
-        sizes = self.split.sinks, budget, len(exact[0])
-        plan = plan_layer(prepared.selector, middle, facts, *sizes, self.device, options)
-        return SparseLayer(exact, self.split, plan)
+        return SparseLayer(exact, self.split, plan_layer(parts, self.config))
 
     def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
-        question = self.question
-        if question is None or question.method is None:
+        question = self.config.question
+        if not isinstance(question, QuestionPrefill):
             return None
-        where, shared = search_device(question.method, self.placement, self.device), self.question_shared
+        where, shared = search_device(question.method, self.config.placement, self.device), self.question_shared
         selector = prepare_layer(rows, question.name, question.method, where, shared=shared).selector
         return QuestionSearch(question, selector, where, decoding.layout)
 
@@ -94,13 +92,13 @@ class SparseLayers:
 
     def _placed(self) -> torch.device:
         """Where the middle's rows are kept, or read from."""
-        return self.device if self.placement == "device" else CPU
+        return self.device if self.config.placement == "device" else CPU
 
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
         """The middle's rows, on a GPU in 8 bits where they are stored so; else they share the keys with the selector if
         both need them in the same order on one device."""
         layout, where = prepared.selector.layout, self._placed()
-        if self.placement == "disk":
+        if self.config.placement == "disk":
             return DiskRows(rows.artifact, rows.layer, layout, self.device, self.dtype)
         middle = slice(self.split.sinks, self.split.sinks + self.split.middle)
         if self.device.type == "cpu":

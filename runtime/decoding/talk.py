@@ -1,8 +1,8 @@
 """A talk over an open index: each question sees the document and all that was asked and answered before it.
 
 The turns' own tokens stay in the cache behind the stored ones, as exact rows, or in clusters where a method appends
-them. When the setting changes, or a failure left a cache half written, a new cache is made and the turns are prefilled
-over it again; their rows are not carried over. Rows of all layers but the first depend on what the old setting
+them. When the config changes, or a failure left a cache half written, a new cache is made and the turns are prefilled
+over it again; their rows are not carried over. Rows of all layers but the first depend on what the old config
 attended to, some may lie in its clusters, and a method that observes questions needs their queries. The turns are short
 beside the document, so this costs little.
 """
@@ -18,7 +18,7 @@ from sparsekv.formats.documents.turns import next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame, Prompt
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
@@ -28,7 +28,6 @@ from sparsekv.runtime.decoding.few_rows_linear import all_cores
 from sparsekv.runtime.decoding.free_cores import free_cores
 from sparsekv.runtime.decoding.generate import Answer, Sampling, answer_after, answer_room, framed_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,10 @@ class Place:
 class Talk:
     """Questions that follow one another over an open index.
 
-    `turns` are those that were answered, `place` is that of the next question, and `setting` what it is answered
-    with. Allocates the setting's cache; errors are those of `OpenIndex.sparse_cache`.
+    `turns` are those that were answered, `place` is that of the next question, and `config` how it is answered.
+    Allocates the config's cache; errors are those of `OpenIndex.cache`.
 
     Args:
-        placement: where the document's keys and values are kept.
-        prefill: how a question's tokens select, if not like the answer's.
         raw: questions have no chat frame around them.
         special_tokens: special tokens in questions keep their meaning.
     """
@@ -82,15 +79,13 @@ class Talk:
     def __init__(
         self,
         index: OpenIndex,
-        setting: Setting,
+        config: DecodeConfig,
         *,
-        placement: str = "device",
-        prefill: QuestionPrefill | None = None,
         raw: bool = False,
         special_tokens: bool = False,
     ):
-        self.index, self.setting = index, setting
-        self.placement, self.prefill, self.raw, self.special_tokens = placement, prefill, raw, special_tokens
+        self.index, self.config = index, config
+        self.raw, self.special_tokens = raw, special_tokens
         self.turns: list[Turn] = []
         self.place = Place.behind(index.artifact.manifest.prompt)
         self._asker: Asker | None = None
@@ -148,27 +143,26 @@ class Talk:
                 asker.cache.rewind()
             self.turns, self.place, self._asker = [], Place.behind(self.index.artifact.manifest.prompt), asker
 
-    def switch(self, setting: Setting) -> None:
-        """Answer with another setting from now on, over the same turns, which are prefilled again.
+    def switch(self, config: DecodeConfig) -> None:
+        """Answer by another config from now on, over the same turns, which are prefilled again.
 
-        The old cache is freed first, so that there are never two. After a failure the old setting stays.
+        The old cache is freed first, so that there are never two. After a failure the old config stays.
 
-        Raises what making a talk with the setting raises.
+        Raises what making a talk with the config raises.
         """
         with exclusive(self.index.model):
-            before, self.setting, self._asker = self.setting, setting, None
+            before, self.config, self._asker = self.config, config, None
             try:
                 self._cache()
             except BaseException:
-                self.setting = before
+                self.config = before
                 raise
 
     def _cache(self) -> IndexCache:
-        """The setting's cache over the document and all turns; made if there is none."""
+        """The config's cache over the document and all turns; made if there is none."""
         if self._asker is None:
-            asker = Asker.open(self.index, self.setting, placement=self.placement, question=self.prefill)
-            prefill = self.prefill
-            if prefill is not None and prefill.method is not None and appends(asker.cache.stored_layers):
+            asker, prefill = Asker.open(self.index, self.config), self.config.question
+            if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):
                 raise UsageError(
                     f"--stream: tokens that it moves into the index would be lost to --prefill {prefill.name} of "
                     "the next question; leave one of them out"

@@ -1,6 +1,6 @@
 """What the questions of an evaluation are answered with: a model, methods at budgets, and prefills."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,7 +10,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_after, positions_of
 from sparsekv.formats.schema import ModelIdentity, TokenizerIdentity
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.evaluation.builder import Builder
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Way
@@ -33,7 +33,7 @@ class Comparison:
     methods: dict[str, Method]
     budgets: list[Budget]
     builder: Builder
-    question: QuestionPrefill | None = None
+    question: Dense | Own | QuestionPrefill = field(default_factory=Own)
     residual: bool = False
     raw: bool = False
     keep: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.reader import Artifact
+from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch, why_alone
 from sparsekv.runtime.decoding.generate import Sampling, generate
@@ -26,9 +27,12 @@ from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Result, Way
 from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
 
 INDICES = "indices"
+DENSELY = {"name": DENSE, "method": None, "budget": asdict(Budget.parse(QUESTION_BUDGET)), "chunk_size": 128}
 
 
 def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: Progress) -> Iterator[Result]:
@@ -109,14 +113,15 @@ class _Asking:
         answer depends on those beside it."""
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
-        cache, method = self._cache(self.opened, way, budget), self.comparison.methods.get(way.method)
-        one_by_one = self.comparison.together == 1 or why_alone(self.opened, method, cache)
+        config = self._config(way, budget)
+        cache = self.opened.cache(config)
+        one_by_one = self.comparison.together == 1 or why_alone(self.opened, config.attention, cache)
         missing = [one for one in asked if one[1] not in self.answers.known]
         alone = [one for one in missing if one_by_one or METRICS[one[0].metric].continuation]
         for question, key in alone:
             yield question, key, self._answer(self.opened, cache, question)
         rest = [one for one in missing if one not in alone]
-        beside = asked if method is not None else rest
+        beside = rest if isinstance(config.attention, Dense) else asked
         for longest, wanted in groupby(sorted(rest, key=self._longest), self._longest):
             keys = {key for _, key in wanted}
             some = [one for one in beside if self._longest(one) == longest and not METRICS[one[0].metric].continuation]
@@ -176,11 +181,12 @@ class _Asking:
 
     def _question_prefill(self, sparse: bool) -> dict[str, Any] | None:
         """Of a method's questions; dense attention's are prefilled densely."""
-        question = self.comparison.question
-        if question is None or not sparse:
+        question, builder = self.comparison.question, self.comparison.builder
+        if isinstance(question, Own) or not sparse:
             return None
-        builder = self.comparison.builder
-        return asdict(question) | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
+        # Keys of stored answers have a budget for dense attention, too.
+        asked = asdict(question) if isinstance(question, QuestionPrefill) else DENSELY
+        return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]
@@ -195,12 +201,11 @@ class _Asking:
         artifact = Artifact(self._folder())
         return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
 
-    def _cache(self, index: OpenIndex, way: Way, budget: Budget | None) -> IndexCache:
+    def _config(self, way: Way, budget: Budget | None) -> DecodeConfig:
         if budget is None:
-            return index.dense_cache()
-        comparison = self.comparison
-        method = comparison.methods[way.method]
-        return index.sparse_cache(way.method, method, budget, residual=bool(way.variant), question=comparison.question)
+            return DecodeConfig(Dense())
+        form = Form(way.method, way.variant, self.comparison.methods[way.method], residual=bool(way.variant))
+        return DecodeConfig(form, budget, question=self.comparison.question)
 
     def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> Given:
         comparison, started = self.comparison, time.perf_counter()

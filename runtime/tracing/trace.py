@@ -9,15 +9,13 @@ import torch
 
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.methods.oracle import Oracle
-from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.passages import Passages, split_passages
@@ -26,20 +24,16 @@ from sparsekv.runtime.tracing.tracer import Tracer
 from sparsekv.runtime.tracing.without import log_probability, tokens_of
 
 VERSION = 1
-EVERYTHING = Setting(Form("oracle", "", Oracle()), Budget(1.0))
-"""Dense attention, as a setting."""
+EVERYTHING = Form("oracle", "", Oracle())
+"""Dense attention as a method, at a budget of everything."""
 
 
 @dataclass
 class TracedIndex:
-    """An open index that answers greedily with a setting, and traces its answers.
-
-    `prefill`: how a question's tokens select, if not like the answer's; `passages`: the prompt's.
-    """
+    """An open index that answers greedily by a config, and traces its answers; `passages`: the prompt's."""
 
     index: OpenIndex
-    setting: Setting
-    prefill: QuestionPrefill | None = None
+    config: DecodeConfig
     passages: Passages = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,16 +55,20 @@ class TracedIndex:
             truth: compare each step with dense attention of its own queries.
 
         Raises:
-            UsageError: the setting moves tokens of the answer into the index; and what `Asker.ask` raises.
+            UsageError: the config moves tokens of the answer into the index; and what `Asker.ask` raises.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
         answer = self._asker(self._attending, tracer.gather_maker).ask(question, Sampling(max_new_tokens), on_text)
         return answer, {**self._about(answer), "truth": truth, **tracer.shares()}
 
     @property
-    def _attending(self) -> Setting:
-        """The setting as selectors carry it out, whose choice is recorded, of dense attention too."""
-        return EVERYTHING if self.setting.form is None else self.setting
+    def _attending(self) -> DecodeConfig:
+        """The config as selectors carry it out, whose choice is recorded, of dense attention too."""
+        return self._everything if isinstance(self.config.attention, Dense) else self.config
+
+    @property
+    def _everything(self) -> DecodeConfig:
+        return DecodeConfig(EVERYTHING, question=self.config.question)
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
         """[N] bool: the tokens of some passages of the prompt; raises what `tokens_of` raises.
@@ -101,21 +99,21 @@ class TracedIndex:
             "log_probability": self._log_probabilities(self._attending, hidden, question, first),
         }
         if truth:
-            found["dense_log_probability"] = self._log_probabilities(EVERYTHING, hidden, question, first)
+            found["dense_log_probability"] = self._log_probabilities(self._everything, hidden, question, first)
         return found
 
     def _log_probabilities(
-        self, setting: Setting, hidden: torch.Tensor, question: torch.Tensor, first: Answer
+        self, config: DecodeConfig, hidden: torch.Tensor, question: torch.Tensor, first: Answer
     ) -> list[float]:
-        caches = (self._asker(setting, self._hiding(some)).cache for some in (torch.zeros_like(hidden), hidden))
-        at_once = setting is EVERYTHING
+        caches = (self._asker(config, self._hiding(some)).cache for some in (torch.zeros_like(hidden), hidden))
+        at_once = config.attention is EVERYTHING
         return [log_probability(self.index, cache, question, first.ids, at_once=at_once) for cache in caches]
 
     def _hiding(self, hidden: torch.Tensor) -> Callable[[int], GatherMaker]:
         return lambda layer: partial(HidingExecutor, hidden=hidden, sinks=self.index.split.sinks)
 
-    def _asker(self, setting: Setting, gather_makers: Callable[[int], GatherMaker]) -> Asker:
-        asker = Asker.open(self.index, setting, question=self.prefill, gather_makers=gather_makers)
+    def _asker(self, config: DecodeConfig, gather_makers: Callable[[int], GatherMaker]) -> Asker:
+        asker = Asker.open(self.index, config, gather_makers)
         if appends(asker.cache.stored_layers):
             raise UsageError("--stream: a trace tells of the document's own tokens; leave it out")
         return asker
@@ -128,9 +126,9 @@ class TracedIndex:
             "version": VERSION,
             "index": str(self.index.artifact.folder),
             "model": manifest.model.id,
-            "method": self.setting.name,
-            "budget": self.setting.budget.value,
-            "residual": self.setting.residual,
+            "method": self.config.attention.name,
+            "budget": self.config.budget.value,
+            "residual": self.config.attention.residual,
             "answer": answer.text,
             "n_context": manifest.split.tokens,
             "n_sinks": manifest.split.sinks,

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.tracing.document import recorded
 from sparsekv.runtime.tracing.passages import Passages
 from sparsekv.runtime.tracing.recorder import LayerRecorder, RecordingExecutor
@@ -23,7 +23,7 @@ class Tracer:
             second time for it.
     """
 
-    def __init__(self, index: OpenIndex, setting: Setting, passages: Passages, *, truth: bool):
+    def __init__(self, index: OpenIndex, config: DecodeConfig, passages: Passages, *, truth: bool):
         manifest, device = index.artifact.manifest, index.model.device
         self.split = manifest.split
         first, middle = self.split.sinks, self.split.middle
@@ -31,12 +31,11 @@ class Tracer:
         passage_of = passages.of_tokens()[first : first + middle].to(device)
         lengths = passage_of.bincount(minlength=len(passages))
         passage_of = torch.cat([passage_of, passage_of.new_tensor([len(passages)])])
-        budgets = setting.layer_budgets or {}
         self.layers = {
             layer: LayerRecorder(
                 lengths,
                 passage_of,
-                budgets.get(layer, setting.budget).tokens(middle),
+                config.budget_of(layer).tokens(middle),
                 LayerRows(index.artifact, layer) if truth else None,
                 self.recorder.add,
             )

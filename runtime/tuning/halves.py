@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from sparsekv.formats.reader import Artifact
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.goals import Goal
 from sparsekv.runtime.tuning.meter import AttentionMeter, Meter, Point, Shares
@@ -69,13 +69,12 @@ class Halves:
             and self.held_out.mean(form, shares).kv_fraction < 1
         )
 
-    def as_it_is(self, form: Form, setting: Setting) -> Tuned:
+    def as_it_is(self, form: Form, config: DecodeConfig) -> Tuned:
         """A setting that was not searched for, as measured on both halves."""
-        layers = setting.layer_budgets or {}
-        shares = {layer: layers.get(layer, setting.budget).value for layer in self.layers}
+        shares = {layer: config.budget_of(layer).value for layer in self.layers}
         for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
             self.measure(meter, [(form, shares)])
-        return self.tuned(form, setting.budget.value, shares, self.target, by_layer=bool(layers))
+        return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
 
     def tuned(self, form: Form, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
         """What both halves say of a setting, which was searched for with the gain `aim`."""

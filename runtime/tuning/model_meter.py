@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
 from sparsekv.runtime.selection.budget import Budget
@@ -40,8 +41,6 @@ class ModelMeter(Meter):
             self.dense = float(whole[self.counted].mean())
         budgets = {layer: Budget(share) for layer, share in shares.items()}
         first = next(iter(budgets.values()))
-        cache = self.index.sparse_cache(
-            form.name, form.method, first, residual=form.residual, budgets=budgets, tail=False
-        )
+        cache = self.index.cache(DecodeConfig(form, first, budgets), tail=False)
         found = losses(self.index, cache, self.fed, self.after)[self.counted].mean()
         return Point(kv_fraction=cache.kv_fraction(), perplexity=float((found - self.dense).exp()))

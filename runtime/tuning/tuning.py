@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from sparsekv.formats.reader import CPU, Artifact
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.reporting.checked_rows import measured_files
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tuning.candidates import candidates
@@ -36,7 +36,7 @@ def tune(
     progress: Progress = lambda stage, done, of: None,
     device: torch.device = CPU,
     time: Callable[[Form, float], float] | None = None,
-    present: Setting | None = None,
+    present: DecodeConfig | None = None,
 ) -> tuple[list[Tuned], Tuned | None]:
     """Find each method's cheapest setting that meets a goal, sorted by reads, or by the time of a step.
 
@@ -47,7 +47,7 @@ def tune(
         progress: called with a round's name, the number of layers or settings done, and the total.
         device: where attention is measured.
         time: gives the milliseconds of a step of a form at a share, by which what was found is ranked; None: by reads.
-        present: a setting with shares for budgets; if it is of a method, it is measured beside what is found.
+        present: a config with shares for budgets; if it is of a method, it is measured beside what is found.
 
     Returns:
         One setting per method, those that miss the goal last, the nearest first; and the present one, as measured.
@@ -62,7 +62,8 @@ def tune(
     contenders = search.run()
     tuned = search.settings()
     tuned += [one for first in search.contenders(contenders)[:1] if (one := by_layer(halves, first)) is not None]
-    before = None if present is None or present.form is None else halves.as_it_is(present.form, present)
+    attention = None if present is None else present.attention
+    before = halves.as_it_is(attention, present) if present and isinstance(attention, Form) else None
     if time is not None:
         tuned = [replace(one, step_ms=time(one.form, one.budget)) if one.holds else one for one in tuned]
         before = before and replace(before, step_ms=time(before.form, before.budget))

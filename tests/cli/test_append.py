@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command import run_here
+from support.configs import sparse
 from support.tiny_models import POSITIONS, tiny_tokenizer
 
 from sparsekv.formats.manifest import manifest_bytes, read_manifest
@@ -146,7 +147,7 @@ def test_another_build_holds_the_folder(online: Path) -> None:
 
 def _ask(index: OpenIndex, ids: torch.Tensor) -> list[int]:
     """Tokens of the answer to question ids [Q] with everything attended."""
-    cache = index.sparse_cache("multipole", Multipole(), Budget(1.0))
+    cache = index.cache(sparse("multipole", Multipole(), Budget(1.0)))
     return generate(index, cache, ids, Sampling(max_new_tokens=TOKENS)).ids
 
 

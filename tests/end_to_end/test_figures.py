@@ -8,6 +8,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.command import sparsekv
+from support.configs import sparse
 from support.reference import assert_close
 from transformers import DynamicCache
 
@@ -127,7 +128,7 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
         max_new_tokens=16,
         do_sample=False,
     )
-    cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(1.0))
+    cache = opened.cache(sparse("squeezed", methods()["squeezed"](), Budget(1.0)))
     answer = generate(opened, cache, question, Sampling(max_new_tokens=16))
     assert answer.generated_tokens > 10
     new = plain[0, prompt.shape[1] :]
@@ -146,7 +147,7 @@ def test_everything_is_dense_attention(opened: OpenIndex) -> None:
 
 def test_a_second_question_prefills_only_itself(opened: OpenIndex) -> None:
     """The same cache answers again as a fresh one would, and reads a tenth and its index at most."""
-    cache = opened.sparse_cache("squeezed", methods()["squeezed"](), Budget(0.05))
+    cache = opened.cache(sparse("squeezed", methods()["squeezed"](), Budget(0.05)))
     first = generate(opened, cache, question_ids(opened, QUESTION), Sampling(max_new_tokens=12))
     other = generate(opened, cache, question_ids(opened, "What is a lambda?"), Sampling(max_new_tokens=12))
     again = generate(opened, cache, question_ids(opened, QUESTION), Sampling(max_new_tokens=12))

@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 from support.command import sparsekv
+from support.configs import sparse
 from support.reference import attention_probabilities
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -75,7 +76,7 @@ def test_recall_stays_what_it_was_at_the_start(
     index = open_index(Artifact(folder), embedded.model, embedded.tokenizer, identify(embedded))
     text = document.read_text(encoding="utf-8")
     new = encode_prompt(embedded.tokenizer, text, max_tokens=6144 + STEPS).input_ids[index.split.tokens :]
-    cache = index.sparse_cache("csattention", CSAttention(rerank=1.0, stream=True), Budget(0.05))
+    cache = index.cache(sparse("csattention", CSAttention(rerank=1.0, stream=True), Budget(0.05)))
     measured = _Measured(cache, len(new))
     with torch.inference_mode(), route_attention(index.model, measured.attend):
         for token in new:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from support.configs import sparse
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.models.identify import identify
@@ -47,7 +48,7 @@ def test_perplexity_at_ten_percent_is_within_two_percent_of_dense(
     opened: OpenIndex, continuation: torch.Tensor, stream: bool
 ) -> None:
     dense = perplexity(opened, opened.dense_cache(), continuation)
-    cache = opened.sparse_cache("multipole", Multipole(stream=stream), Budget(0.1))
+    cache = opened.cache(sparse("multipole", Multipole(stream=stream), Budget(0.1)))
     assert perplexity(opened, cache, continuation) == pytest.approx(dense, rel=0.02)
     assert 0.1 < cache.kv_fraction() < 0.2
 
@@ -57,5 +58,5 @@ def test_perplexity_at_ten_percent_is_within_two_percent_of_dense(
 def test_without_the_document_the_text_is_harder_to_predict(opened: OpenIndex, continuation: torch.Tensor) -> None:
     """So that two percent say something: sinks, tail and the text itself are not enough."""
     dense = perplexity(opened, opened.dense_cache(), continuation)
-    window = opened.sparse_cache("window", Window(), Budget(0.1))
+    window = opened.cache(sparse("window", Window(), Budget(0.1)))
     assert perplexity(opened, window, continuation) > 1.04 * dense

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import reference_attention
 
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -64,7 +65,7 @@ def test_the_error_stays_what_it_was_at_the_start(long_index: Artifact, document
     index = open_index(long_index, embedded.model, embedded.tokenizer, identify(embedded))
     text = document.read_text(encoding="utf-8")
     new = encode_prompt(embedded.tokenizer, text, max_tokens=6144 + STEPS).input_ids[index.split.tokens :]
-    cache = index.sparse_cache("multipole", Multipole(stream=True), Budget(0.05))
+    cache = index.cache(sparse("multipole", Multipole(stream=True), Budget(0.05)))
     measured = _Measured(cache)
     with torch.inference_mode(), route_attention(index.model, measured.attend):
         for step, token in enumerate(new):

@@ -9,9 +9,9 @@ import torch
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import why_alone
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
@@ -31,13 +31,13 @@ def batch(world: World, index: OpenIndex) -> None:
     if takes_everything(case):
         askers["everything"] = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
     for kind, asker in askers.items():
-        if why_alone(index, asker.setting.method, asker.cache):
+        if why_alone(index, asker.config.attention, asker.cache):
             continue
         for ids, answer in zip(asked, asker.ask_all(asked, sampling, together=together), strict=True):
             steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
             expect_greedy(steps, answer.ids, f"{kind} batch", f"{number} questions, {together} together")
     asker = world.asker(index)
-    if not why_alone(index, asker.setting.method, asker.cache):
+    if not why_alone(index, asker.config.attention, asker.cache):
         _copies(world, index, asker, asked[0], number, sampling)
         first = asker.ask_all(asked, sampling, together=together)
         again = asker.ask_all(asked, sampling, together=together)
@@ -49,8 +49,8 @@ def _copies(world: World, index: OpenIndex, asker: Asker, asked: torch.Tensor, n
 
     Not down a hierarchy with centroids for the rest: alone they are of the clusters scored, together of the finest.
     """
-    method = asker.setting.method
-    represented = asker.setting.residual or (method is not None and method.replaces())
+    form = asker.config.attention
+    represented = isinstance(form, Form) and (form.residual or form.method.replaces())
     if dict(world.case.options).get("lookup") == "hierarchical" and represented:
         return
     for answer in asker.ask_all([asked] * number, sampling, together=number):
@@ -107,9 +107,7 @@ def trace(world: World, index: OpenIndex) -> None:
     asker = world.asker(index, guard=None, ahead=False, placement="device")
     if appends(asker.cache.stored_layers):
         return  # a trace is of tokens that stay where they are
-    prefilling = prefill_method(index.artifact, case.question_prefill)
-    prefill = question_prefill(case.question_prefill, case.prefill_budget, prefilling, dict(case.options))
-    traced = TracedIndex(index, asker.setting, prefill)
+    traced = TracedIndex(index, asker.config)
     answer, document = traced.trace(asked, case.answer, truth=bool(case.more % 2))
     steps = stepped(index, asker, fed_with(asked, answer.ids), len(asked))[len(asked) - 1 :]
     expect_greedy(steps, answer.ids, "traced answer", "against the same steps untraced")

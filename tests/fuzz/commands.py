@@ -13,7 +13,6 @@ from support.command import Outcome, run_here
 from transformers import AutoTokenizer
 
 from sparsekv.formats.models.identify import tokenizer_identity
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.talk import Talk
@@ -234,9 +233,7 @@ def chat_command(world: World, index: OpenIndex) -> None:
             outcome = ran(world, "chat", "--index", "index.skv", *asking_options(world, case.budget))
     if outcome.code == 0:
         asker = world.asker(index)
-        prefilling = prefill_method(index.artifact, case.question_prefill)
-        asking = question_prefill(case.question_prefill, case.prefill_budget, prefilling, dict(case.options))
-        one = Talk(index, asker.setting, placement=case.placement, prefill=asking, raw=case.raw)
+        one = Talk(index, asker.config, raw=case.raw)
         expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
         expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
 

@@ -87,7 +87,7 @@ def sampled(world: World, index: OpenIndex) -> None:
             answer = asker.ask(ids, sampling)
             steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
             expect_drawn(sampling, steps, answer.ids, device, kind)
-        if not why_alone(index, asker.setting.method, asker.cache):
+        if not why_alone(index, asker.config.attention, asker.cache):
             for ids, answer in zip(asked, asker.ask_all(asked, sampling, together=random.randint(1, 3)), strict=True):
                 steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
                 expect_drawn(sampling, steps, answer.ids, device, f"{kind} batch")

@@ -1,7 +1,7 @@
 """The deed that gauges: what `--gauge` prints is recomputed in float64 from stored rows, choice and centroids."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.queries import Queries
 
 from .deeds import deed
@@ -62,14 +63,12 @@ class Gauged:
 
     def __init__(self, world: World, index: OpenIndex):
         self.found: dict[int, list[Found]] = {}
-        setting, question = world.setting(index)
+        config = replace(world.config(index, guard=None, ahead=False), gauge=True)
 
         def maker(layer: int) -> GatherMaker:
             return partial(Recorder, keep=partial(self._keep, layer))
 
-        self.asker = Asker.open(
-            index, setting, measure_missed=True, placement=world.case.placement, question=question, gather_makers=maker
-        )
+        self.asker = Asker.open(index, config, gather_makers=maker)
 
     def _keep(self, layer: int, query: torch.Tensor, *found: Any) -> None:
         stored = self.asker.cache.stored_layers[layer]
@@ -126,9 +125,9 @@ def gauge(world: World, index: OpenIndex) -> None:
     """The missed share of each layer is the softmax's own of the rest's centroids, and measuring changes no answer."""
     case = world.case
     asked = question_ids(index, world.question(0), raw=case.raw)
-    setting, _ = world.setting(index)
-    assert setting.method is not None
-    if not estimates_missed(setting.method, residual=setting.residual):
+    form = world.config(index, guard=None, ahead=False).attention
+    assert isinstance(form, Form)
+    if not estimates_missed(form.method, residual=form.residual):
         try:
             Gauged(world, index)
         except UsageError as error:

@@ -29,11 +29,12 @@ def talk(world: World, index: OpenIndex) -> None:
     """Each answer of a talk is plain transformers' own, after the tokens that the template has for the talk."""
     case = world.case
     stored = stored_rows(world.folder / "index.skv", case.layers)
-    settings = [world.dense(index).setting]
+    configs = [world.dense(index).config]
     if takes_everything(case) and case.guard is None:
-        settings.append(world.asker(index, "100%", question_prefill=None, prefill_budget=None).setting)
-    for setting in settings[-1:] if case.more % 3 else settings:
-        one = Talk(index, setting, raw=case.raw)
+        own = {"question_prefill": "own", "prefill_budget": None, "ahead": False, "placement": "device"}
+        configs.append(world.asker(index, "100%", **own).config)
+    for config in configs[-1:] if case.more % 3 else configs:
+        one = Talk(index, config, raw=case.raw)
         for number in range(_turns(world)):
             _turn(world, index, one, number, stored, "talk")
 
@@ -83,7 +84,7 @@ def _follows(world: World, one: Talk, number: int, question: str) -> None:
 def saved(world: World, index: OpenIndex) -> None:
     """A talk that was saved has the talk's tokens, the rows of a build of them, and goes on as the talk would."""
     case = world.case
-    one = Talk(index, world.dense(index).setting, raw=case.raw)
+    one = Talk(index, world.dense(index).config, raw=case.raw)
     stored = stored_rows(world.folder / "index.skv", case.layers)
     for number in range(_turns(world) - 1):
         _turn(world, index, one, number, stored, "talk")

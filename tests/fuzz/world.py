@@ -19,13 +19,12 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.choose_prefill import prefill_method, question_prefill
-from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.setting import Setting
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.registry import DENSE
 
 from .case import Case, from_options
@@ -128,28 +127,26 @@ class World:
 
     def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Asker:
         """What answers as the case says, at its budget or at another."""
-        case = replace(self.case, **changes)
-        setting, question = self.setting(index, budget, **changes)
-        guarded = case.guard is not None and estimates_missed(setting.method, residual=case.residual)
-        return Asker.open(
-            index,
-            setting,
-            placement=case.placement,
-            prefetch=case.ahead,
-            guard=Guard(case.guard) if guarded else None,
-            question=question,
-        )
+        return Asker.open(index, self.config(index, budget, **changes))
 
-    def setting(
-        self, index: OpenIndex, budget: str | None = None, **changes: Any
-    ) -> tuple[Setting, QuestionPrefill | None]:
-        """The case's setting, and how its question's tokens select, at its budget or at another."""
+    def config(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> DecodeConfig:
+        """How the case's questions are decoded, at its budget or at another."""
         case = replace(self.case, **changes)
-        prefilling, parameters = prefill_method(index.artifact, case.question_prefill), dict(case.options)
-        setting = choose_setting(
-            index.artifact, case.method, budget or case.budget, parameters, prefilling, residual=case.residual
+        config = choose_config(
+            index.artifact,
+            case.method,
+            dict(case.options),
+            budget=budget or case.budget,
+            residual=case.residual,
+            prefill=case.question_prefill,
+            prefill_budget=case.prefill_budget,
+            placement=case.placement,
+            ahead=case.ahead,
         )
-        return setting, question_prefill(case.question_prefill, case.prefill_budget, prefilling, parameters)
+        form = config.attention
+        if case.guard is not None and isinstance(form, Form) and estimates_missed(form.method, residual=form.residual):
+            config = replace(config, guard=Guard(case.guard))
+        return config
 
     def sinks(self, name: str) -> list[torch.Tensor | None]:
         """Each layer's learned sinks [H], as an index's files have them."""
@@ -159,7 +156,7 @@ class World:
 
     def dense(self, index: OpenIndex) -> Asker:
         """What answers by dense attention."""
-        return Asker.open(index, choose_setting(index.artifact, DENSE, None, {}, {}, residual=False))
+        return Asker.open(index, choose_config(index.artifact, DENSE))
 
 
 def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

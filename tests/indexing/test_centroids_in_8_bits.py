@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.formats.int8_centroids import KEYS, VALUES, with_restored_centroids
@@ -88,7 +89,7 @@ def test_an_index_of_exact_centroids_still_opens_and_is_built_anew(
         build_index(plan, folder)
     old = Artifact(folder).method_tensors("multipole", 0)
     assert old[KEYS].dtype == torch.float32
-    cache = reopen(plan, folder).sparse_cache("multipole", Multipole(), Budget.parse("5%"))
+    cache = reopen(plan, folder).cache(sparse("multipole", Multipole(), Budget.parse("5%")))
     assert len(cache.layers) == len(Artifact(folder).manifest.layers)
     assert _append(folder, plan, "Some more text, which follows.").kv_storage is not None
     assert Artifact(folder).method_tensors("multipole", 0)[KEYS].dtype == torch.int8

@@ -15,6 +15,7 @@ from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.budget import Budget
 
 from .causal_families import tiny_config, tiny_model
+from .configs import sparse
 from .small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
 from .tiny_models import tiny_tokenizer
 
@@ -58,7 +59,7 @@ def _asked(model: PreTrainedModel, family: str, folder: Path, begun: list[str]) 
         model.set_attn_implementation("eager")  # in transformers 5.17 VaultGemma's other one drops the soft cap
     with torch.inference_mode():
         own = model(input_ids=ids[None], use_cache=False).logits[0, -len(tokens) :]
-    caches = {"dense": index.dense_cache(), "100%": index.sparse_cache("codes", Codes(), Budget.parse("100%"))}
+    caches = {"dense": index.dense_cache(), "100%": index.cache(sparse("codes", Codes(), Budget.parse("100%")))}
     for name, cache in caches.items():
         logits = stepped_logits(index, cache, tokens, QUESTION)
         error = float((logits - own).abs().max() / own.abs().max())

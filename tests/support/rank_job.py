@@ -24,7 +24,7 @@ from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.indexers.registry import indexers
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.runtime.decoding.asker import Asker
-from sparsekv.runtime.decoding.choose_setting import choose_setting
+from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.share import join_answer
@@ -57,13 +57,13 @@ def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> BuildRecipe
 def asked(artifact: Path, model: Path, method: str, ranks: Ranks | None) -> dict[str, Any]:
     """A greedy answer over an index, and what share of it was read."""
     index = Artifact(artifact)
-    setting = choose_setting(index, method, None if method == "dense" else "0.2", {}, {}, residual=False)
+    config = choose_config(index, method, budget=None if method == "dense" else "0.2", prefill="own")
     if ranks is None:
         loaded = load_model(str(model))
         opened = open_index(index, loaded.model, loaded.tokenizer, identify(loaded))
     else:
         opened = load_for(index, str(model), "auto", "auto", quiet=True, hold=True, ranks=ranks)
-    answer = Asker.open(opened, setting).ask(QUESTION, Sampling(max_new_tokens=TOKENS))
+    answer = Asker.open(opened, config).ask(QUESTION, Sampling(max_new_tokens=TOKENS))
     answer = answer if ranks is None else join_answer(ranks, answer)
     return {"ids": answer.ids, "kv_fraction": answer.kv_fraction}
 

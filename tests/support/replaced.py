@@ -9,7 +9,7 @@ import torch
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.guard import MissedMeter
+from sparsekv.runtime.attention.guard import Guard, MissedMeter
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.selection import Selection
@@ -95,13 +95,14 @@ class Step:
         queries: int = 1,
         seed: int = 0,
         sink_logits: torch.Tensor | None = None,
-        meter: MissedMeter | None = None,
+        gauge: bool = False,
+        guard: Guard | None = None,
     ):
         self.layer, self.selector, self.sink_logits, facts = layer, selector, sink_logits, layer.context.facts
         Hk, G, _, D = layer.queries.shape
         new = normal(seed, Hk, queries, D), normal(seed + 1, Hk, queries, D)
         self.query = normal(seed + 2, Hk, G, queries, D)
-        self.sparse = sparse_layer(layer, selector, budget, meter)
+        self.sparse = sparse_layer(layer, selector, budget, gauge=gauge, guard=guard)
         self.sparse.update(new[0][None], new[1][None])
         flat, sinks = self.query.flatten(0, 1), None if sink_logits is None else sink_logits.flatten()
         call = AttentionCall(0, flat, *new, facts.softmax_scale, facts.softcap, None, sinks)
@@ -114,6 +115,12 @@ class Step:
         self.selection = selector.select(
             as_queries(self.query, self._exact_logsumexp(), joint=queries > 1, first=layer.split.tokens), budget
         )
+
+    @property
+    def meter(self) -> MissedMeter:
+        """The layer's, which is there with a gauge or a guard."""
+        assert self.sparse.plan.meter is not None
+        return self.sparse.plan.meter
 
     def _exact_logsumexp(self) -> torch.Tensor:
         facts = self.layer.context.facts

@@ -12,6 +12,7 @@ from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 
+from .configs import sparse
 from .reference import relative_error
 from .replaced import EXACT, replaced_attention, represented
 from .small_index import random_ids
@@ -64,7 +65,7 @@ def decoding_errors(index: OpenIndex, name: str, method: Method, clusters: str, 
     Args:
         name: the method's; what it leaves is replaced by the flat clusters of the one called `clusters`.
     """
-    checked = _Checked(index, index.sparse_cache(name, method, budget, residual=True), clusters)
+    checked = _Checked(index, index.cache(sparse(name, method, budget, residual=True)), clusters)
     with torch.inference_mode(), route_attention(index.model, checked.attend):
         for tokens in random_ids(12).to(index.model.device).split([9, 1, 1, 1]):
             index.model(input_ids=tokens[None], past_key_values=checked.cache, use_cache=True)

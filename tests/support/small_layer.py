@@ -9,16 +9,18 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.attention.guard import MissedMeter
-from sparsekv.runtime.attention.plan import LayerOptions, plan_layer
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
+from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.context import MiddleContext
 from sparsekv.runtime.selection.interface import Selector
 from sparsekv.runtime.selection.queries import Queries
 from sparsekv.runtime.selection.selection import Selection
 
+from .configs import sparse
 from .random_tensors import clustered, normal
 
 SINKS, TAIL = 3, 32
@@ -86,17 +88,24 @@ def small_layer(
 
 
 def sparse_layer(
-    layer: SmallLayer, selector: Selector, budget: Budget, meter: MissedMeter | None = None, *, prefetch: bool = False
+    layer: SmallLayer,
+    selector: Selector,
+    budget: Budget,
+    *,
+    ahead: bool = False,
+    gauge: bool = False,
+    guard: Guard | None = None,
 ) -> SparseLayer:
-    """A cache's layer over a small one, whose middle lies in memory."""
+    """A cache's layer over a small one, whose middle lies in memory; the last arguments are fields of a config."""
     exact = tuple(
         torch.cat([rows[:, : layer.middle.start], rows[:, layer.middle.stop :]], 1)
         for rows in (layer.keys, layer.values)
     )
     inside = layer.keys[:, layer.middle], layer.values[:, layer.middle]
     middle = MemoryRows(*inside, selector.layout, layer.keys.device)
-    facts, options = layer.context.facts, LayerOptions(prefetch=prefetch, meter=meter)
-    plan = plan_layer(selector, middle, facts, SINKS, budget, len(exact[0]), layer.keys.device, options)
+    facts, heads, device = layer.context.facts, len(exact[0]), layer.keys.device
+    config = sparse("multipole", Multipole(), budget, ahead=ahead, gauge=gauge, guard=guard)
+    plan = plan_layer(LayerParts(0, selector, middle, facts, SINKS, heads, device, device), config)
     return SparseLayer((exact[0], exact[1]), layer.split, plan)
 
 

@@ -5,12 +5,11 @@ from functools import partial
 
 import torch
 
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
@@ -19,7 +18,7 @@ from sparsekv.runtime.tracing.recorder import RecordingExecutor
 from sparsekv.runtime.tracing.shares import AttendedStep, Shares
 
 SOME = Budget(0.1)
-DENSE = QuestionPrefill("dense", None, Budget(1.0))
+DENSE, OWN = Dense(), Own()
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,13 @@ def every_form(index: OpenIndex) -> dict[str, Form]:
 
 
 def answered(
-    index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3, prefill: QuestionPrefill | None = None
+    index: OpenIndex, form: Form, budget: Budget = SOME, tokens: int = 3, prefill: Dense | Own | QuestionPrefill = OWN
 ) -> Answered:
     """Answers a question of the index with a form of a method."""
     steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
     asker = Asker.open(
         index,
-        Setting(form, budget),
-        question=prefill,
+        DecodeConfig(form, budget, question=prefill),
         gather_makers=lambda layer: partial(RecordingExecutor, record=steps[layer].append),
     )
     question = question_ids(index, "What comes next?")

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coded_layer import coded_layer
+from support.configs import sparse
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step
 from support.small_index import INDEXERS, build_small, random_ids, stepped_logits
 from support.small_layer import SmallLayer, small_layer
 
-from sparsekv.runtime.attention.guard import MissedMeter
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
@@ -48,7 +48,7 @@ def test_a_step_gives_and_reads_what_the_choice_says(
     layer = small_layer(seed, middle=middle, G=G, softcap=softcap, block=100)
     selector, sinks = METHODS[name].prepare(layer.context), normal(seed, 2, G) if has_sinks else None
     once = Step(layer, selector, budget, seed=seed, sink_logits=sinks)
-    measured = Step(layer, selector, budget, seed=seed, sink_logits=sinks, meter=MissedMeter(None))
+    measured = Step(layer, selector, budget, seed=seed, sink_logits=sinks, gauge=True)
     assert_close(once.output, measured.output.double(), 5e-6)
     assert once.sparse.read.total() == measured.sparse.read.total()
     assert once.sparse.read.dense == measured.sparse.read.dense
@@ -77,7 +77,7 @@ def test_a_step_over_codes_gives_and_reads_what_the_choice_says(
     layer = replace(layer, queries=normal(seed, *layer.queries.shape))
     selector = CODES[name].prepare(layer.context)
     once = Step(layer, selector, budget, seed=seed, sink_logits=sinks)
-    measured = Step(layer, selector, budget, seed=seed, sink_logits=sinks, meter=MissedMeter(None))
+    measured = Step(layer, selector, budget, seed=seed, sink_logits=sinks, gauge=True)
     assert_close(once.output, measured.output.double(), 1e-5)
     assert once.sparse.read.total() == measured.sparse.read.total()
     assert once.sparse.read.dense == measured.sparse.read.dense
@@ -88,7 +88,7 @@ def test_a_greedy_answer_is_the_one_that_torch_gives(tmp_path: Path) -> None:
     index = build_small(tmp_path / "small.skv", methods={"codes": INDEXERS["codes"]})
     question, tokens = question_ids(index, "What comes next?"), random_ids(20)
     for budget in (Budget(0.05), Budget(0.4), Budget(1.0)):
-        caches = [index.sparse_cache("codes", Codes(scan=scan), budget) for scan in (1.0, 0.9999)]
+        caches = [index.cache(sparse("codes", Codes(scan=scan), budget)) for scan in (1.0, 0.9999)]
         answers = [generate(index, cache, question, Sampling(max_new_tokens=24)) for cache in caches]
         assert answers[0].text == answers[1].text
         assert answers[0].kv_fraction == pytest.approx(answers[1].kv_fraction)

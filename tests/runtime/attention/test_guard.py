@@ -10,11 +10,12 @@ from support.small_layer import SmallLayer, all_chosen, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, MissedMeter, check_estimates_missed
+from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, check_estimates_missed
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method, Selector
 from sparsekv.runtime.selection.residual import ResidualSelector, residual_clusters
 
@@ -64,12 +65,12 @@ def _left(step: Step, selector: Selector) -> torch.Tensor:
 def test_with_a_token_a_cluster_the_estimate_is_the_truth(
     name: str, seed: int, share: float, queries: int, sinks: torch.Tensor | None
 ) -> None:
-    layer, meter = _layer(name, seed, levels=(1.0, 0.999)), MissedMeter(None)
+    layer = _layer(name, seed, levels=(1.0, 0.999))
     selector = TELLING[name].prepare(layer.context)
-    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, sink_logits=sinks, meter=meter)
+    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, sink_logits=sinks, gauge=True)
     left = _left(step, selector)
-    assert meter.means() == pytest.approx((float(left.mean()), 0.0, 0.0), abs=1e-5)
-    assert meter.heads == left.numel()
+    assert step.meter.means() == pytest.approx((float(left.mean()), 0.0, 0.0), abs=1e-5)
+    assert step.meter.heads == left.numel()
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -77,20 +78,20 @@ def test_with_a_token_a_cluster_the_estimate_is_the_truth(
 def test_what_stands_for_tokens_is_what_is_left_of_them(method: Method, queries: int) -> None:
     """With a token a cluster in a residual: also where the method has an estimate of its own of what it drops."""
     layer, clusters = _layer("squeezed", 3), _layer("multipole", 3, levels=(1.0,)).context.tensors
-    selector, meter = ResidualSelector(method.prepare(layer.context), residual_clusters(clusters)), MissedMeter(None)
-    step = Step(layer, selector, Budget(0.2), queries=queries, meter=meter)
-    assert meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
+    selector = ResidualSelector(method.prepare(layer.context), residual_clusters(clusters))
+    step = Step(layer, selector, Budget(0.2), queries=queries, gauge=True)
+    assert step.meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
 
 
 @given(telling, st.integers(0, 100), st.floats(0.05, 0.3), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_clusters_estimate_too_little(name: str, seed: int, share: float, queries: int) -> None:
     """By Jensen's inequality: a mean of exponents is no less than the exponent of the mean."""
-    layer, meter = _layer(name, seed), MissedMeter(None)
+    layer = _layer(name, seed)
     selector = TELLING[name].prepare(layer.context)
-    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, meter=meter)
+    step = Step(layer, selector, Budget(share), queries=queries, seed=seed, gauge=True)
     left = float(_left(step, selector).mean())
-    assert 0 < meter.means()[0] <= left + 1e-5
+    assert 0 < step.meter.means()[0] <= left + 1e-5
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3), st.sampled_from([None, SINKS]))
@@ -98,21 +99,21 @@ def test_clusters_estimate_too_little(name: str, seed: int, share: float, querie
 def test_a_guard_that_allows_nothing_is_dense_attention(
     name: str, seed: int, queries: int, sinks: torch.Tensor | None
 ) -> None:
-    layer, meter = _layer(name, seed), MissedMeter(Guard(1e-9))
-    step = Step(layer, TELLING[name].prepare(layer.context), Budget(2), queries=queries, sink_logits=sinks, meter=meter)
+    layer, guard = _layer(name, seed), Guard(1e-9)
+    step = Step(layer, TELLING[name].prepare(layer.context), Budget(2), queries=queries, sink_logits=sinks, guard=guard)
     assert_close(step.output, _truth(step)[0], 1e-5)
-    assert meter.means() == (0.0, 1.0, 1.0)
+    assert step.meter.means() == (0.0, 1.0, 1.0)
 
 
 @given(telling, st.integers(0, 100), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_a_guard_that_allows_everything_changes_nothing(name: str, seed: int, queries: int) -> None:
-    layer, meter = _layer(name, seed), MissedMeter(Guard(1 - 1e-9))
+    layer, guard = _layer(name, seed), Guard(1 - 1e-9)
     selector = TELLING[name].prepare(layer.context)
-    guarded = Step(layer, selector, Budget(0.1), queries=queries, seed=seed, meter=meter)
+    guarded = Step(layer, selector, Budget(0.1), queries=queries, seed=seed, guard=guard)
     plain = Step(layer, TELLING[name].prepare(layer.context), Budget(0.1), queries=queries, seed=seed)
     assert_close(guarded.output, plain.output, 1e-5)
-    assert meter.means()[1:] == (0.0, 0.0)
+    assert guarded.meter.means()[1:] == (0.0, 0.0)
     assert guarded.sparse.read.total() == plain.sparse.read.total()
 
 
@@ -154,9 +155,8 @@ def test_a_budget_is_not_doubled_past_everything() -> None:
 
 
 def test_rewinding_forgets_what_was_left() -> None:
-    meter = MissedMeter(None)
-    step = Step(_layer("squeezed", 0), Squeezed().prepare(_layer("squeezed", 0).context), Budget(5), meter=meter)
-    assert meter.means()[0] > 0
+    step = Step(_layer("squeezed", 0), Squeezed().prepare(_layer("squeezed", 0).context), Budget(5), gauge=True)
+    assert step.meter.means()[0] > 0
     step.sparse.rewind()
     assert step.sparse.missed() is None
 
@@ -169,9 +169,9 @@ def test_a_guard_is_a_share(share: float) -> None:
 
 def test_a_method_that_cannot_tell_needs_centroids() -> None:
     with pytest.raises(UsageError, match="quest cannot tell"):
-        check_estimates_missed("--guard", "quest", Quest(), residual=False)
-    check_estimates_missed("--guard", "quest", Quest(), residual=True)
-    layer, meter = _layer("multipole", 3, levels=(1.0,)), MissedMeter(None)
+        check_estimates_missed("--guard", Form("quest", "", Quest()))
+    check_estimates_missed("--guard", Form("quest", "", Quest(), residual=True))
+    layer = _layer("multipole", 3, levels=(1.0,))
     selector = ResidualSelector(Quest().prepare(layer.context), residual_clusters(layer.context.tensors))
-    step = Step(layer, selector, Budget(0.1), meter=meter)
-    assert meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)
+    step = Step(layer, selector, Budget(0.1), gauge=True)
+    assert step.meter.means()[0] == pytest.approx(float(_left(step, selector).mean()), abs=1e-5)

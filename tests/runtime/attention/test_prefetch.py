@@ -119,7 +119,7 @@ def _decode(layer: SmallLayer, sparse: SparseLayer) -> list[torch.Tensor]:
 def test_a_step_attends_to_what_the_one_before_asked_for(method: str) -> None:
     layer = small_layer(3, block=None if method == "squeezed" else 64)
     late = sparse_layer(layer, _Late(METHODS[method].prepare(layer.context)), Budget(9))
-    ahead = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9), prefetch=True)
+    ahead = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9), ahead=True)
     at_once = sparse_layer(layer, METHODS[method].prepare(layer.context), Budget(9))
     expected = _decode(layer, late)
     for _ in range(2):

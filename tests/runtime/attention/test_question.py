@@ -6,13 +6,15 @@ import pytest
 import torch
 from support.choices import recorded_choices
 from support.coded_layer import coded_layer
+from support.configs import sparse
 from support.kernel_runs import DEVICE
 from support.reference import assert_close
 from support.small_index import INDEXERS, build_small, plain_logits, random_ids, stepped_logits
 from support.small_layer import as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.question import QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.question import QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.mapped_rows import MappedRows
@@ -29,11 +31,13 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.queries import Queries
 
-DENSE = QuestionPrefill("dense", None, Budget(1.0))
+DENSE, OWN = Dense(), Own()
 
 
-def _cache(index: OpenIndex, method: Method, question: QuestionPrefill | None, budget: float = 1.0) -> IndexCache:
-    return index.sparse_cache(type(method).__name__.lower(), method, Budget(budget), question=question)
+def _cache(
+    index: OpenIndex, method: Method, question: Dense | Own | QuestionPrefill, budget: float = 1.0
+) -> IndexCache:
+    return index.cache(sparse(type(method).__name__.lower(), method, Budget(budget), question=question))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 100])
@@ -42,7 +46,7 @@ def test_with_everything_attended_a_question_is_the_plain_models(
     family_index: OpenIndex, name: str, chunk_size: int
 ) -> None:
     method = {"quoka": Quoka(), "squeezed": Squeezed()}.get(name)
-    question = QuestionPrefill(name, method, Budget(1.0), chunk_size)
+    question = DENSE if method is None else QuestionPrefill(name, method, Budget(1.0), chunk_size)
     tokens = random_ids(15)
     plain = plain_logits(family_index.model, torch.cat([family_index.input_ids, tokens]))[-15:]
     # The answer's rows lie cluster by cluster: what the question's method chooses has to be found there.
@@ -87,7 +91,7 @@ def test_chunks_are_as_long_as_asked_and_see_what_is_before_them(index: OpenInde
 
 def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex) -> None:
     tokens = random_ids(12)
-    told, own = _cache(index, SnapKV(), DENSE, 0.1), _cache(index, SnapKV(), None, 0.1)
+    told, own = _cache(index, SnapKV(), DENSE, 0.1), _cache(index, SnapKV(), OWN, 0.1)
     with recorded_choices(told) as told_choices, recorded_choices(own) as own_choices:
         stepped_logits(index, told, tokens, question=10)
         stepped_logits(index, own, tokens, question=10)
@@ -95,9 +99,9 @@ def test_a_method_that_keeps_what_a_question_attends_to_sees_it(index: OpenIndex
     assert told_choices[0][0].tokens == own_choices[0][1].tokens
 
 
-@pytest.mark.parametrize("question", [None, DENSE], ids=["its own", "dense"])
+@pytest.mark.parametrize("question", [OWN, DENSE], ids=["its own", "dense"])
 def test_questions_together_do_not_lay_out_rows_that_are_gathered(
-    index: OpenIndex, question: QuestionPrefill | None, monkeypatch: pytest.MonkeyPatch
+    index: OpenIndex, question: Dense | Own | QuestionPrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU they stay where the files are mapped."""
 
@@ -112,7 +116,7 @@ def test_questions_together_do_not_lay_out_rows_that_are_gathered(
 
 def test_a_chunk_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="--chunk-size 0: give at least 1"):
-        QuestionPrefill("dense", None, Budget(1.0), 0)
+        QuestionPrefill("quoka", Quoka(), Budget(1.0), 0)
 
 
 @pytest.mark.parametrize("budget", [0.02, 0.04])
@@ -120,7 +124,7 @@ def test_a_question_reads_together_what_its_tokens_would_one_by_one(tmp_path: Pa
     """A piece of 32 tokens at 4% has everything, and what is left of 40 tokens has not; nor has either at 2%."""
     index, tokens = build_small(tmp_path / "small.skv", methods={"codes": INDEXERS["codes"]}), random_ids(42)
     plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-42:]
-    logits = stepped_logits(index, index.sparse_cache("codes", Codes(), Budget(budget)), tokens, question=40)
+    logits = stepped_logits(index, index.cache(sparse("codes", Codes(), Budget(budget))), tokens, question=40)
     exact = torch.isclose(logits, plain, rtol=1e-3, atol=1e-3).all(-1)
     assert bool(exact[:32].all()) == (budget == 0.04)
     assert not bool(exact[32:].any())

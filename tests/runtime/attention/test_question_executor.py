@@ -53,7 +53,7 @@ def _asked(
     layer = small_layer(seed, middle=middle, G=G, softcap=softcap)
     selector = method.prepare(layer.context)
     new = normal(seed, 2, queries, 16), normal(seed + 1, 2, queries, 16)
-    sparse = sparse_layer(layer, selector, Budget(1), None)
+    sparse = sparse_layer(layer, selector, Budget(1))
     sparse.update(new[0][None], new[1][None])
     sinks = normal(seed, 2 * G) if has_sinks else None
     call = AttentionCall(0, normal(seed + 2, 2 * G, queries, 16), *new, 0.2, softcap, None, sinks)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import build_small, random_ids, stepped_logits
 
@@ -56,7 +57,7 @@ def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> Non
     tokens = random_ids(24)  # of which the buffer above is filled three times
     for guard in (None, Guard(0.05)):
         on_device, *others = (
-            index.sparse_cache(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True)
+            index.cache(sparse(method, METHODS[method], Budget(0.1), guard=guard, placement=placement, residual=True))
             for placement in PLACEMENTS
         )
         expected = stepped_logits(index, on_device, tokens, 8)
@@ -70,4 +71,4 @@ def test_it_does_not_matter_where_rows_lie(index: OpenIndex, method: str) -> Non
 
 def test_a_place_that_there_is_not(index: OpenIndex) -> None:
     with pytest.raises(UsageError, match="--placement tape: choose one of device, host, disk"):
-        index.sparse_cache("squeezed", Squeezed(), Budget(4), placement="tape")
+        index.cache(sparse("squeezed", Squeezed(), Budget(4), placement="tape"))

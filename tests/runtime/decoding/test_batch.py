@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.configs import sparse
 from support.odd_numbers import logits_full_of
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -16,9 +17,9 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.attention.attention import Segment
 from sparsekv.kernels.attention.shared_attention import OwnRows, shared_attention
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.packed_layers import PackedInPlace, PackedSparse
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
@@ -39,6 +40,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ChoosesTogether
+from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
 from sparsekv.runtime.selection.queries import Queries
 
@@ -61,7 +63,7 @@ METHODS: dict[str, Method] = {
     "codes": Codes(),
 }
 GREEDY = Sampling(max_new_tokens=8)
-DENSE = QuestionPrefill("dense", None, Budget(1.0))
+DENSE = Dense()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def ids(answers: list[Answer]) -> list[list[int]]:
 def test_each_family_answers_as_it_does_one_by_one(family_index: OpenIndex, slots: int) -> None:
     """Sliding windows, soft caps, learned sinks, layers without positions; uneven questions, more than fit at once."""
     asked = [question_ids(family_index, question) for question in QUESTIONS]
-    cache = family_index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = family_index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     expected = alone(family_index, cache, asked)
     assert ids(together(family_index, cache, asked, slots)) == ids(expected)
     dense = family_index.dense_cache()
@@ -105,7 +107,7 @@ def test_each_family_answers_as_it_does_one_by_one(family_index: OpenIndex, slot
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
 def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: str, residual: bool) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, METHODS[name], Budget(1.0), residual=residual)
+    cache = full_index.cache(sparse(name, METHODS[name], Budget(1.0), residual=residual))
     expected = alone(full_index, cache, asked)
     found = together(full_index, cache, asked, 3)
     assert ids(found) == ids(expected)
@@ -116,7 +118,7 @@ def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: 
 def test_a_batch_of_one_chooses_what_a_question_alone_does(full_index: OpenIndex, name: str) -> None:
     """At a small budget too, and whatever was asked before."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.1))
+    cache = full_index.cache(sparse(name, METHODS[name], Budget(0.1)))
     expected = alone(full_index, cache, asked)
     found = together(full_index, cache, asked, 1)
     assert ids(found) == ids(expected)
@@ -126,7 +128,7 @@ def test_a_batch_of_one_chooses_what_a_question_alone_does(full_index: OpenIndex
 
 def test_the_order_of_questions_does_not_matter_where_everything_is_read(index: OpenIndex) -> None:
     asked = [question_ids(index, question) for question in QUESTIONS]
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     expected = ids(together(index, cache, asked, 2))
     for order in random.Random(0).sample(list(permutations(range(len(asked)))), 6):
         assert ids(together(index, cache, [asked[one] for one in order], 3)) == [expected[one] for one in order]
@@ -136,7 +138,7 @@ def test_the_order_of_questions_does_not_matter_where_everything_is_read(index: 
 def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS]
     caches = [
-        full_index.sparse_cache("quest", Quest(page_size=4), Budget(0.2), residual=True, placement=place)
+        full_index.cache(sparse("quest", Quest(page_size=4), Budget(0.2), residual=True, placement=place))
         for place in ("device", placement)
     ]
     first, second = (ids(together(full_index, cache, asked, 4)) for cache in caches)
@@ -145,13 +147,13 @@ def test_it_does_not_matter_where_rows_lie(full_index: OpenIndex, placement: str
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
-@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
+@pytest.mark.parametrize("prefill", [Own(), DENSE], ids=["", "prefilled densely"])
 def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
-    full_index: OpenIndex, name: str, residual: bool, prefill: QuestionPrefill | None
+    full_index: OpenIndex, name: str, residual: bool, prefill: Dense | Own | QuestionPrefill
 ) -> None:
     """As a GPU's kernels read them; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, METHODS[name], Budget(0.2), residual=residual, question=prefill)
+    cache = full_index.cache(sparse(name, METHODS[name], Budget(0.2), residual=residual, question=prefill))
     copied, in_place = (Batch(full_index, cache, GREEDY, 4) for _ in range(2))
     for layer in in_place.packed.packed:
         assert isinstance(layer, PackedSparse)
@@ -172,13 +174,13 @@ def test_rows_that_are_read_where_they_lie_are_those_that_are_copied(
     ],
     ids=["squeezed", "by threshold", "multipole", "without replacement"],
 )
-@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
+@pytest.mark.parametrize("prefill", [Own(), DENSE], ids=["", "prefilled densely"])
 def test_questions_that_choose_together(
-    full_index: OpenIndex, name: str, method: Method, prefill: QuestionPrefill | None
+    full_index: OpenIndex, name: str, method: Method, prefill: Dense | Own | QuestionPrefill
 ) -> None:
     """As kernels on a GPU choose and attend; here the same calls in plain torch."""
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    cache = full_index.sparse_cache(name, method, Budget(1.0), question=prefill)
+    cache = full_index.cache(sparse(name, method, Budget(1.0), question=prefill))
     batch = Batch(full_index, cache, GREEDY, 3)
     batch.packed.packed = [PackedInPlace(layer, 3) for layer in sparse_layers(cache)]
     for layer in batch.packed.packed:
@@ -191,7 +193,7 @@ def test_questions_that_choose_together(
 
 @pytest.mark.parametrize("method", [Multipole(), Multipole(replace=False)], ids=["multipole", "without replacement"])
 def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, method: Method) -> None:
-    cache = full_index.sparse_cache("multipole", method, Budget(0.1))
+    cache = full_index.cache(sparse("multipole", method, Budget(0.1)))
     stored = sparse_layers(cache)[0]
     layer, selector = PackedInPlace(stored, 3), stored.plan.selector
     assert isinstance(selector, ChoosesTogether)
@@ -220,8 +222,7 @@ def test_all_tokens_attend_to_what_any_sequence_chooses(full_index: OpenIndex, m
 
 def test_a_question_that_another_method_prefills(full_index: OpenIndex) -> None:
     asked = [question_ids(full_index, question) for question in QUESTIONS]
-    question = replace(DENSE, chunk_size=5)
-    cache = full_index.sparse_cache("snapkv", SnapKV(window_queries=4), Budget(0.2), question=question)
+    cache = full_index.cache(sparse("snapkv", SnapKV(window_queries=4), Budget(0.2), question=DENSE))
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
 
 
@@ -229,13 +230,13 @@ def test_a_question_of_one_token_answers_as_it_does_alone(full_index: OpenIndex)
     """It has no window of queries to observe, and takes none over from whoever had its slot before it."""
     words = [question_ids(full_index, question, raw=True) for question in QUESTIONS]
     asked = [words[0], words[1][:1], words[2], words[3][:1], words[4][:1]]
-    cache = full_index.sparse_cache("snapkv", SnapKV(window_queries=4), Budget(0.2))
+    cache = full_index.cache(sparse("snapkv", SnapKV(window_queries=4), Budget(0.2)))
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
 
 
 def test_what_is_drawn_is_drawn_for_each_question(index: OpenIndex) -> None:
     asked = [question_ids(index, question) for question in QUESTIONS]
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     drawn = replace(GREEDY, temperature=1.3, top_k=30, top_p=0.9, seed=5)
     found = ids(together(index, cache, asked, 3, drawn))
     assert found == ids(alone(index, cache, asked, drawn))
@@ -244,7 +245,7 @@ def test_what_is_drawn_is_drawn_for_each_question(index: OpenIndex) -> None:
 
 def test_an_answer_that_ends_makes_room(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [question_ids(index, question) for question in QUESTIONS]
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     whole = ids(together(index, cache, asked, 2))
     monkeypatch.setattr(index.model.generation_config, "eos_token_id", whole[2][4])
     expected = ids(alone(index, cache, asked))
@@ -254,13 +255,13 @@ def test_an_answer_that_ends_makes_room(index: OpenIndex, monkeypatch: pytest.Mo
 
 def test_more_tokens_than_the_first_rows_have_room_for(index: OpenIndex) -> None:
     asked = [question_ids(index, question) for question in QUESTIONS[:2]]
-    long, cache = replace(GREEDY, max_new_tokens=90), index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    long, cache = replace(GREEDY, max_new_tokens=90), index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     assert ids(together(index, cache, asked, 2, long)) == ids(alone(index, cache, asked, long))
 
 
 def test_a_batch_reads_what_its_questions_share_once(full_index: OpenIndex) -> None:
     asked = [question_ids(full_index, QUESTIONS[0])] * 4
-    cache = full_index.sparse_cache("quest", Quest(page_size=4), Budget(0.1))
+    cache = full_index.cache(sparse("quest", Quest(page_size=4), Budget(0.1)))
     one = alone(full_index, cache, asked[:1])[0]
     assert [answer.kv_fraction for answer in together(full_index, cache, asked, 4)] == pytest.approx(
         [one.kv_fraction] * 4
@@ -268,7 +269,7 @@ def test_a_batch_reads_what_its_questions_share_once(full_index: OpenIndex) -> N
 
 
 def test_logits_that_are_no_numbers_are_told(index: OpenIndex) -> None:
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     with logits_full_of(index.model, torch.nan), pytest.raises(SparsekvError, match="logits are not finite"):
         together(index, cache, [question_ids(index, QUESTIONS[0])] * 2, 2)
 
@@ -281,20 +282,20 @@ def test_logits_that_are_no_numbers_are_told(index: OpenIndex) -> None:
         ("csattention", CSAttention(step=2), {}),
         ("multipole", Multipole(stream=True, buffer=8), {}),
         ("multipole", Multipole(), {"guard": Guard(0.2)}),
-        ("multipole", Multipole(), {"measure_missed": True}),
-        ("quest", Quest(), {"prefetch": True}),
+        ("multipole", Multipole(), {"gauge": True}),
+        ("quest", Quest(), {"ahead": True}),
     ],
 )
 def test_some_things_cannot_be_shared(
     full_index: OpenIndex, name: str, method: Method, changes: dict[str, object]
 ) -> None:
-    cache = full_index.sparse_cache(name, method, Budget(0.2), **changes)  # type: ignore[arg-type]
-    assert why_alone(full_index, method, cache)
+    cache = full_index.cache(sparse(name, method, Budget(0.2), **changes))  # type: ignore[arg-type]
+    assert why_alone(full_index, Form(name, "", method), cache)
 
 
 def test_keys_that_turn_by_a_sequences_length_cannot_be_shared(index: OpenIndex) -> None:
-    cache, manifest = index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), index.artifact.manifest
-    assert not why_alone(index, Squeezed(), cache)
+    cache, manifest = index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), index.artifact.manifest
+    assert not why_alone(index, Form("squeezed", "", Squeezed()), cache)
     rope = manifest.rope.model_copy(update={"parameters": {"rope_type": "dynamic", "factor": 2.0}})
     turned = SimpleNamespace(artifact=SimpleNamespace(manifest=manifest.model_copy(update={"rope": rope})))
-    assert "turns keys by the length" in why_alone(turned, Squeezed(), cache)  # type: ignore[arg-type]
+    assert "turns keys by the length" in why_alone(turned, Form("squeezed", "", Squeezed()), cache)  # type: ignore[arg-type]

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.generate import Sampling, generate, question_ids
@@ -29,7 +30,7 @@ from sparsekv.runtime.selection.selection import Selection
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement raises an exception, and when?", "Why?", "And how?", "No.")
 GREEDY = Sampling(max_new_tokens=20)
-DENSE = QuestionPrefill("dense", None, Budget(1.0))
+DENSE = Dense()
 CAPTURED: dict[str, Method] = {
     "squeezed": Squeezed(),
     "multipole": Multipole(),
@@ -55,16 +56,16 @@ def _together(index: OpenIndex, batch: Batch, asked: list[torch.Tensor]) -> list
     return [found[number].ids for number in range(len(asked))]
 
 
-@pytest.mark.parametrize("prefill", [None, DENSE], ids=["", "prefilled densely"])
+@pytest.mark.parametrize("prefill", [Own(), DENSE], ids=["", "prefilled densely"])
 @pytest.mark.parametrize("name", [*CAPTURED, *LAUNCHED, "dense"])
 def test_everything_attended_gives_each_its_own_answer(
-    on_gpu: OpenIndex, name: str, prefill: QuestionPrefill | None
+    on_gpu: OpenIndex, name: str, prefill: Dense | Own | QuestionPrefill
 ) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
     cache = (
         on_gpu.dense_cache()
         if name == "dense"
-        else on_gpu.sparse_cache(name, (CAPTURED | LAUNCHED)[name], Budget(1.0), question=prefill)
+        else on_gpu.cache(sparse(name, (CAPTURED | LAUNCHED)[name], Budget(1.0), question=prefill))
     )
     expected = [generate(on_gpu, cache, one, GREEDY).ids for one in asked]
     for slots in (1, 3, 8):
@@ -75,7 +76,7 @@ def test_everything_attended_gives_each_its_own_answer(
 @pytest.mark.parametrize("residual", [False, True], ids=["dropped", "residual"])
 def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, residual: bool) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
-    cache = on_gpu.sparse_cache(name, CAPTURED[name], Budget(0.2), residual=residual)
+    cache = on_gpu.cache(sparse(name, CAPTURED[name], Budget(0.2), residual=residual))
     captured, launched = (Batch(on_gpu, cache, GREEDY, 4) for _ in range(2))
     launched.shared.capture = False
     assert _together(on_gpu, captured, asked) == _together(on_gpu, launched, asked)
@@ -95,7 +96,7 @@ def test_codes_are_scanned_by_kernels_for_each_question(on_gpu: OpenIndex, monke
         return chosen[-1]
 
     def batch() -> Batch:
-        return Batch(on_gpu, on_gpu.sparse_cache("codes", Codes(), Budget(0.2)), GREEDY, 4)
+        return Batch(on_gpu, on_gpu.cache(sparse("codes", Codes(), Budget(0.2))), GREEDY, 4)
 
     in_torch = dict(batch().answers(asked))[0].kv_fraction
     monkeypatch.setattr(code_scan, "FEWEST_KEYS", 1)
@@ -115,7 +116,7 @@ def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:
     build_index(plan, tmp_path / "small.skv")
     index = reopen(plan, tmp_path / "small.skv")
     asked = [question_ids(index, question) for question in QUESTIONS]
-    cache = index.sparse_cache("multipole", Multipole(), Budget(0.2))
+    cache = index.cache(sparse("multipole", Multipole(), Budget(0.2)))
     expected = _together(index, Batch(index, cache, GREEDY, 4), asked)
     batch = Batch(index, cache, GREEDY, 4)
     assert compile_steps(index.model, batch.one_step, tokens=4) > 0
@@ -125,7 +126,7 @@ def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:
 
 def test_rows_of_their_own_that_outgrow_their_buffers(on_gpu: OpenIndex) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS[:3]]
-    cache = on_gpu.sparse_cache("multipole", Multipole(), Budget(0.2))
+    cache = on_gpu.cache(sparse("multipole", Multipole(), Budget(0.2)))
     answers = []
     for capture in (True, False):
         batch = Batch(on_gpu, cache, Sampling(max_new_tokens=300), 3)

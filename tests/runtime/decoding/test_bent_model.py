@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bent_models import BENDS, bend
+from support.configs import sparse
 from support.sealing import read_fields, seal
 from support.small_index import build_small, random_ids, reopen, small_plan, stepped_logits, without_window
 
@@ -90,7 +91,7 @@ def test_a_canary_that_contradicts_its_index_is_damage(tmp_path: Path, change: C
 def test_a_layer_that_our_attention_gets_otherwise_than_at_the_build_is_refused(tmp_path: Path, method: str) -> None:
     """As after an update of transformers that passes a soft cap on under another name."""
     index = build_small(tmp_path / "doc.skv", "gemma2")
-    cache = index.dense_cache() if method == "dense" else index.sparse_cache(method, Squeezed(), Budget(1.0))
+    cache = index.dense_cache() if method == "dense" else index.cache(sparse(method, Squeezed(), Budget(1.0)))
     for change, says in (({"softcap": None}, "soft cap of layer 0"), ({"softmax_scale": 0.5}, "softmax scale")):
         cache.built = BuiltLayers(index.artifact.manifest.layers)
         with pytest.raises(IdentityError, match=says):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import build_small
 from torch._dynamo.utils import counters
@@ -51,7 +52,9 @@ def test_compiled_steps_give_the_same_logits(tmp_path: Path, family: str) -> Non
     index = build_small(tmp_path / "small.skv", family)
     compiled = replace(index, model=deepcopy(index.model))
     compile_layers(compiled.model, backend="aot_eager")
-    expected, found = (_logits(one, one.sparse_cache("squeezed", Squeezed(), Budget(0.3))) for one in (index, compiled))
+    expected, found = (
+        _logits(one, one.cache(sparse("squeezed", Squeezed(), Budget(0.3)))) for one in (index, compiled)
+    )
     assert_close(found, expected.double(), 1e-5)
     graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= 4
@@ -66,7 +69,7 @@ def test_compiled_steps_of_several_sequences_give_the_same_answers(tmp_path: Pat
     compile_layers(compiled.model, backend="aot_eager", tokens=3)
     asked = [question_ids(index, question) for question in ("What is an expression?", "x", "Why?", "And how?")]
     found, expected = (
-        dict(Batch(one, one.sparse_cache("squeezed", Squeezed(), Budget(0.3)), Sampling(12), 3).answers(asked))
+        dict(Batch(one, one.cache(sparse("squeezed", Squeezed(), Budget(0.3))), Sampling(12), 3).answers(asked))
         for one in (compiled, index)
     )
     assert {number: one.ids for number, one in found.items()} == {number: one.ids for number, one in expected.items()}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.random_tensors import clustered
 from support.reference import assert_close, attention_probabilities, random_attention, reference_attention
 from support.replaced_decoding import decoding_errors
@@ -110,7 +111,7 @@ def test_kmeans_labels_are_the_nearest_centres_of_their_clusters() -> None:
 @pytest.mark.parametrize("name", ["squeezed", "multipole", "csattention", "dense"])
 def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
     tokens = random_ids(40)
-    cache = on_gpu.dense_cache() if name == "dense" else on_gpu.sparse_cache(name, METHODS[name][0], Budget(1.0))
+    cache = on_gpu.dense_cache() if name == "dense" else on_gpu.cache(sparse(name, METHODS[name][0], Budget(1.0)))
     logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
     plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
@@ -121,7 +122,7 @@ def test_everything_is_the_plain_model(on_gpu: OpenIndex, name: str) -> None:
 def test_everything_is_the_plain_model_while_tokens_are_taken_in(on_gpu: OpenIndex, name: str, ahead: bool) -> None:
     tokens = random_ids(150)
     method = {"multipole": Multipole(stream=True, buffer=8), "csattention": CSAttention(stream=True, buffer=8)}[name]
-    cache = on_gpu.sparse_cache(name, method, Budget(1.0), prefetch=ahead)
+    cache = on_gpu.cache(sparse(name, method, Budget(1.0), ahead=ahead))
     logits = stepped_logits(on_gpu, cache, tokens.cuda(), question=9)
     plain = plain_logits(on_gpu.model, torch.cat([on_gpu.input_ids, tokens]).cuda())
     assert_close(logits.cpu(), plain[len(on_gpu.input_ids) :].cpu(), 1e-4)
@@ -132,7 +133,7 @@ def test_clusters_that_take_tokens_in_stand_for_them_wherever_rows_lie(on_gpu: O
     """By kernels where rows are chosen in place, by torch where they come from the host."""
     tokens, method = random_ids(90).cuda(), Multipole(lookup, stream=True, buffer=8)
     on_device, elsewhere = (
-        on_gpu.sparse_cache("multipole", method, Budget(0.1), placement=place) for place in ("device", "host")
+        on_gpu.cache(sparse("multipole", method, Budget(0.1), placement=place)) for place in ("device", "host")
     )
     expected = stepped_logits(on_gpu, elsewhere, tokens, question=9)
     assert_close(stepped_logits(on_gpu, on_device, tokens, question=9).cpu(), expected.cpu(), 1e-4)
@@ -161,7 +162,7 @@ def test_a_biased_row_in_another_precision_than_the_query() -> None:
 
 
 def test_an_answer_and_a_report(on_gpu: OpenIndex) -> None:
-    cache = on_gpu.sparse_cache("squeezed", Squeezed(lookup="hierarchical"), Budget(0.1))
+    cache = on_gpu.cache(sparse("squeezed", Squeezed(lookup="hierarchical"), Budget(0.1)))
     answer = generate(on_gpu, cache, question_ids(on_gpu, "What comes next?"), Sampling(max_new_tokens=12))
     assert 0 < answer.kv_fraction < 1
     report = recall_report(
@@ -185,7 +186,7 @@ def test_an_index_of_the_gpu_opens_on_the_cpu(on_gpu: OpenIndex, tmp_path: Path)
 def test_a_decode_step_waits_for_nothing(on_gpu: OpenIndex, name: str) -> None:
     """Every layer's attention, selection included, with each synchronisation made an error."""
     method, residual = METHODS[name]
-    cache = on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual)
+    cache = on_gpu.cache(sparse(name.partition(" ")[0], method, Budget(0.1), residual=residual))
     config, manifest = on_gpu.model.config, on_gpu.artifact.manifest
     for number in manifest.indexed_layers:
         layer, facts = cache.stored_layers[number], manifest.layers[number]
@@ -211,7 +212,7 @@ def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, nam
     captured, launched = (
         on_gpu.dense_cache()
         if name == "dense"
-        else on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual)
+        else on_gpu.cache(sparse(name.partition(" ")[0], method, Budget(0.1), residual=residual))
         for _ in range(2)
     )
     launched.capturing = False
@@ -245,7 +246,7 @@ def test_a_captured_step_follows_a_buffer_that_grows(on_gpu: OpenIndex) -> None:
 
 def test_steps_that_wait_are_launched(on_gpu: OpenIndex) -> None:
     asked = question_ids(on_gpu, "Why?")
-    cache = on_gpu.sparse_cache("squeezed", Squeezed("hierarchical", "threshold"), Budget(0.1))
+    cache = on_gpu.cache(sparse("squeezed", Squeezed("hierarchical", "threshold"), Budget(0.1)))
     first, second = (generate(on_gpu, cache, asked, Sampling(max_new_tokens=8)) for _ in range(2))
     assert first.ids == second.ids
     assert cache.graph is None
@@ -258,7 +259,7 @@ def test_rows_elsewhere_are_the_same_rows(on_gpu: OpenIndex, name: str, placemen
     method, residual = METHODS[name]
     tokens = random_ids(30).cuda()
     on_device, elsewhere = (
-        on_gpu.sparse_cache(name.partition(" ")[0], method, Budget(0.1), residual=residual, placement=place)
+        on_gpu.cache(sparse(name.partition(" ")[0], method, Budget(0.1), residual=residual, placement=place))
         for place in ("device", placement)
     )
     for expected, output in both_outputs(on_gpu, on_device, elsewhere, tokens, question=9):
@@ -271,7 +272,7 @@ def test_searching_ahead_on_a_stream_of_its_own(on_gpu: OpenIndex, name: str, pl
     """Steps repeated many times over, so that a transfer that is not waited for shows as another result."""
     tokens = random_ids(60).cuda()
     caches = [
-        on_gpu.sparse_cache(name, METHODS[name][0], Budget(0.1), placement=place, prefetch=True)
+        on_gpu.cache(sparse(name, METHODS[name][0], Budget(0.1), placement=place, ahead=True))
         for place in ("device", placement)
     ]
     first, *others = (stepped_logits(on_gpu, cache, tokens, question=9) for cache in caches for _ in range(4))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import build_tiny, tiny_tokenizer
@@ -15,8 +16,8 @@ from transformers import LlamaConfig
 
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.config import QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -56,7 +57,7 @@ EACH: dict[str, Options] = {
     "multipole --opened": Options("multipole", Multipole("hierarchical", opened=2.0)),
     "multipole --guard": Options("multipole", Multipole(), others={"guard": Guard(0.02)}),
     "multipole --guard down two levels": Options("multipole", Multipole("hierarchical"), others={"guard": Guard(0.02)}),
-    "multipole --gauge": Options("multipole", Multipole(), others={"measure_missed": True}),
+    "multipole --gauge": Options("multipole", Multipole(), others={"gauge": True}),
     "multipole --prefill quoka": Options("multipole", Multipole(), others={"question": QUESTION}),
     "multipole --stream": Options("multipole", Multipole(stream=True, buffer=8)),
     "multipole --stream down two levels": Options("multipole", Multipole("hierarchical", stream=True, buffer=8)),
@@ -96,7 +97,7 @@ EACH: dict[str, Options] = {
 
 
 def _logits(index: OpenIndex, options: Options, tokens: torch.Tensor, **others: Any) -> torch.Tensor:
-    cache = index.sparse_cache(options.name, options.method, options.budget, **options.others, **others)
+    cache = index.cache(sparse(options.name, options.method, options.budget, **options.others, **others))
     return stepped_logits(index, cache, tokens, question=13).cpu()
 
 

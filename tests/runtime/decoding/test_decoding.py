@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close, relative_error
 from support.small_index import build_small, plain_logits_after, random_ids, stepped_logits
 from support.tiny_models import WINDOW
@@ -70,7 +71,7 @@ EVERYTHING = Budget(1.0)
 
 
 def _cache(index: OpenIndex, name: str, budget: Budget = EVERYTHING) -> IndexCache:
-    return index.sparse_cache(name, METHODS[name], budget)
+    return index.cache(sparse(name, METHODS[name], budget))
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +140,7 @@ def test_a_schedule_begins_anew_with_each_question(tabled: OpenIndex, residual: 
     """Of the question before, no selection is used."""
     first, second = (question_ids(tabled, text) for text in ("Tell me of assertions.", "And of atoms?"))
     used, fresh = (
-        tabled.sparse_cache("csattention", CSAttention(step=8), Budget(0.1), residual=residual) for _ in range(2)
+        tabled.cache(sparse("csattention", CSAttention(step=8), Budget(0.1), residual=residual)) for _ in range(2)
     )
     generate(tabled, used, first, Sampling(max_new_tokens=6))
     answers = [generate(tabled, cache, second, Sampling(max_new_tokens=6)) for cache in (used, fresh)]
@@ -159,7 +160,7 @@ def test_a_larger_budget_comes_nearer_to_the_plain_model(index: OpenIndex, name:
         for share in (0.02, 0.5, 1.0)
     ]
     assert errors[0] > errors[1] > errors[2]
-    window = stepped_logits(index, index.sparse_cache("window", Window(), EVERYTHING), tokens, question=5)
+    window = stepped_logits(index, index.cache(sparse("window", Window(), EVERYTHING)), tokens, question=5)
     assert relative_error(window, plain) > errors[0]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.sealing import Tensors, change_tensors
 from support.small_index import build_small, small_plan
 from support.tiny_models import save_tiny
@@ -21,6 +22,7 @@ from sparsekv.formats.schema import layer_file
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
 from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding import early_reading, prepare
@@ -60,7 +62,7 @@ def stored(tmp_path: Path) -> Stored:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_and_weights_are_those_that_are_stored(stored: Stored, device: str) -> None:
     artifact = stored.artifact
-    early = EarlyReading(artifact, device, files_read(artifact, "squeezed", Squeezed()), hold=True)
+    early = EarlyReading(artifact, device, files_read(artifact, Form("squeezed", "", Squeezed())), hold=True)
     opened = load_and_open(artifact, stored.model, device, hold=True, early=early)
     plain = load_and_open(stored.artifact, stored.model, device)
     for layer in artifact.manifest.indexed_layers:
@@ -98,9 +100,9 @@ def test_a_wrong_model_or_device_is_told_by_opening(stored: Stored, model: str, 
 
 def test_sums_are_checked_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = stored.artifact
-    files = files_read(artifact, "squeezed", Squeezed())
-    assert files_read(artifact, "quest", Quest()) == [one for one in files if one.startswith("queries")]
-    assert files_read(artifact, "dense", None) == []
+    files = files_read(artifact, Form("squeezed", "", Squeezed()))
+    assert files_read(artifact, Form("quest", "", Quest())) == [one for one in files if one.startswith("queries")]
+    assert files_read(artifact, Dense()) == []
     EarlyReading(artifact, "cpu", files)
     _wait_for_reading()
     monkeypatch.setattr(artifact, "_check_sum", pytest.fail)
@@ -116,7 +118,7 @@ def _wait_for_reading() -> None:
 def _early(stored: Stored) -> EarlyReading:
     """What is read early of an index that squeezed will answer from, once all of it is read."""
     artifact = stored.artifact
-    files, form = files_read(artifact, "squeezed", Squeezed()), Form("squeezed", "", Squeezed())
+    files, form = files_read(artifact, Form("squeezed", "", Squeezed())), Form("squeezed", "", Squeezed())
     early = EarlyReading(artifact, "cpu", files, hold=True, form=form)
     _wait_for_reading()
     return early
@@ -128,8 +130,8 @@ def test_a_method_is_prepared_once(stored: Stored, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as forbidden:
         forbidden.setattr(prepare, "prepare_layer", pytest.fail)
         opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
-        cache = opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
-    late = load_and_open(stored.artifact, stored.model, "cpu").sparse_cache("squeezed", Squeezed(), Budget(0.1))
+        cache = opened.cache(sparse("squeezed", Squeezed(), Budget(0.1)))
+    late = load_and_open(stored.artifact, stored.model, "cpu").cache(sparse("squeezed", Squeezed(), Budget(0.1)))
     assert torch.equal(_logits(opened, cache), _logits(opened, late))
 
 
@@ -138,12 +140,12 @@ def test_only_the_method_that_was_prepared_is_taken_and_once(stored: Stored, met
     """A cache with other parameters is made of its own, and one made later of none that another has."""
     opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=_early(stored))
     assert opened.prepared is not None
-    other = opened.sparse_cache("squeezed", method, Budget(0.1), residual=residual)
+    other = opened.cache(sparse("squeezed", method, Budget(0.1), residual=residual))
     assert opened.prepared is None
     plain = load_and_open(stored.artifact, stored.model, "cpu")
-    theirs = plain.sparse_cache("squeezed", method, Budget(0.1), residual=residual)
+    theirs = plain.cache(sparse("squeezed", method, Budget(0.1), residual=residual))
     assert torch.equal(_logits(opened, other), _logits(plain, theirs))
-    again, plainly = (one.sparse_cache("squeezed", Squeezed(), Budget(0.1)) for one in (opened, plain))
+    again, plainly = (one.cache(sparse("squeezed", Squeezed(), Budget(0.1))) for one in (opened, plain))
     assert torch.equal(_logits(opened, again), _logits(plain, plainly))
 
 
@@ -161,7 +163,7 @@ def test_nothing_is_prepared_while_the_model_is_loaded(
         assert all(step is None for step in steps)
     assert (early.prepared is None) == loading
     opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
-    opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+    opened.cache(sparse("squeezed", Squeezed(), Budget(0.1)))
 
 
 @pytest.mark.parametrize("name", ["codes", "multipole-windowed"])
@@ -216,7 +218,7 @@ def test_a_bad_tensor_that_was_met_early_is_refused_in_the_same_words(stored: St
     for early in (None, _early(stored)):
         opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
         with pytest.raises(ArtifactError, match=f"{name} in layer 1 of squeezed .* no build of ours writes") as refusal:
-            opened.sparse_cache("squeezed", Squeezed(), Budget(0.1))
+            opened.cache(sparse("squeezed", Squeezed(), Budget(0.1)))
         refusals.append(str(refusal.value))
     assert refusals[0] == refusals[1]
 

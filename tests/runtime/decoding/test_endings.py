@@ -9,18 +9,18 @@ from support.tiny_models import CHAT_TEMPLATE, END
 from tokenizers import AddedToken
 
 from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.endings import ending_tokens
 from sparsekv.runtime.decoding.generate import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.tracing.trace import TracedIndex
 
-SETTING = Setting(Form("squeezed", "", Squeezed(), False), Budget(1.0))
+SETTING = DecodeConfig(Form("squeezed", "", Squeezed(), False), Budget(1.0))
 SAMPLING = Sampling(max_new_tokens=24)
 QUESTION = "What is an expression?"
 

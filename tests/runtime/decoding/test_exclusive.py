@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Barrier, Event
 from typing import Any
@@ -17,12 +17,12 @@ from support.small_index import INDEXERS, build_small
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.append import Appender
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
@@ -56,13 +56,13 @@ def every_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     return build_small(tmp_path_factory.mktemp("threads") / "small.skv", methods=built)
 
 
-def setting(name: str) -> Setting:
+def setting(name: str) -> DecodeConfig:
     method = METHODS[name]
-    return Setting(None if method is None else Form(name, "", method, False), Budget(0.3))
+    return DecodeConfig(Dense()) if method is None else DecodeConfig(Form(name, "", method), Budget(0.3))
 
 
 def asker(index: OpenIndex, name: str) -> Asker:
-    return Asker.open(index, setting(name), prefetch=name == "squeezed")
+    return Asker.open(index, replace(setting(name), ahead=name == "squeezed"))
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import sparse
 from support.small_index import build_small
 from support.tiny_models import END, START
 from transformers import GenerationConfig
@@ -22,7 +23,7 @@ QUESTION = "What is an expression?"
 
 
 def _answer(index: OpenIndex, sampling: Sampling, question: str = QUESTION, budget: float = 0.2) -> Answer:
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(budget))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(budget)))
     return generate(index, cache, question_ids(index, question), sampling)
 
 
@@ -100,7 +101,7 @@ def test_a_question_does_not_speak_as_the_system_unless_it_may(index: OpenIndex,
 
 
 def test_an_answer_ends_with_the_models_positions(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     question = question_ids(index, QUESTION)
     prompt = len(index.input_ids) + len(question)
     monkeypatch.setattr(index.model.config, "max_position_embeddings", prompt + 3)
@@ -116,7 +117,7 @@ def test_an_answer_stays_on_its_side_of_where_phi3_starts_over(tmp_path: Path) -
     index = build_small(tmp_path / "small.skv", "phi3")
     question = question_ids(index, QUESTION)
     prompt = len(index.input_ids) + len(question)
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     index.model.config.original_max_position_embeddings = prompt + 6
     answer = generate(index, cache, question, Sampling(max_new_tokens=20))
     assert answer.generated_tokens == 6
@@ -131,7 +132,7 @@ def test_an_answer_stays_on_its_side_of_where_phi3_starts_over(tmp_path: Path) -
 
 def test_pieces_of_text_arrive_as_they_are_decoded_and_make_up_the_answer(index: OpenIndex) -> None:
     pieces: list[str] = []
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     answer = generate(index, cache, question_ids(index, QUESTION), Sampling(max_new_tokens=60), pieces.append)
     assert "".join(pieces) == answer.text
     assert all(pieces)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.small_index import INDEXERS, random_ids, reopen, small_plan, stepped_logits
@@ -12,8 +13,8 @@ from sparsekv.formats.context_rows import context_rows
 from sparsekv.formats.int8_rows import quantise
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.config import QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.cache.rows_in_8_bits import RowsIn8Bits
 from sparsekv.runtime.decoding.batch import Batch
@@ -72,7 +73,7 @@ def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_kernels_read_rows_in_8_bits_as_plain_torch_reads_restored_ones(on_gpu: OpenIndex, name: str) -> None:
     """Rows from the host or the disk are restored, and attended to without a kernel."""
     named, tokens = METHODS[name], random_ids(40).cuda()
-    caches = {where: on_gpu.sparse_cache(*named, Budget(0.2), placement=where) for where in PLACEMENTS}
+    caches = {where: on_gpu.cache(sparse(*named, Budget(0.2), placement=where)) for where in PLACEMENTS}
     there = {where: stepped_logits(on_gpu, cache, tokens, question=9).cpu() for where, cache in caches.items()}
     assert_close(there["device"], there["host"], 1e-4)
     assert_close(there["device"], there["disk"], 1e-4)
@@ -82,14 +83,14 @@ def test_kernels_read_rows_in_8_bits_as_plain_torch_reads_restored_ones(on_gpu: 
 def test_options_take_restored_rows(on_gpu: OpenIndex, name: str) -> None:
     tokens, there = random_ids(40).cuda(), []
     for where in ("device", "host"):
-        cache = on_gpu.sparse_cache(*METHODS["multipole"], Budget(0.2), placement=where, **OPTIONS[name])
+        cache = on_gpu.cache(sparse(*METHODS["multipole"], Budget(0.2), placement=where, **OPTIONS[name]))
         there.append(stepped_logits(on_gpu, cache, tokens, question=9).cpu())
     assert_close(there[0], there[1], 1e-4)
 
 
 def test_tokens_that_are_taken_in_are_rounded_and_forgotten(on_gpu: OpenIndex) -> None:
     tokens, streaming = random_ids(60).cuda(), Multipole(stream=True, buffer=8)
-    cache = on_gpu.sparse_cache("multipole", streaming, Budget(1.0))
+    cache = on_gpu.cache(sparse("multipole", streaming, Budget(1.0)))
     once, again = (stepped_logits(on_gpu, cache, tokens, question=9).cpu() for _ in range(2))
     assert_close(once, again, 1e-5)
     expected = stepped_logits(on_gpu, on_gpu.dense_cache(), tokens, question=9)
@@ -103,7 +104,7 @@ def test_rows_that_the_probe_read_are_those_that_are_kept(on_gpu: OpenIndex) -> 
         found, expected = (
             stepped_logits(index, cache, tokens, question=9).cpu()
             for index in (held, on_gpu)
-            for cache in [index.dense_cache() if name is None else index.sparse_cache(*METHODS[name], Budget(0.2))]
+            for cache in [index.dense_cache() if name is None else index.cache(sparse(*METHODS[name], Budget(0.2)))]
         )
         assert_close(found, expected, 1e-5)
 
@@ -111,7 +112,7 @@ def test_rows_that_the_probe_read_are_those_that_are_kept(on_gpu: OpenIndex) -> 
 def test_everything_attended_is_dense_attention(on_gpu: OpenIndex) -> None:
     tokens = random_ids(40).cuda()
     expected = stepped_logits(on_gpu, on_gpu.dense_cache(), tokens, question=9)
-    cache = on_gpu.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = on_gpu.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     assert_close(stepped_logits(on_gpu, cache, tokens, question=9).cpu(), expected.cpu(), 1e-4)
     assert list(Artifact(on_gpu.artifact.folder, thorough=True).verify())
 
@@ -119,7 +120,7 @@ def test_everything_attended_is_dense_attention(on_gpu: OpenIndex) -> None:
 @pytest.mark.parametrize("name", ["multipole", None], ids=["sparse", "dense"])
 def test_questions_that_decode_together_answer_as_each_alone(on_gpu: OpenIndex, name: str | None) -> None:
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
-    cache = on_gpu.dense_cache() if name is None else on_gpu.sparse_cache(*METHODS[name], Budget(1.0))
+    cache = on_gpu.dense_cache() if name is None else on_gpu.cache(sparse(*METHODS[name], Budget(1.0)))
     expected = [generate(on_gpu, cache, one, GREEDY).ids for one in asked]
     together = dict(Batch(on_gpu, cache, GREEDY, 3).answers(asked))
     assert [together[number].ids for number in range(len(asked))] == expected
@@ -127,7 +128,7 @@ def test_questions_that_decode_together_answer_as_each_alone(on_gpu: OpenIndex, 
 
 def test_less_of_a_gpu_is_taken_than_by_restored_rows(on_gpu: OpenIndex) -> None:
     layer = on_gpu.artifact.manifest.indexed_layers[0]
-    rows = on_gpu.sparse_cache("squeezed", Squeezed(), Budget(0.2)).layers[layer].plan.middle
+    rows = on_gpu.cache(sparse("squeezed", Squeezed(), Budget(0.2))).layers[layer].plan.middle
     assert isinstance(rows, RowsIn8Bits)
     restored = sum(one.nbytes for one in rows.from_row(0))
     assert sum(one.buffer.nbytes for one in rows.rows.values()) < 0.6 * restored * 2 / on_gpu.dtype.itemsize

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.sealing import change_tensors
 from support.small_index import (
@@ -98,7 +99,7 @@ def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list
 @pytest.mark.parametrize("name", METHODS)
 def test_a_greedy_answer_is_the_one_transformers_gives_over_restored_rows(int8_index: OpenIndex, name: str) -> None:
     question = question_ids(int8_index, "What comes next?")
-    cache = int8_index.sparse_cache(name, METHODS[name], EVERYTHING)
+    cache = int8_index.cache(sparse(name, METHODS[name], EVERYTHING))
     answer = generate(int8_index, cache, question, Sampling(max_new_tokens=12))
     assert answer.ids == _plain_answer(int8_index, question, 12)
 
@@ -106,7 +107,7 @@ def test_a_greedy_answer_is_the_one_transformers_gives_over_restored_rows(int8_i
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_logits_are_those_over_restored_rows_wherever_rows_lie(int8_index: OpenIndex, placement: str) -> None:
     tokens = random_ids(WINDOW + 20)
-    cache = int8_index.sparse_cache("squeezed", METHODS["squeezed"], EVERYTHING, placement=placement)
+    cache = int8_index.cache(sparse("squeezed", METHODS["squeezed"], EVERYTHING, placement=placement))
     expected = _plain_logits(int8_index, tokens)
     assert_close(stepped_logits(int8_index, cache, tokens, question=WINDOW - 2), expected, 1e-4)
 
@@ -131,11 +132,11 @@ def test_a_small_budget_chooses_as_over_an_exact_index_of_the_restored_rows(
 ) -> None:
     """Only chosen rows are restored, from where they are mapped: the same as restoring all of them first."""
     tokens, method = random_ids(24), METHODS[name]
-    restored = llama.sparse_cache(name, method, Budget(0.2), placement=placement)
+    restored = llama.cache(sparse(name, method, Budget(0.2), placement=placement))
     found = stepped_logits(llama, restored, tokens, question=10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Artifact, "context_rows", _restored_at_once)
-        again = stepped_logits(llama, llama.sparse_cache(name, method, Budget(0.2)), tokens, question=10)
+        again = stepped_logits(llama, llama.cache(sparse(name, method, Budget(0.2))), tokens, question=10)
     assert_close(found, again, 1e-4)
 
 
@@ -151,7 +152,7 @@ def _restored_at_once(artifact: Artifact, layer: int, device: torch.device = CPU
 def test_streamed_tokens_join_the_clusters(llama: OpenIndex) -> None:
     tokens, method = random_ids(40), Multipole(stream=True, buffer=8)
     logits = [
-        stepped_logits(llama, llama.sparse_cache("multipole", method, EVERYTHING, placement=placement), tokens, 10)
+        stepped_logits(llama, llama.cache(sparse("multipole", method, EVERYTHING, placement=placement)), tokens, 10)
         for placement in PLACEMENTS
     ]
     for some in logits:
@@ -190,7 +191,7 @@ def test_an_index_in_half_precision_opens_and_answers(tmp_path: Path) -> None:
         build_index(plan, folder)
         index = reopen(plan, folder)
         assert index.artifact.context(0)[0].dtype == dtype
-        cache = index.sparse_cache("squeezed", METHODS["squeezed"], EVERYTHING)
+        cache = index.cache(sparse("squeezed", METHODS["squeezed"], EVERYTHING))
         generate(index, cache, question_ids(index, "What?"), Sampling(max_new_tokens=2))
 
 

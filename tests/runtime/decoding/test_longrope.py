@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import POSITIONS, build_tiny, tiny_tokenizer
@@ -11,16 +12,16 @@ from transformers import LlamaConfig
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Sampling, answer_room, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.budget import Budget
 
 TOKENS = 300
-DENSE = Setting(None, Budget(1.0))
+DENSE = DecodeConfig(Dense())
 
 
 def built(folder: Path, switch: int) -> OpenIndex:
@@ -42,7 +43,7 @@ def built(folder: Path, switch: int) -> OpenIndex:
 def test_answers_on_either_side_are_plain_transformers(switch: int, tmp_path: Path) -> None:
     index, tokens = built(tmp_path / "a.skv", switch), random_ids(50)
     assert answer_room(index, TOKENS + 10) == (POSITIONS if switch < TOKENS else switch) - TOKENS - 10
-    for cache in (index.dense_cache(), index.sparse_cache("squeezed", Squeezed(), Budget(1.0))):
+    for cache in (index.dense_cache(), index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))):
         assert_close(stepped_logits(index, cache, tokens, 30), plain_logits_after(index, tokens).double(), 1e-4)
 
 
@@ -50,7 +51,7 @@ def test_an_answer_ends_at_the_switch_and_a_question_beyond_it_is_refused(tmp_pa
     index = built(tmp_path / "a.skv", TOKENS + 90)
     question = question_ids(index, "Who?")
     room = 90 - len(question)
-    cache, sampling = index.sparse_cache("squeezed", Squeezed(), Budget(1.0)), Sampling(max_new_tokens=200)
+    cache, sampling = index.cache(sparse("squeezed", Squeezed(), Budget(1.0))), Sampling(max_new_tokens=200)
     assert generate(index, cache, question, sampling).generated_tokens <= room
     told = f"positions of this model change at {TOKENS + 90}, where no index can follow; ask less, or index a document"
     with pytest.raises(UsageError, match=told):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.odd_numbers import logits_full_of
 from support.reference import assert_close
 from support.small_index import stepped_logits
@@ -83,7 +84,7 @@ def _continued(
 )
 def test_tokens_are_those_of_transformers_own_loop(index: OpenIndex, name: str, config: dict[str, Any]) -> None:
     """Over several questions to one cache, the second of which is longer."""
-    ours, theirs = (index.sparse_cache(name, METHODS[name], Budget(0.2)) for _ in range(2))
+    ours, theirs = (index.cache(sparse(name, METHODS[name], Budget(0.2))) for _ in range(2))
     for question in QUESTIONS:
         expected, expected_told = _continued(index, theirs, question, own_loop=False, **config)
         found, told = _continued(index, ours, question, own_loop=True, **config)
@@ -98,13 +99,13 @@ def test_tokens_are_those_of_transformers_own_loop(index: OpenIndex, name: str, 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_are_told(index: OpenIndex, number: float, sampled: bool) -> None:
     """Before a draw from them, which on a GPU no later call would survive."""
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     with logits_full_of(index.model, number), pytest.raises(SparsekvError, match="logits are not finite"):
         _continued(index, cache, QUESTIONS[0], own_loop=True, do_sample=sampled)
 
 
 def test_an_answer_stops_at_an_end_token_and_is_told_it(index: OpenIndex) -> None:
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.2))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.2)))
     whole, _ = _continued(index, cache, QUESTIONS[0], own_loop=True)
     prompt = len(index.input_ids) + len(question_ids(index, QUESTIONS[0]))
     answer = whole[prompt:]
@@ -116,7 +117,7 @@ def test_an_answer_stops_at_an_end_token_and_is_told_it(index: OpenIndex) -> Non
 
 def test_a_step_begins_before_its_tokens_text_is_shown(index: OpenIndex) -> None:
     """A GPU would wait for the text. Only the first token is shown at once: its step is captured, which takes long."""
-    cache, done = index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), list[str]()
+    cache, done = index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), list[str]()
 
     class Shown(Told):
         def put(self, value: torch.Tensor) -> None:
@@ -152,7 +153,7 @@ def test_a_buffer_that_is_full_grows_within_an_answer(index: OpenIndex, monkeypa
 def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) -> None:
     """Layers that slide too, far past their window; in logits, for these models' best tokens may be close."""
     tokens = torch.arange(60) % 200
-    for cache in (family_index.sparse_cache("squeezed", Squeezed(), Budget(0.2)), family_index.dense_cache()):
+    for cache in (family_index.cache(sparse("squeezed", Squeezed(), Budget(0.2))), family_index.dense_cache()):
         expected = stepped_logits(family_index, cache, tokens, question=25)
         cache.rewind()
         step = DecodeStep(family_index.model, cache, capture=False)
@@ -166,9 +167,9 @@ def test_every_family_decodes_at_a_place_on_the_device(family_index: OpenIndex) 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"placement": "disk"}, {"measure_missed": True}, {"prefetch": True}],
+    [{"placement": "disk"}, {"gauge": True}, {"ahead": True}],
     ids=["elsewhere", "measured", "prefetch"],
 )
 def test_what_cannot_be_captured_says_so(index: OpenIndex, changes: dict[str, Any]) -> None:
-    assert index.sparse_cache("squeezed", Squeezed(), Budget(0.2)).capturable
-    assert not index.sparse_cache("squeezed", Squeezed(), Budget(0.2), **changes).capturable
+    assert index.cache(sparse("squeezed", Squeezed(), Budget(0.2))).capturable
+    assert not index.cache(sparse("squeezed", Squeezed(), Budget(0.2), **changes)).capturable

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import WINDOW, build_tiny, tiny_tokenizer
@@ -79,7 +80,7 @@ def test_answers_are_plain_transformers(family: str, tmp_path: Path) -> None:
     build_index(plan, tmp_path / "a.skv")
     index = reopen(plan, tmp_path / "a.skv")
     assert [facts.sliding_window for facts in index.artifact.manifest.layers] == windows
-    caches = [index.dense_cache(), index.sparse_cache("squeezed", Squeezed(), Budget(1.0))]
+    caches = [index.dense_cache(), index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))]
     found = [stepped_logits(index, cache, tokens, WINDOW + 8) for cache in caches]
     plain = plain_logits_after(index, tokens)
     for logits in found:

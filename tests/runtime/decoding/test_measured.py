@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close, relative_error
 from support.small_index import build_small, random_ids, stepped_logits
 
@@ -34,8 +35,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 @pytest.mark.parametrize("name", TELLING)
 def test_measuring_changes_nothing(index: OpenIndex, name: str, limit: Guard | None) -> None:
     tokens, method = random_ids(QUESTION + 3, 5), methods()[name]()
-    plain = stepped_logits(index, index.sparse_cache(name, method, Budget(0.05)), tokens, QUESTION)
-    cache = index.sparse_cache(name, method, Budget(0.05), measure_missed=True, guard=limit)
+    plain = stepped_logits(index, index.cache(sparse(name, method, Budget(0.05))), tokens, QUESTION)
+    cache = index.cache(sparse(name, method, Budget(0.05), gauge=True, guard=limit))
     assert_close(stepped_logits(index, cache, tokens, QUESTION), plain.double(), 1e-4)
 
 
@@ -44,7 +45,7 @@ def test_a_guard_brings_a_question_nearer_to_dense_attention(index: OpenIndex) -
     dense = stepped_logits(index, index.dense_cache(), tokens, QUESTION).double()
 
     def error(**options: Any) -> float:
-        cache = index.sparse_cache("codes", method, Budget(2), **options)
+        cache = index.cache(sparse("codes", method, Budget(2), **options))
         return relative_error(stepped_logits(index, cache, tokens, QUESTION), dense)
 
     assert error(guard=Guard(0.05)) < error()
@@ -70,8 +71,8 @@ def test_what_is_read_again_does_not_depend_on_how_fast_searches_are(
     def logits(run: Callable[..., Any], following: Callable[..., Any]) -> torch.Tensor:
         monkeypatch.setattr(Prefetcher, "_run", run)
         monkeypatch.setattr(Prefetcher, "next", following)
-        options: dict[str, Any] = {"residual": True, "guard": Guard(0.5), "prefetch": True}
-        cache = index.sparse_cache(name, method, Budget(0.05), **options)
+        options: dict[str, Any] = {"residual": True, "guard": Guard(0.5), "ahead": True}
+        cache = index.cache(sparse(name, method, Budget(0.05), **options))
         return stepped_logits(index, cache, random_ids(30, 2), 20)
 
     assert torch.equal(logits(slowly, following), logits(run, at_once))

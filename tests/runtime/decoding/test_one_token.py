@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.configs import sparse
 from support.plain_talk import plain_answer
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -13,14 +14,13 @@ from support.small_layer import as_queries
 
 from sparsekv.kernels.attention import compiled
 from sparsekv.kernels.common.hook import route_attention
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.attention.question import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.batch import Batch
 from sparsekv.runtime.decoding.generate import Answer, Sampling, generate, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -33,10 +33,9 @@ from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.capabilities import ChoosesTogether
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import DENSE
 
 FEW = Budget(0.05)
-PREFILL = QuestionPrefill(DENSE, None, Budget(1.0))
+PREFILL = Dense()
 METHODS: dict[str, Method] = {
     "codes": Codes(),
     "squeezed": Squeezed(),
@@ -66,7 +65,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def _cache(index: OpenIndex, name: str, budget: Budget = FEW, **options: object) -> IndexCache:
-    return index.sparse_cache(name, METHODS[name], budget, question=PREFILL, **options)  # type: ignore[arg-type]
+    return index.cache(sparse(name, METHODS[name], budget, question=PREFILL, **options))  # type: ignore[arg-type]
 
 
 def _plain_answer(index: OpenIndex, question: torch.Tensor, tokens: int) -> list[int]:
@@ -101,7 +100,7 @@ def test_a_prompt_in_pieces_of_one_token_is_prefilled_to_its_end(full_index: Ope
     assert all(layer.stored > full_index.split.tokens for layer in sparse) == (name == "multipole")
 
 
-@pytest.mark.parametrize("options", [{"measure_missed": True}, {"guard": Guard(0.2)}, {"prefetch": True}], ids=str)
+@pytest.mark.parametrize("options", [{"gauge": True}, {"guard": Guard(0.2)}, {"ahead": True}], ids=str)
 def test_what_watches_decode_steps_does_not_see_it(full_index: OpenIndex, options: dict[str, object]) -> None:
     cache = _cache(full_index, "squeezed", **options)
     stepped_logits(full_index, cache, random_ids(1), question=1)
@@ -129,11 +128,11 @@ def test_it_is_answered_alone_and_in_a_batch_as_by_the_plain_model(full_index: O
 @pytest.mark.parametrize("name", ["snapkv", "quest", "codes", "squeezed"])
 @pytest.mark.parametrize("prefill", [None, PREFILL], ids=["own", "dense"])
 def test_a_batch_of_one_answers_it_as_it_does_alone(
-    full_index: OpenIndex, name: str, prefill: QuestionPrefill | None
+    full_index: OpenIndex, name: str, prefill: Dense | Own | QuestionPrefill
 ) -> None:
     """Where the answer's method selects for the question, by its choice for questions."""
     method = Squeezed(selection="threshold") if name == "squeezed" else METHODS[name]
-    cache = full_index.sparse_cache(name, method, Budget(0.1), question=prefill)
+    cache = full_index.cache(sparse(name, method, Budget(0.1), question=prefill))
     asked, sampling = [torch.tensor([token]) for token in (65, 32, 120)], Sampling(max_new_tokens=6)
     alone: list[Answer] = [generate(full_index, cache, question, sampling) for question in asked]
     found = dict(Batch(full_index, cache, sampling, 1).answers(asked))
@@ -145,10 +144,10 @@ def test_a_batch_of_one_answers_it_as_it_does_alone(
 def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index: OpenIndex) -> None:
     """With answers of one token nothing is decoded, so that every answer is the plain model's at any budget."""
     sampling, said = Sampling(max_new_tokens=1), full_index.input_ids
-    talk = Talk(full_index, Setting(Form("codes", "", Codes(), False), FEW), prefill=PREFILL, raw=True)
+    talk = Talk(full_index, DecodeConfig(Form("codes", "", Codes(), False), FEW, question=PREFILL), raw=True)
     for number, question in enumerate("abcd"):
         if number == 3:
-            talk.switch(Setting(Form("quest", "", Quest(), False), FEW))
+            talk.switch(DecodeConfig(Form("quest", "", Quest(), False), FEW, question=PREFILL))
         said = torch.cat([said, full_index.tokenizer(question, return_tensors="pt").input_ids[0]])
         expected = plain_answer(full_index, said)[:1]
         assert talk.ask(question, sampling).ids == expected
@@ -158,7 +157,7 @@ def test_turns_of_one_token_are_prefilled_also_under_another_setting(full_index:
 
 def test_where_questions_choose_together_it_has_a_questions_threshold(full_index: OpenIndex) -> None:
     """One choice for a question's token and one for an answer's, as each makes it alone."""
-    cache = full_index.sparse_cache("squeezed", Squeezed(selection="threshold"), Budget(0.1))
+    cache = full_index.cache(sparse("squeezed", Squeezed(selection="threshold"), Budget(0.1)))
     layer = cache.stored_layers[0]
     assert isinstance(layer, SparseLayer)
     selector, one = layer.plan.selector, torch.tensor([1], dtype=torch.int32)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.sealing import change_tensors
 from support.small_index import INDEXERS, build_small, plain_logits, random_ids, reopen, small_plan, stepped_logits
@@ -136,7 +137,7 @@ def test_an_index_in_full_precision_opens_with_the_model_in_half(index: OpenInde
     tokens = random_ids(12)
     exact = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-len(tokens) :]
     for name in ("squeezed", "quest", "oracle"):
-        cache = half.sparse_cache(name, methods()[name](), Budget(1.0))
+        cache = half.cache(sparse(name, methods()[name](), Budget(1.0)))
         assert_close(stepped_logits(half, cache, tokens, question=4), exact, 0.1)
 
 
@@ -159,7 +160,7 @@ def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
     moved = reopen(plan, tmp_path / "b.skv")
     assert Artifact(tmp_path / "b.skv").manifest == built.artifact.manifest
     tokens = random_ids(6)
-    cache = moved.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = moved.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     plain = plain_logits(plan.loaded.model, torch.cat([moved.input_ids, tokens]))[-6:]
     assert_close(stepped_logits(moved, cache, tokens, question=3), plain, 1e-4)
 
@@ -198,7 +199,7 @@ def test_a_layer_without_centroids_is_refused(
     change_tensors(tmp_path / "small.skv", layer_file(source, 1), lambda tensors: _without(tensors, gone))
     index = reopen(plan, tmp_path / "small.skv")
     with pytest.raises(ArtifactError, match=f"{gone}.*build the index again"):
-        index.sparse_cache(name, method, Budget(0.1), residual=residual)
+        index.cache(sparse(name, method, Budget(0.1), residual=residual))
 
 
 def test_a_layer_of_one_level_without_values_is_refused(tmp_path: Path) -> None:
@@ -208,8 +209,8 @@ def test_a_layer_of_one_level_without_values_is_refused(tmp_path: Path) -> None:
     change_tensors(tmp_path / "small.skv", layer_file("multipole", 1), lambda tensors: _without(tensors, gone))
     index = reopen(plan, tmp_path / "small.skv")
     with pytest.raises(ArtifactError, match=f"{gone}.*build the index again"):
-        index.sparse_cache("multipole", Multipole(), Budget(0.1))
-    index.sparse_cache("multipole", Multipole(replace=False), Budget(0.1))
+        index.cache(sparse("multipole", Multipole(), Budget(0.1)))
+    index.cache(sparse("multipole", Multipole(replace=False), Budget(0.1)))
 
 
 def _without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.small_index import build_small, random_ids, stepped_logits
 from torch.nn.functional import cross_entropy
 
@@ -36,14 +37,14 @@ def test_dense_perplexity_is_that_of_transformers(family_index: OpenIndex, token
 
 def test_a_budget_of_everything_gives_the_perplexity_of_transformers(family_index: OpenIndex) -> None:
     continuation = random_ids(60)
-    cache = family_index.sparse_cache("squeezed", Squeezed(), Budget(1.0))
+    cache = family_index.cache(sparse("squeezed", Squeezed(), Budget(1.0)))
     measured = perplexity(family_index, cache, continuation)
     assert measured == pytest.approx(_transformers(family_index, continuation), rel=1e-4)
 
 
 def test_each_token_of_a_sparse_cache_makes_its_own_choice(index: OpenIndex) -> None:
     continuation, dense = random_ids(60), index.dense_cache()
-    cache = index.sparse_cache("squeezed", Squeezed(), Budget(0.05))
+    cache = index.cache(sparse("squeezed", Squeezed(), Budget(0.05)))
     first = perplexity(index, dense, continuation[:1])
     logits = stepped_logits(index, cache, continuation[:-1], question=1)
     losses = cross_entropy(logits, continuation[1:], reduction="sum")
@@ -55,7 +56,7 @@ def test_each_token_of_a_sparse_cache_makes_its_own_choice(index: OpenIndex) -> 
 
 def test_measuring_again_gives_the_same_while_tokens_join_the_clusters(tmp_path: Path) -> None:
     index = build_small(tmp_path / "small.skv", methods={"multipole": MultipoleIndexer(levels=(0.25,), block=64)})
-    cache = index.sparse_cache("multipole", Multipole(stream=True, buffer=8), Budget(0.1))
+    cache = index.cache(sparse("multipole", Multipole(stream=True, buffer=8), Budget(0.1)))
     continuation = random_ids(100)
     assert perplexity(index, cache, continuation) == perplexity(index, cache, continuation)
 

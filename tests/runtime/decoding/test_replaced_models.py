@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.replaced import EXACT, replaced_attention, represented
 from support.replaced_decoding import decoding_errors, middle_rows
@@ -68,7 +69,7 @@ def test_an_index_in_float32_serves_a_model_in_bfloat16(tmp_path: Path, name: st
 
 @every_method
 def test_everything_chosen_leaves_nothing_to_stand_for(index: OpenIndex, name: str) -> None:
-    cache, tokens = index.sparse_cache(name, METHODS[name][0], Budget(1.0), residual=True), random_ids(15)
+    cache, tokens = index.cache(sparse(name, METHODS[name][0], Budget(1.0), residual=True)), random_ids(15)
     plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
     assert_close(stepped_logits(index, cache, tokens, question=9), plain, 1e-4)
 

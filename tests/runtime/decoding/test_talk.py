@@ -1,5 +1,6 @@
 """A talk: each question sees the document and all turns before it, whatever the setting is and was."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -10,12 +11,11 @@ from support.small_index import INDEXERS, build_small
 from support.tiny_models import END
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding import generate
 from sparsekv.runtime.decoding.generate import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.talk import Place, Talk, Turn, add_turn
 from sparsekv.runtime.methods.codes import Codes
@@ -28,7 +28,6 @@ from sparsekv.runtime.methods.tidaldecode import TidalDecode
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
 from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import DENSE
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed(),
@@ -39,8 +38,8 @@ METHODS: dict[str, Method] = {
 }
 
 
-def setting(name: str, budget: float = 1.0) -> Setting:
-    return Setting(Form(name, "", METHODS[name], False), Budget(budget))
+def setting(name: str, budget: float = 1.0) -> DecodeConfig:
+    return DecodeConfig(Form(name, "", METHODS[name], False), Budget(budget))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def test_a_dense_prefill_of_questions_changes_nothing_at_a_full_budget(
     every_index: OpenIndex, plain: list[list[int]], name: str
 ) -> None:
     """Nor with tokens that move into the index: it has them too."""
-    talk = Talk(every_index, setting(name), prefill=QuestionPrefill(DENSE, None, Budget(1.0), 7))
+    talk = Talk(every_index, replace(setting(name), question=Dense()))
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
 
 
@@ -104,16 +103,16 @@ def test_what_moves_into_an_index_and_a_prefill_of_its_own_exclude_each_other(ev
     """The prefill's method knows the document's tokens alone."""
     prefill = QuestionPrefill("snapkv", METHODS["snapkv"], Budget(1.0), 7)
     with pytest.raises(UsageError, match=r"--stream: .* would be lost to --prefill snapkv"):
-        Talk(every_index, setting("multipole"), prefill=prefill)
-    talk = Talk(every_index, setting("snapkv"), prefill=prefill)
+        Talk(every_index, replace(setting("multipole"), question=prefill))
+    talk = Talk(every_index, replace(setting("snapkv"), question=prefill))
     with pytest.raises(UsageError, match="--stream"):
-        talk.switch(setting("multipole"))
+        talk.switch(replace(setting("multipole"), question=prefill))
 
 
 def test_a_talk_is_forgotten_whose_answers_outgrew_their_buffer(every_index: OpenIndex) -> None:
     """The buffer that an answer made is as good as the first one."""
     method = Multipole(stream=True, buffer=96)
-    talk = Talk(every_index, Setting(Form("multipole", "", method, False), Budget(0.3)))
+    talk = Talk(every_index, DecodeConfig(Form("multipole", "", method, False), Budget(0.3)))
     long = Sampling(max_new_tokens=150)
     first = talk.ask(QUESTIONS[0], long).ids
     assert len(first) > 100
@@ -177,10 +176,10 @@ def test_a_failure_leaves_the_talk_as_it_was(
 def test_a_setting_that_cannot_be_leaves_the_old_one(every_index: OpenIndex, plain: list[list[int]]) -> None:
     talk = Talk(every_index, setting("squeezed"))
     talk.ask(QUESTIONS[0], SAMPLING)
-    before = talk.setting
+    before = talk.config
     with pytest.raises(UsageError, match="--select-layer 9: the index has 3 layers"):
-        talk.switch(Setting(Form("tidaldecode", "", TidalDecode(select_layer=9), False), Budget(0.1)))
-    assert talk.setting is before
+        talk.switch(DecodeConfig(Form("tidaldecode", "", TidalDecode(select_layer=9), False), Budget(0.1)))
+    assert talk.config is before
     assert talk.ask(QUESTIONS[1], SAMPLING).ids == plain[1]
 
 
@@ -211,10 +210,10 @@ def test_a_talk_that_is_not_quite_forgotten_is_as_it_was(
 
 
 def test_each_answer_counts_what_it_read_itself(every_index: OpenIndex) -> None:
-    talk = Talk(every_index, Setting(Form("quest", "", Quest(page_size=8), False), Budget(0.2)))
+    talk = Talk(every_index, DecodeConfig(Form("quest", "", Quest(page_size=8), False), Budget(0.2)))
     first, second = (talk.ask(question, SAMPLING).kv_fraction for question in QUESTIONS[:2])
     assert first == pytest.approx(second)
-    talk.switch(Setting(Form("oracle", "", Oracle(), False), Budget(1.0)))
+    talk.switch(DecodeConfig(Form("oracle", "", Oracle(), False), Budget(1.0)))
     assert talk.ask(QUESTIONS[2], SAMPLING).kv_fraction > first
 
 

@@ -5,8 +5,8 @@ from support.plain_talk import QUESTIONS, SAMPLING, plain_talk
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.decoding.talk import Talk
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
@@ -25,9 +25,9 @@ METHODS: dict[str, Method] = {
 }
 
 
-def setting(name: str) -> Setting:
+def setting(name: str) -> DecodeConfig:
     """A method that reads everything."""
-    return Setting(Form(name, "", METHODS[name]), Budget(1.0))
+    return DecodeConfig(Form(name, "", METHODS[name]), Budget(1.0))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])

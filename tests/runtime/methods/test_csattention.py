@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import sparse
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.replaced import Step
@@ -213,7 +214,7 @@ def tabled_index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 )
 def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: OpenIndex, stream: bool, step: int) -> None:
     tokens = random_ids(60)
-    cache = tabled_index.sparse_cache("csattention", CSAttention(stream=stream, buffer=8, step=step), Budget(1.0))
+    cache = tabled_index.cache(sparse("csattention", CSAttention(stream=stream, buffer=8, step=step), Budget(1.0)))
     logits = stepped_logits(tabled_index, cache, tokens, question=20)
     plain = plain_logits(tabled_index.model, torch.cat([tabled_index.input_ids, tokens]))[-60:]
     assert_close(logits, plain, 1e-4)
@@ -224,12 +225,12 @@ def test_a_budget_of_everything_gives_the_plain_models_logits(tabled_index: Open
 
 def test_no_residual_where_tokens_join_that_no_cluster_has(tabled_index: OpenIndex) -> None:
     with pytest.raises(UsageError, match="--residual: csattention takes generated tokens in"):
-        tabled_index.sparse_cache("csattention", CSAttention(stream=True), Budget(0.1), residual=True)
+        tabled_index.cache(sparse("csattention", CSAttention(stream=True), Budget(0.1), residual=True))
 
 
 @pytest.mark.parametrize("method", [CSAttention(stream=True, buffer=8), CSAttention(step=4)], ids=["stream", "step"])
 def test_a_second_question_is_answered_as_by_a_fresh_cache(tabled_index: OpenIndex, method: CSAttention) -> None:
-    used, fresh = (tabled_index.sparse_cache("csattention", method, Budget(0.1)) for _ in range(2))
+    used, fresh = (tabled_index.cache(sparse("csattention", method, Budget(0.1))) for _ in range(2))
     first, second = random_ids(50, seed=1), random_ids(45, seed=2)
     stepped_logits(tabled_index, used, first, question=10)
     again, anew = (stepped_logits(tabled_index, cache, second, question=10) for cache in (used, fresh))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choices import assert_best, recorded_choices
+from support.configs import sparse
 from support.random_tensors import normal
 from support.small_index import build_small, random_ids, stepped_logits
 from support.small_layer import all_chosen, as_queries, small_layer
@@ -36,7 +37,7 @@ def test_the_tokens_of_highest_score_are_kept(seed: int, middle: int, budget: in
 
 
 def test_a_whole_answer_attends_to_the_stored_scores_best(h2o_index: OpenIndex) -> None:
-    cache = h2o_index.sparse_cache("h2o", H2O(), Budget(20))
+    cache = h2o_index.cache(sparse("h2o", H2O(), Budget(20)))
     with recorded_choices(cache) as layers:
         stepped_logits(h2o_index, cache, random_ids(12), question=9)
     for layer, choices in enumerate(layers):

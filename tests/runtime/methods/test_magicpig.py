@@ -176,7 +176,7 @@ def test_a_report_measures_what_was_drawn_by_its_weights(index: OpenIndex) -> No
 
 def test_no_guard_is_told_what_is_left() -> None:
     with pytest.raises(UsageError, match="--guard: magicpig cannot tell"):
-        check_estimates_missed("--guard", "magicpig", FEW, residual=True)
+        check_estimates_missed("--guard", Form("magicpig", "", FEW, residual=True))
 
 
 def test_a_seed_and_a_layer_have_projections_of_their_own() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choices import assert_best, recorded_choices
+from support.configs import sparse
 from support.random_tensors import normal
 from support.small_index import random_ids, stepped_logits
 from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
@@ -105,7 +106,7 @@ def test_a_tokens_neighbours_are_kept_with_it() -> None:
 
 
 def test_an_answer_attends_to_what_its_question_chose(index: OpenIndex) -> None:
-    cache = index.sparse_cache("snapkv", SnapKV(), Budget(20))
+    cache = index.cache(sparse("snapkv", SnapKV(), Budget(20)))
     kept = []
     for seed in (0, 1, 0):
         with recorded_choices(cache) as layers:
@@ -119,7 +120,7 @@ def test_an_answer_attends_to_what_its_question_chose(index: OpenIndex) -> None:
 
     with recorded_choices(cache) as layers:
         stepped_logits(index, cache, random_ids(3), question=1)
-    unasked = index.sparse_cache("snapkv", SnapKV(), Budget(20))
+    unasked = index.cache(sparse("snapkv", SnapKV(), Budget(20)))
     with recorded_choices(unasked) as fresh:
         stepped_logits(index, unasked, random_ids(3), question=1)
     assert [choices[0].tokens for choices in layers] == [choices[0].tokens for choices in fresh]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import sparse
 from support.odd_numbers import every_kind, few_kinds, logits_full_of, odd
 from support.random_tensors import normal
 from support.small_index import INDEXERS, build_small, random_ids, stepped_logits
@@ -76,9 +77,9 @@ def test_rows_that_are_chosen_are_the_middles(everything: OpenIndex, name: str, 
 STEPS: dict[str, tuple[Method, dict[str, Any]]] = {
     "one kernel": (Multipole(), {}),
     "guarded": (Squeezed("hierarchical"), {"guard": Guard(0.1)}),
-    "by threshold": (Squeezed(selection="threshold"), {"measure_missed": True}),
+    "by threshold": (Squeezed(selection="threshold"), {"gauge": True}),
     "centroids for the rest": (CSAttention(), {"residual": True}),
-    "from files": (CSAttention(backoff=0.5), {"placement": "disk", "prefetch": True}),
+    "from files": (CSAttention(backoff=0.5), {"placement": "disk", "ahead": True}),
     "clusters that take tokens in": (Multipole(stream=True, buffer=3), {}),
     "lists that take tokens in": (CSAttention(stream=True, buffer=3), {}),
 }
@@ -91,7 +92,7 @@ def test_a_question_and_steps_of_odd_queries_and_keys(everything: OpenIndex, ste
     """What a layer makes of its neighbour's infinities; new tokens with such keys are attended and taken in."""
     method, how = STEPS[step]
     name = next(name for name, known in methods().items() if type(method) is known)
-    cache = everything.sparse_cache(name, method, Budget(0.1), **how)
+    cache = everything.cache(sparse(name, method, Budget(0.1), **how))
     layer, facts = cache.stored_layers[0], everything.artifact.manifest.layers[0]
     heads, _, D = layer.exact_rows()[0].shape
     for queries in (5, 1, 1, 1):
@@ -108,7 +109,7 @@ def test_a_question_and_steps_of_odd_queries_and_keys(everything: OpenIndex, ste
 def test_logits_that_are_no_numbers_are_told_and_not_made_text(
     everything: OpenIndex, number: float, temperature: float
 ) -> None:
-    cache, question = everything.sparse_cache("squeezed", Squeezed(), Budget(0.2)), question_ids(everything, "Why?")
+    cache, question = everything.cache(sparse("squeezed", Squeezed(), Budget(0.2))), question_ids(everything, "Why?")
     told = pytest.raises(SparsekvError, match=r"logits are not finite.*inspect --verify")
     with logits_full_of(everything.model, number), told:
         generate(everything, cache, question, Sampling(temperature=temperature))

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import plain_logits, random_ids, reopen, small_plan, stepped_logits, with_changes
 
@@ -67,11 +68,11 @@ def test_a_registered_method_is_built_opened_decoded_with_and_reported(tmp_path:
     index = reopen(plan, tmp_path / "toy.skv")
     assert choose_methods(["loudest"], list(manifest.methods)) == ["loudest"]
 
-    cache = index.sparse_cache("loudest", Loudest(), Budget(1.0))
+    cache = index.cache(sparse("loudest", Loudest(), Budget(1.0)))
     tokens = random_ids(8)
     plain = plain_logits(index.model, torch.cat([index.input_ids, tokens]))[-8:]
     assert_close(stepped_logits(index, cache, tokens, question=3), plain, 1e-4)
-    few = index.sparse_cache("loudest", Loudest(), Budget(0.1))
+    few = index.cache(sparse("loudest", Loudest(), Budget(0.1)))
     answer = generate(index, few, question_ids(index, "Why?"), Sampling(max_new_tokens=4))
     assert answer.kv_fraction == pytest.approx(Budget(0.1).share(index.split.middle))
 

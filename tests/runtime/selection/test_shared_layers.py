@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choices import assert_best, recorded_choices
+from support.configs import sparse
 from support.random_tensors import normal
 from support.reference import assert_close, attention_probabilities
 from support.small_index import build_small, random_ids, stepped_logits
@@ -17,7 +18,7 @@ from transformers import LlamaConfig
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -163,7 +164,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 
 
 def test_each_step_of_an_answer_takes_what_that_step_chose_below(deep: OpenIndex) -> None:
-    cache = deep.sparse_cache("tidaldecode", TidalDecode(select_layer=5), Budget(20))
+    cache = deep.cache(sparse("tidaldecode", TidalDecode(select_layer=5), Budget(20)))
     with recorded_choices(cache) as layers:
         stepped_logits(deep, cache, random_ids(13), question=9)
     split, facts = deep.split, deep.artifact.manifest.layers[0]
@@ -188,7 +189,7 @@ def test_each_piece_of_a_question_takes_what_is_ranked_for_it(method: LayerShari
     other = torch.cat([tokens[:8], (tokens[8:] + 1) % 100])
     logits = []
     for one in (tokens, other):
-        cache = deep.sparse_cache("quest", Quest(page_size=8), Budget(12), question=question)
+        cache = deep.cache(sparse("quest", Quest(page_size=8), Budget(12), question=question))
         logits.append(stepped_logits(deep, cache, one, question=16)[:8])
     assert_close(logits[0], logits[1], 1e-6)
     layers = (layer for layer in cache.stored_layers if isinstance(layer, SparseLayer))
@@ -240,4 +241,4 @@ def test_layers_and_shares_that_cannot_be_are_refused(parameters: dict[str, Any]
 def test_a_layer_that_the_index_does_not_have_is_refused(method: LayerSharing, deep: OpenIndex) -> None:
     name = type(method).__name__.lower()
     with pytest.raises(UsageError, match="--select-layer 7: the index has 7 layers, counted from 0"):
-        deep.sparse_cache(name, replace(method, select_layer=7), Budget(9))
+        deep.cache(sparse(name, replace(method, select_layer=7), Budget(9)))

@@ -9,12 +9,12 @@ from support.small_layer import all_chosen
 from support.traced import DENSE, SOME, answered, chosen_tokens, every_form
 
 from sparsekv.kernels.scores.logits import attention_logits
+from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.layer_rows import LayerRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.reporting.measures import Measured
 from sparsekv.runtime.reporting.recall import SharedStates, measure_layer
 from sparsekv.runtime.selection.budget import Budget
@@ -100,7 +100,7 @@ def test_everything_chosen_leaves_nothing(full_index: OpenIndex, forms: list[For
     if form.name in ("window", "magicpig", "sampleattention"):
         return
     question = question_ids(full_index, QUESTION)
-    _, trace = TracedIndex(full_index, Setting(form, Budget(1.0))).trace(question, 2, truth=True)
+    _, trace = TracedIndex(full_index, DecodeConfig(form, Budget(1.0))).trace(question, 2, truth=True)
     for one in trace["records"]:
         assert (one["stood_for"], one["missed"]) == (0, 0)
         assert one["exact"] + one["chosen"] == pytest.approx(1)
@@ -125,7 +125,7 @@ def test_a_dense_question_is_recorded_by_the_tokens_that_it_attends_to(
 def test_the_answer_and_its_cost_are_those_of_generate(full_index: OpenIndex, forms: list[Form]) -> None:
     question = question_ids(full_index, QUESTION)
     for form in forms:
-        setting = Setting(form, SOME)
+        setting = DecodeConfig(form, SOME)
         plain = Asker.open(full_index, setting).ask(question, Sampling(4))
         answer, trace = TracedIndex(full_index, setting).trace(question, 4)
         assert answer.ids == plain.ids
@@ -138,7 +138,7 @@ def test_measures_are_a_reports_of_the_same_queries_to_the_last_digit(full_index
         steps = answered(full_index, form, tokens=2).steps
         if isinstance(steps[0][0].selector, ObservesQuestion):
             continue  # a report's selector has observed no question
-        _, trace = TracedIndex(full_index, Setting(form, SOME)).trace(question, 2, truth=True)
+        _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 2, truth=True)
         states: SharedStates = {}
         expected = {}
         for layer, (_, one) in steps.items():
@@ -154,7 +154,7 @@ def test_dense_weights_are_split_by_what_the_step_gave(full_index: OpenIndex) ->
     """By the definition in float64: chosen, else the smaller of the dense weight and the step's, else missed."""
     form, split = every_form(full_index)["multipole flat"], full_index.split
     middle, question = slice(split.sinks, split.sinks + split.middle), question_ids(full_index, QUESTION)
-    _, trace = TracedIndex(full_index, Setting(form, SOME)).trace(question, 3, truth=True)
+    _, trace = TracedIndex(full_index, DecodeConfig(form, SOME)).trace(question, 3, truth=True)
     records = iter(trace["records"])
     of_layers = answered(full_index, form).steps
     for steps in zip(*of_layers.values(), strict=True):
@@ -179,7 +179,7 @@ def test_dense_weights_are_split_by_what_the_step_gave(full_index: OpenIndex) ->
 
 def test_means_are_those_of_the_records(full_index: OpenIndex) -> None:
     """The prompt has so few passages that every list is whole but for what is below its least share."""
-    setting, question = Setting(every_form(full_index)["codes"], SOME), question_ids(full_index, QUESTION)
+    setting, question = DecodeConfig(every_form(full_index)["codes"], SOME), question_ids(full_index, QUESTION)
     _, trace = TracedIndex(full_index, setting).trace(question, 3, truth=True)
     assert len(trace["passages"]) <= 16
     groups = {
@@ -202,7 +202,7 @@ def test_means_are_those_of_the_records(full_index: OpenIndex) -> None:
 
 
 def test_lists_have_the_largest_first_and_lie_in_the_middle(full_index: OpenIndex) -> None:
-    setting, question = Setting(every_form(full_index)["codes"], SOME), question_ids(full_index, QUESTION)
+    setting, question = DecodeConfig(every_form(full_index)["codes"], SOME), question_ids(full_index, QUESTION)
     answer, trace = TracedIndex(full_index, setting).trace(question, 3)
     assert len(trace["answer_tokens"]) == len(answer.ids)
     assert len(trace["records"]) == len(answer.ids) * len(trace["layers"]) * trace["kv_heads"]
@@ -219,7 +219,10 @@ def test_lists_have_the_largest_first_and_lie_in_the_middle(full_index: OpenInde
 
 def test_every_family_is_traced_in_the_layers_that_select(family_index: OpenIndex) -> None:
     """With soft caps, learned sinks and sliding layers, beside the plain answer."""
-    setting, question = Setting(every_form(family_index)["squeezed flat"], SOME), question_ids(family_index, QUESTION)
+    setting, question = (
+        DecodeConfig(every_form(family_index)["squeezed flat"], SOME),
+        question_ids(family_index, QUESTION),
+    )
     plain = Asker.open(family_index, setting).ask(question, Sampling(3))
     answer, trace = TracedIndex(family_index, setting).trace(question, 3, truth=True)
     assert answer.ids == plain.ids

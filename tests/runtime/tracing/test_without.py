@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import TEXT, build_small, plain_logits_after, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
@@ -19,17 +20,16 @@ from sparsekv.formats.models.identify import identify
 from sparsekv.formats.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.kernels.attention.attention import Segment, attend
-from sparsekv.runtime.attention.question import QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.mapped_rows import MappedRows
 from sparsekv.runtime.decoding.asker import Asker
 from sparsekv.runtime.decoding.generate import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.setting import Setting
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.budget import Budget
 from sparsekv.runtime.selection.form import Form
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.shares import AttendedStep, own_shares
 from sparsekv.runtime.tracing.trace import EVERYTHING, TracedIndex
@@ -171,7 +171,7 @@ def _expected(one: AttendedStep, hidden: torch.Tensor, beside: torch.Tensor) -> 
 def test_the_log_probability_is_the_plain_models(full_index: OpenIndex) -> None:
     """With everything attended, summed over the answer's tokens, each after those before it."""
     question, answer = torch.tensor([70, 80, 90, 100]), [101, 5, 66]
-    cache = Asker.open(full_index, EVERYTHING).cache
+    cache = Asker.open(full_index, DecodeConfig(EVERYTHING)).cache
     logits = plain_logits_after(full_index, torch.cat([question, torch.tensor(answer)]))
     expected = logits.double().log_softmax(-1)[3:-1].gather(1, torch.tensor(answer)[:, None]).sum()
     for at_once in (False, True):
@@ -184,8 +184,8 @@ def test_an_answer_of_one_token_to_a_question_of_one_is_worth_what_the_plain_mod
     full_index: OpenIndex, at_once: bool
 ) -> None:
     """At any budget: nothing is decoded."""
-    question, prefill = torch.tensor([70]), QuestionPrefill(DENSE, None, Budget(1.0))
-    cache = full_index.sparse_cache("codes", Codes(), Budget(0.05), question=prefill)
+    question, prefill = torch.tensor([70]), Dense()
+    cache = full_index.cache(sparse("codes", Codes(), Budget(0.05), question=prefill))
     expected = plain_logits_after(full_index, question).double().log_softmax(-1)[0, 101]
     found = log_probability(full_index, cache, question, [101], at_once=at_once)
     assert found == pytest.approx(float(expected), rel=1e-4)
@@ -193,7 +193,7 @@ def test_an_answer_of_one_token_to_a_question_of_one_is_worth_what_the_plain_mod
 
 def test_without_a_passage_the_first_answer_is_worth_less_or_more(full_index: OpenIndex) -> None:
     """By the setting and by dense attention; with nothing hidden it is worth what it was."""
-    traced = TracedIndex(full_index, Setting(every_form(full_index)["codes"], SOME))
+    traced = TracedIndex(full_index, DecodeConfig(every_form(full_index)["codes"], SOME))
     question = question_ids(full_index, "What comes next?")
     first, _ = traced.trace(question, 4)
     nothing = torch.zeros(full_index.split.tokens, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_a_passage_is_found_as_the_tokenizer_normalises_it(tmp_path: Path) -> No
     loaded = replace(plan.loaded, tokenizer=tokenizer)
     build_index(with_changes(plan, loaded=loaded, prompt=encode_prompt(tokenizer, text)), tmp_path / "nfc.skv")
     opened = open_index(Artifact(tmp_path / "nfc.skv"), loaded.model, tokenizer, identify(loaded))
-    traced = TracedIndex(opened, EVERYTHING)
+    traced = TracedIndex(opened, DecodeConfig(EVERYTHING))
     hidden = traced.hide(["cafe\u0301 est ferme\u0301"])
     assert tokenizer.decode(opened.input_ids[hidden]) == "caf\u00e9 est ferm\u00e9"
     assert torch.equal(traced.hide(["caf\u00e9 est ferm\u00e9"]), hidden)
@@ -226,5 +226,5 @@ def test_a_passage_is_found_as_the_tokenizer_normalises_it(tmp_path: Path) -> No
 def test_a_passage_may_end_where_the_tokens_of_questions_begin(tmp_path: Path) -> None:
     border = Border(lead="x", held=TEXT[300:303])
     opened = build_small(tmp_path / "held.skv", prompt=replace(small_plan().prompt, border=border))
-    hidden = TracedIndex(opened, EVERYTHING).hide([TEXT[270:303]])
+    hidden = TracedIndex(opened, DecodeConfig(EVERYTHING)).hide([TEXT[270:303]])
     assert opened.tokenizer.decode(opened.input_ids[hidden]) == TEXT[270:300].lstrip()

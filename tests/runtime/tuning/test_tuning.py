@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import sparse
 from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.formats.errors import UsageError
@@ -210,6 +211,6 @@ def test_a_cache_takes_a_budget_for_each_layer(index: OpenIndex) -> None:
     oracle, layers = methods()["oracle"](), index.artifact.manifest.indexed_layers
     shares = {layer: Budget(0.1 + 0.2 * number) for number, layer in enumerate(layers[1:])}
     expected = [Budget(0.5).tokens(index.split.middle), *(one.tokens(index.split.middle) for one in shares.values())]
-    cache = index.sparse_cache("oracle", oracle, Budget(0.5), budgets=shares)
+    cache = index.cache(sparse("oracle", oracle, Budget(0.5), layer_budgets=shares))
     stepped_logits(index, cache, random_ids(4), 1)
     assert cache.kv_fraction() == pytest.approx(fmean(expected) / index.split.middle)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import build_small, plain_logits_after, random_ids, stepped_logits
 
@@ -29,7 +30,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
     streamed_index: OpenIndex, lookup: str
 ) -> None:
     tokens = random_ids(300)
-    cache = streamed_index.sparse_cache("multipole", Multipole(lookup, stream=True, buffer=8), EVERYTHING)
+    cache = streamed_index.cache(sparse("multipole", Multipole(lookup, stream=True, buffer=8), EVERYTHING))
     logits = stepped_logits(streamed_index, cache, tokens, question=200)
     assert_close(logits, plain_logits_after(streamed_index, tokens), 1e-4)
     layer = cache.stored_layers[0]
@@ -40,7 +41,7 @@ def test_a_budget_of_everything_gives_the_plain_models_logits_while_blocks_close
 @pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
 def test_a_second_question_is_answered_as_by_a_fresh_cache(streamed_index: OpenIndex, lookup: str) -> None:
     method = Multipole(lookup, stream=True, buffer=8)
-    used, fresh = (streamed_index.sparse_cache("multipole", method, Budget(0.1)) for _ in range(2))
+    used, fresh = (streamed_index.cache(sparse("multipole", method, Budget(0.1))) for _ in range(2))
     first, second = random_ids(80, seed=1), random_ids(70, seed=2)
     stepped_logits(streamed_index, used, first, question=40)
     again, anew = (stepped_logits(streamed_index, cache, second, question=20) for cache in (used, fresh))
@@ -49,14 +50,14 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(streamed_index: OpenI
 
 
 def test_a_cache_used_in_inference_mode_rewinds_outside_of_it(streamed_index: OpenIndex) -> None:
-    cache = streamed_index.sparse_cache("multipole", Multipole(stream=True, buffer=8), Budget(0.1))
+    cache = streamed_index.cache(sparse("multipole", Multipole(stream=True, buffer=8), Budget(0.1)))
     stepped_logits(streamed_index, cache, random_ids(60), question=20)
     cache.rewind()
     assert cache.get_seq_length() == streamed_index.split.tokens
 
 
 def test_a_method_that_takes_nothing_in_keeps_everything_new_exact(index: OpenIndex) -> None:
-    cache = index.sparse_cache("squeezed", Squeezed(), EVERYTHING)
+    cache = index.cache(sparse("squeezed", Squeezed(), EVERYTHING))
     tokens = random_ids(300)
     assert_close(stepped_logits(index, cache, tokens, question=240), plain_logits_after(index, tokens), 1e-4)
     layer = cache.stored_layers[0]

@@ -1,0 +1,89 @@
+"""`DecodeConfig`: everything a person can set about how answers attend to a document."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
+from sparsekv.runtime.cache.kv_store import check_placement
+from sparsekv.runtime.selection.budget import Budget
+from sparsekv.runtime.selection.form import Form
+from sparsekv.runtime.selection.interface import Method
+from sparsekv.runtime.selection.registry import DENSE
+
+QUESTION_BUDGET = "1024"
+EVERYTHING = Budget(1.0)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Attention to all of the document. Like a method it is a dataclass of its parameters: it has none."""
+
+    name: ClassVar[str] = DENSE
+    residual: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Own:
+    """A question's tokens select as the answer's do: by the same method, with the same budget."""
+
+    name: ClassVar[str] = "own"
+
+
+@dataclass(frozen=True)
+class QuestionPrefill:
+    """A question's tokens select chunk by chunk, by a method of their own."""
+
+    name: str
+    method: Method
+    budget: Budget
+    chunk_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise UsageError(f"--chunk-size {self.chunk_size}: give at least 1")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How answers attend to a document. The command line or the Python API makes it, and `plan_layer` uses it.
+
+    Args:
+        attention: a method with its parameters, or dense attention.
+        budget: tokens of the middle that a step attends to.
+        layer_budgets: budgets of single layers, by layer number, that replace `budget`.
+        question: what a question's tokens attend to.
+        guard: measures the missed share of attention, and limits it for each KV head.
+        gauge: measures the missed share. Steps compute their logits once more, and none is captured.
+        placement: where the document's keys and values are kept, one of PLACEMENTS.
+        ahead: prefetch: search for each step's rows with the previous step's query, during its attention.
+        origin: where method and budget are from, if the user did not choose them.
+
+    Raises:
+        UsageError: unknown placement, or a missed share to be measured of a method that cannot estimate it.
+    """
+
+    attention: Form | Dense
+    budget: Budget = EVERYTHING
+    layer_budgets: Mapping[int, Budget] = field(default_factory=dict)
+    question: Dense | Own | QuestionPrefill = field(default_factory=Own)
+    guard: Guard | None = None
+    gauge: bool = False
+    placement: str = "device"
+    ahead: bool = False
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        check_placement(self.placement)
+        if self.measured and isinstance(self.attention, Form):
+            check_estimates_missed(self.measured, self.attention)
+
+    @property
+    def measured(self) -> str:
+        """The option for which the missed share of attention is measured; empty without one."""
+        return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
+
+    def budget_of(self, layer: int) -> Budget:
+        """The budget of one layer."""
+        return self.layer_budgets.get(layer, self.budget)
