@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs fuzz fuzz-mutations clean FORCE
+.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs docs-check wheel fuzz fuzz-mutations clean FORCE
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
@@ -20,7 +20,9 @@ help:
 	@echo "make fuzz-mutations  faults put back into a copy of the code, each to be found by fuzzing"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
-	@echo "make docs          write the references of commands and of models anew"
+	@echo "make docs          regenerate the references of commands and models, and the tables of results"
+	@echo "make docs-check    tests that the docs agree with the program"
+	@echo "make wheel         build a wheel into dist/"
 	@echo "make clean         remove .venv, the demo, build folders and caches"
 
 # Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
@@ -107,6 +109,13 @@ format: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/generate_help.py
 	$(BIN)/python docs/generate_models.py
+	$(BIN)/python docs/benchmarks/tables.py
+
+docs-check: .venv/installed
+	$(BIN)/pytest tests/docs
+
+wheel: .venv/installed
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
