@@ -1,4 +1,4 @@
-"""Writes the tables of results.md from history.jsonl, between each table's two marker comments.
+"""Writes the tables of results.md and evaluation.md from history.jsonl, between each table's two marker comments.
 
 A line of history.jsonl is one measured figure. Its name is "TABLE | ROW LABELS ... | COLUMN". A table shows the newest
 run of each row, with repeated measurements side by side. Older lines stay in the file as the record.
@@ -12,9 +12,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HISTORY = FOLDER / "history.jsonl"
-PAGE = FOLDER / "results.md"
+PAGES = (FOLDER / "results.md", FOLDER / "evaluation.md")
 KEYS = ("date", "commit", "machine", "command", "figure", "value", "unit")
-LOWER, UPPER = ", lower quartile", ", upper quartile"
+LOWER, UPPER = ", lower", ", upper"
+"""Ends of a column's name for the bounds of an interval: quartiles of times, 95% of scores."""
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 """A table on the page: its name and the headers of its row labels, then its lines."""
 
@@ -83,17 +84,20 @@ def newest(name: str, figures: list[Figure]) -> Rows:
 
 
 def cell(row: dict[str, list[Figure]], column: str) -> str:
-    """The values of one figure, each with its quartiles where they were measured."""
-    quartiles = zip(row.get(column + LOWER, []), row.get(column + UPPER, []), strict=True)
-    ranges = [f" [{grouped(low.value)}, {grouped(high.value)}]" for low, high in quartiles]
-    values = [grouped(figure.value) for figure in row.get(column, [])]
+    """The values of one figure, each with its interval where one was measured."""
+    bounds = zip(row.get(column + LOWER, []), row.get(column + UPPER, []), strict=True)
+    ranges = [f" [{shown(low)}, {shown(high)}]" for low, high in bounds]
+    values = [shown(figure) for figure in row.get(column, [])]
     return ", ".join(value + spread for value, spread in zip(values, ranges or [""] * len(values), strict=True))
 
 
-def grouped(value: str) -> str:
-    """A number with commas between its thousands."""
-    whole, point, fraction = value.partition(".")
-    return f"{int(whole):,}{point}{fraction}"
+def shown(figure: Figure) -> str:
+    """A value with commas between its thousands, and with its sign where it is a difference."""
+    sign, digits = ("\N{MINUS SIGN}", figure.value[1:]) if figure.value.startswith("-") else ("", figure.value)
+    if figure.unit == "points" and not sign and float(digits):
+        sign = "+"
+    whole, point, fraction = digits.partition(".")
+    return f"{sign}{int(whole):,}{point}{fraction}"
 
 
 def origin(rows: Rows) -> str:
@@ -112,4 +116,5 @@ def origin(rows: Rows) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8"), read()), encoding="utf-8")
