@@ -60,7 +60,7 @@ def table(marker: str, figures: list[Figure]) -> str:
     if not rows:
         raise KeyError(f"history.jsonl has no figures of the table {name}")
     columns: dict[str, str] = {}
-    for row in rows.values():
+    for row in sorted(rows.values(), key=len, reverse=True):  # a full row has its columns in order
         for column, runs in row.items():
             if not column.endswith((LOWER, UPPER)):
                 columns[column] = f"{column}, {runs[0].unit}" if runs[0].unit else column
