@@ -9,18 +9,21 @@ export HF_HUB_OFFLINE := 1
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs fuzz fuzz-mutations clean FORCE
+.PHONY: help demo test test-slow test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean FORCE
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
-	@echo "make fuzz          drawn cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
+	@echo "make transformers  install TRANSFORMERS=version into .venv, for tests with it"
+	@echo "make fuzz          random cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
 	@echo "make fuzz-mutations  faults put back into a copy of the code, each to be found by fuzzing"
 	@echo "make lint          linting and types alone"
 	@echo "make format        reformat the code"
-	@echo "make docs          write the references of commands and of models anew"
+	@echo "make docs          regenerate the references of commands and models, and the tables of results"
+	@echo "make docs-check    tests that the docs agree with the program"
+	@echo "make wheel         build a wheel into dist/"
 	@echo "make clean         remove .venv, the demo, build folders and caches"
 
 # Installed, the folders are links below sparsekv/: made anew when a file comes or goes, not when one changes.
@@ -72,6 +75,10 @@ types: .venv/installed
 tests: .venv/installed
 	$(BIN)/pytest -n 2 --dist worksteal
 
+transformers: .venv/installed
+	@test -n "$(TRANSFORMERS)" || { echo "name a version: make transformers TRANSFORMERS=5.17.0" >&2; exit 1; }
+	$(BIN)/pip install -q "transformers==$(TRANSFORMERS)"
+
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
@@ -108,6 +115,15 @@ format: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/generate_help.py
 	$(BIN)/python docs/generate_models.py
+	$(BIN)/python docs/benchmarks/tables.py
+
+docs-check: .venv/installed
+	$(BIN)/pytest tests/docs
+
+# Files of an earlier build in build/lib would get into the wheel.
+wheel: .venv/installed
+	rm -rf build/lib build/bdist.*
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf .venv demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
