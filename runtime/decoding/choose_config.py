@@ -117,10 +117,10 @@ def question_prefill(
         raise UsageError(
             f"{options[1]} {budget}: give it with {options[0]} and a method that chooses, such as quoka{own}"
         )
-    for kind in named.values():
-        tokens = Budget.parse(budget or QUESTION_BUDGET, options[1])
-        return QuestionPrefill(name or "", configure(kind, parameters), tokens)
-    return Own() if name == Own.name else Dense()
+    if name is None or not named:
+        return Own() if name == Own.name else Dense()
+    (kind,) = named.values()
+    return QuestionPrefill(name, configure(kind, parameters), Budget.parse(budget or QUESTION_BUDGET, options[1]))
 
 
 def _named(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.configs import sparse
 from support.random_tensors import normal
 from support.reference import assert_close
 from support.tiny_models import FAMILIES
@@ -29,7 +30,7 @@ SHAPE = Shape(600, heads=4, kv_heads=2, head_dim=32)
 
 def _quest(data: LayerData) -> StoredLayer:
     selector = Quest().prepare(data.context({}))
-    return sparse_layer(data, lay_out(data, selector), selector, Budget(0.1))
+    return sparse_layer(data, lay_out(data, selector), selector, sparse("quest", Quest(), Budget(0.1)))
 
 
 MAKERS: dict[str, Callable[[LayerData], StoredLayer]] = {
