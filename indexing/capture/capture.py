@@ -16,6 +16,7 @@ from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.formats.schema import LayerFacts
 from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 
@@ -211,7 +212,7 @@ def capture(
         for start, end in _chunks(prefix_tokens, tokens, chunk_size, last_alone=not prefill.exact):
             chunk = input_ids[None, start:end].to(model.device)
             try:
-                logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                logits = model(input_ids=chunk, **with_cache(model, cache), logits_to_keep=1).logits
             except UnsupportedAttentionError as error:
                 raise SparsekvError(error.reason) from error
             if len(recorder.facts) < len(layers):

@@ -18,6 +18,7 @@ from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, capture
 from sparsekv.indexing.capture.context_layer import ContextLayer
 from sparsekv.indexing.prefill.interface import DensePrefill
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.given_rows import soft_caps
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 
@@ -139,6 +140,6 @@ def _answer_logits(model: PreTrainedModel, ids: torch.Tensor, cache: _AnswerCach
     one."""
     with route_attention(model, cache.attend):
         return [
-            model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0].float()
+            model(input_ids=part[None], **with_cache(model, cache)).logits[0].float()
             for part in (ids[:-SINGLE], *ids[-SINGLE:].split(1))
         ]

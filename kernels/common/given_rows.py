@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations import sdpa_attention
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import alone
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +66,7 @@ def logits_over_rows(model: PreTrainedModel, input_ids: torch.Tensor, before: in
     cache = Cache(layers=[GivenLayer(layer, before, rows) for layer in range(layers)])
     with alone(model), soft_caps(model):
         ids = input_ids[None].to(model.device)
-        logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+        logits: torch.Tensor = model(input_ids=ids, **with_cache(model, cache)).logits[0]
         return logits.float().cpu()
 
 

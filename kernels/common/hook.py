@@ -23,6 +23,7 @@ HARMLESS = frozenset(
         "position_ids",
         "cache_position",
         "past_key_values",
+        "cache",
         "use_cache",
         "logits_to_keep",
         "num_items_in_batch",

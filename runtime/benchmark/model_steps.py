@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.packed_layers import packed_layer
 from sparsekv.runtime.benchmark.dense import DenseForm
@@ -86,7 +87,7 @@ class BatchSteps(ModelSteps):
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.step is not None:
             return self.step(tokens)
-        logits: torch.Tensor = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True).logits
+        logits: torch.Tensor = self.model(input_ids=tokens, **with_cache(self.model, self.cache)).logits
         return logits[:, -1]
 
     def captured(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.attention.packed_layers import packed_layer
@@ -196,8 +197,7 @@ class Batch:
         logits: torch.Tensor = self.index.model(
             input_ids=torch.tensor([list(chain.from_iterable(fed))], device=device),
             position_ids=(self.index.split.tokens + step.rows)[None],
-            past_key_values=self.packed,
-            use_cache=True,
+            **with_cache(self.index.model, self.packed),
             logits_to_keep=(ends - 1).to(device),
         ).logits[0]
         return logits

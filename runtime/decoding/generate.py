@@ -21,6 +21,7 @@ from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
 from sparsekv.formats.schema import ChatFrame
+from sparsekv.kernels.common.cache_argument import cache_argument
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache, LayerStats
 from sparsekv.runtime.decoding.endings import answer_text, ending_tokens, finish_reason, unshown_endings
@@ -152,7 +153,7 @@ def answer_after(
         output = model.generate(  # type: ignore[operator]  # torch types attributes of a module as tensors
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **cache_argument(model, cache),
             generation_config=config,
             stopping_criteria=StoppingCriteriaList([Following(cores), *([] if stop is None else [Stopping(stop)])]),
             streamer=streamer,

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.runtime.decoding.finite_logits import NotFiniteError
 from sparsekv.runtime.decoding.step import DecodeStep
 
@@ -71,8 +72,7 @@ class DecodeLoop:
         logits: torch.Tensor = model(
             input_ids=input_ids[:, known:],
             position_ids=torch.arange(known, tokens, device=input_ids.device)[None],
-            past_key_values=self.step.cache,
-            use_cache=True,
+            **with_cache(model, self.step.cache),
             **only_last,
         ).logits[:, -1]
         return logits

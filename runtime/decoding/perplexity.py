@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -66,5 +67,5 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
 def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihoods [T] of ids [T + 1] except the first; appends all but the last to the cache."""
-    logits = index.model(input_ids=ids[None, :-1], past_key_values=cache, use_cache=True).logits[0]
+    logits = index.model(input_ids=ids[None, :-1], **with_cache(index.model, cache)).logits[0]
     return cross_entropy(logits.float(), ids[1:], reduction="none").double()

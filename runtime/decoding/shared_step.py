@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.runtime.cache.graphs import captured, waits
 from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.cache.slots import PackedStep
@@ -72,8 +73,7 @@ class SharedStep:
         logits: torch.Tensor = self.model(
             input_ids=tokens[None],
             position_ids=(self.tokens + rows)[None],
-            past_key_values=self.cache,
-            use_cache=True,
+            **with_cache(self.model, self.cache),
         ).logits[0]
         return logits
 

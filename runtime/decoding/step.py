@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.graphs import ModelGraph, captured, waits
 from sparsekv.runtime.cache.index_cache import IndexCache
@@ -66,7 +67,7 @@ class DecodeStep:
 
     def _forward(self) -> torch.Tensor:
         logits: torch.Tensor = self.model(
-            input_ids=self.tokens, position_ids=self.position, past_key_values=self.cache, use_cache=True
+            input_ids=self.tokens, position_ids=self.position, **with_cache(self.model, self.cache)
         ).logits[:, -1]
         self.position += 1
         self.cache.advance_on_device()
@@ -102,7 +103,7 @@ def one_step(model: PreTrainedModel, cache: IndexCache, token: torch.Tensor) -> 
         cache.rewind()
         step = captured_step(model, cache)
         if step is None:
-            model(input_ids=token[None].to(model.device), past_key_values=cache, use_cache=True)
+            model(input_ids=token[None].to(model.device), **with_cache(model, cache))
         else:
             step.begin(ROOM)
             step(token[None].to(model.device))

@@ -17,6 +17,7 @@ from sparsekv.formats.documents.continuation import border_behind
 from sparsekv.formats.documents.turns import next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.schema import ChatFrame, Prompt
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import appends
@@ -184,8 +185,7 @@ class Talk:
             model(
                 input_ids=ids[None].to(model.device),
                 position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
+                **with_cache(model, cache),
                 logits_to_keep=1,
             )
 

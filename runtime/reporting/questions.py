@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding.exclusive import exclusive
 from sparsekv.runtime.decoding.generate import answer_room, question_ids
@@ -76,7 +77,6 @@ class _QuestionRecorder:
         with torch.inference_mode(), route_attention(self.index.model, attention):
             self.index.model(
                 input_ids=question[None].to(self.index.model.device),
-                past_key_values=cache,
-                use_cache=True,
+                **with_cache(self.index.model, cache),
                 logits_to_keep=1,
             )

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.kernels.common.cache_argument import with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.exclusive import exclusive
@@ -80,7 +81,7 @@ def log_probability(
         cache.expect_prompt(index.split.tokens + len(question))
         for ids, next_ids in zip(fed, said.split(len(said) if at_once else 1), strict=True):
             cores.follow()
-            model_input = {"input_ids": ids[None].to(device), "past_key_values": cache, "use_cache": True}
+            model_input = {"input_ids": ids[None].to(device), **with_cache(model, cache)}
             logits = model(**model_input, logits_to_keep=len(next_ids)).logits[0]
             total += log_softmax(logits.double(), -1).gather(1, next_ids[:, None].to(device)).sum()
     return float(total)
